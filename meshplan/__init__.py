@@ -1,0 +1,66 @@
+"""Declare how a PyTorch model is parallelised, know its memory beforehand, run it.
+
+The public names on one page. Importing meshplan imports nothing: each name is found in its room
+when it is first used, so that the command line starts without torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshplan.api import estimate_states as estimate_states
+    from meshplan.errors import ApplyError as ApplyError
+    from meshplan.errors import MeshplanError as MeshplanError
+    from meshplan.errors import PlanError as PlanError
+    from meshplan.errors import SpecError as SpecError
+    from meshplan.layout import Layout as Layout
+    from meshplan.mesh import Mesh as Mesh
+    from meshplan.plan import Plan as Plan
+    from meshplan.plan import make_plan as make_plan
+    from meshplan.reader import load_spec as load_spec
+    from meshplan.runtime.parallelize import parallelize as parallelize
+    from meshplan.runtime.state import full_state_dict as full_state_dict
+    from meshplan.runtime.train import clip_grad_norm_ as clip_grad_norm_
+    from meshplan.runtime.train import local_batch as local_batch
+    from meshplan.runtime.train import train_step as train_step
+    from meshplan.spec import Spec as Spec
+    from meshplan.version import __version__ as __version__
+
+_ROOMS = {
+    # run a model under a plan
+    "parallelize": "meshplan.runtime.parallelize",
+    "local_batch": "meshplan.runtime.train",
+    "train_step": "meshplan.runtime.train",
+    "clip_grad_norm_": "meshplan.runtime.train",
+    "full_state_dict": "meshplan.runtime.state",
+    # know it beforehand
+    "estimate_states": "meshplan.api",
+    "load_spec": "meshplan.reader",
+    "make_plan": "meshplan.plan",
+    # the values that pass between them
+    "Spec": "meshplan.spec",
+    "Plan": "meshplan.plan",
+    "Mesh": "meshplan.mesh",
+    "Layout": "meshplan.layout",
+    # what can go wrong
+    "MeshplanError": "meshplan.errors",
+    "SpecError": "meshplan.errors",
+    "PlanError": "meshplan.errors",
+    "ApplyError": "meshplan.errors",
+    "__version__": "meshplan.version",
+}
+
+__all__ = list(_ROOMS)
+
+
+def __getattr__(name: str) -> Any:
+    """Find a public name in its room, once."""
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'meshplan' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_ROOMS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,7 @@
+"""`python -m meshplan` is the command line."""
+
+import sys
+
+from meshplan.cli import main
+
+sys.exit(main())

@@ -1,0 +1,69 @@
+"""Two statements of one plan that contradict each other, as far as no model is needed to see it.
+
+Refuses to know which strategy fits which mesh (`strategies`) and the model (`assign`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from meshplan.errors import Problem
+from meshplan.mesh import DATA_AXES
+from meshplan.spec import AUTO, Spec
+
+
+def disagreements(spec: Spec) -> list[Problem]:
+    """Every pair of statements that cannot both hold."""
+    return [*_devices(spec), *_batch(spec)]
+
+
+def _devices(spec: Spec) -> Iterator[Problem]:
+    """The mesh and the hardware must speak of the same number of devices."""
+    if spec.hardware is None or spec.mesh is None or isinstance(spec.mesh, str):
+        return
+    if isinstance(spec.mesh, Mapping):
+        known = {axis: size for axis, size in spec.mesh.items() if isinstance(size, int)}
+        words = " x ".join(f"{axis} {size}" for axis, size in known.items())
+        is_free = AUTO in spec.mesh.values()
+        product = math.prod(known.values())
+    else:
+        words, product, is_free = " x ".join(map(str, spec.mesh)), math.prod(spec.mesh), False
+    world = spec.hardware.world_size
+    have = f"hardware has {spec.hardware.nodes} x {spec.hardware.gpus_per_node} = {world}"
+    if is_free and world % product:
+        what = f"no size fits 'auto': {have} devices, which the other axes, {words}, do not divide"
+        yield Problem(what, spec.origin("mesh"), f"make their product a divisor of {world}")
+    elif not is_free and product != world:
+        what = f"{words} = {product} devices, but {have}"
+        yield Problem(what, spec.origin("mesh"), f"make the product {world}, or correct hardware")
+
+
+def _batch(spec: Spec) -> Iterator[Problem]:
+    """The sizes of a batch must agree, as far as they are known."""
+    batch, ranks = spec.batch, _data_ranks(spec)
+    if batch.global_ is None or not isinstance(batch.micro, int) or ranks is None:
+        return
+    origin = spec.origin("batch.global")
+    if isinstance(batch.accumulate, int):
+        product = batch.micro * batch.accumulate * ranks
+        words = f"micro {batch.micro} x accumulate {batch.accumulate} x {ranks} data ranks"
+        if product != batch.global_:
+            yield Problem(
+                f"{batch.global_} is not {words} = {product}", origin, "leave one of them out"
+            )
+    elif batch.accumulate is None and batch.global_ % (batch.micro * ranks):
+        words = f"micro {batch.micro} x {ranks} data ranks = {batch.micro * ranks}"
+        yield Problem(f"{batch.global_} is not a multiple of {words}", origin, "change one of them")
+
+
+def _data_ranks(spec: Spec) -> int | None:
+    """Ranks that read different samples; None when the plan alone does not say."""
+    if isinstance(spec.mesh, Mapping):
+        sizes = [spec.mesh.get(axis, 1) for axis in DATA_AXES]
+        known = [size for size in sizes if isinstance(size, int)]
+        return math.prod(known) if len(known) == len(sizes) else None
+    if isinstance(spec.mesh, tuple):
+        return math.prod(spec.mesh)
+    is_spread = spec.mesh is None and spec.strategy not in (None, AUTO)
+    return spec.hardware.world_size if is_spread and spec.hardware else None

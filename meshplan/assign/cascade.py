@@ -1,0 +1,178 @@
+"""The cascade: which rule decides each field of each module.
+
+Precedence: a rule on a deeper module beats one on a module around it; among rules that match
+the same module the later one wins, field by field; a rule on a parameter beats every rule on
+modules. Knows selectors and order. Refuses to know what the fields mean (`assign`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshplan.errors import Problem
+from meshplan.graph import ModelGraph, TensorInfo
+from meshplan.match import compile_selector, nearest
+from meshplan.spec import Rule, Spec
+
+_FIELDS = (
+    "reshard_after_forward", "precision", "activation_checkpointing",
+    "stage", "unit", "offload", "apply",
+)  # fmt: skip
+
+_DATA_WORDS = {"replicate": "R", "shard": "S(0)", "hybrid_shard": "S(0)"}
+"""`place: WORD` is short for a placement on dp_shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """A value, the rule that stated it, where ("rules[0].place.tp") and in which words."""
+
+    value: Any
+    rule: Rule
+    path: str
+    text: str
+
+
+def fields_of(rule: Rule) -> dict[str, Stated]:
+    """What a rule states, by field; `place` is one field per axis ("place.tp")."""
+    at = f"rules[{rule.index}]"
+    out = {
+        name: Stated(value, rule, f"{at}.{name}", f"{name}: {value}")
+        for name in _FIELDS
+        if (value := getattr(rule, name)) is not None
+    }
+    if rule.data is not None:
+        word = _DATA_WORDS[rule.data]
+        out["place.dp_shard"] = Stated(word, rule, f"{at}.place", f"place: {rule.data}")
+    for axis, word in rule.place.items():
+        field = f"place.{axis}"
+        out[field] = Stated(word, rule, f"{at}.{field}", f"{axis}: {word}")
+    return out
+
+
+class Cascade:
+    """The rules of a spec, matched against a model once.
+
+    Attributes:
+        problems: Rules that match nothing.
+    """
+
+    def __init__(self, spec: Spec, graph: ModelGraph) -> None:
+        self._spec = spec
+        self._modules: dict[str, dict[str, Stated]] = {}
+        self._params: dict[str, dict[str, Stated]] = {}
+        self._alias = {name: m.fqn for m in graph.modules.values() for name in m.aliases}
+        self._used: set[int] = set()
+        self._hit: set[int] = set()
+        self.problems: list[Problem] = []
+        self.hits: dict[int, tuple[str, ...]] = {}
+        for rule in spec.rules:
+            self._match(rule, graph)
+
+    def _match(self, rule: Rule, graph: ModelGraph) -> None:
+        stated = fields_of(rule)
+        hits: list[str] = []
+        for number, selector in enumerate(rule.match):
+            matcher = compile_selector(selector)
+            found: list[str] = []
+            if selector.kind == "param":
+                for tensor in graph.parameters:
+                    if any(matcher.matches(name) for name in tensor.names):
+                        self._params.setdefault(tensor.fqn, {}).update(stated)
+                        found.append(tensor.fqn)
+            else:
+                for fqn, info in graph.modules.items():
+                    names = (fqn, *info.aliases)
+                    if any(matcher.matches(n, info.type, info.qualified_type) for n in names):
+                        self._modules.setdefault(fqn, {}).update(stated)
+                        found.append(fqn)
+            if not found and not rule.optional:
+                many = f"[{number}]" if len(rule.match) > 1 else ""
+                self._unmatched(rule, selector.kind, selector.text, many, graph)
+            hits += found
+        self.hits[rule.index] = tuple(dict.fromkeys(hits))
+
+    def _unmatched(self, rule: Rule, kind: str, text: str, many: str, graph: ModelGraph) -> None:
+        if kind == "param":
+            noun, known = "parameter", [n for t in graph.parameters for n in t.names]
+        elif kind == "type":
+            noun, known = "module of that type", sorted({m.type for m in graph.modules.values()})
+        else:
+            noun, known = "module", [f for f in graph.modules if f]
+        near = nearest(text, known)
+        self.problems.append(
+            Problem(
+                f"'{text}' matches no {noun} of {graph.name}",
+                self._spec.origin(f"rules[{rule.index}].match{many}"),
+                f"did you mean '{near}'?" if near else "or say optional: true",
+            )
+        )
+
+    def _ancestors(self, fqn: str) -> Iterator[str]:
+        """The module itself, then outwards to the root; through first names of shared ones."""
+        while True:
+            fqn = self._alias.get(fqn, fqn)
+            yield fqn
+            if not fqn:
+                return
+            fqn = fqn.rpartition(".")[0]
+
+    def own(self, module: str, field: str) -> Stated | None:
+        """The statement of a rule that matches exactly this module."""
+        return self._take(self._modules.get(module, {}).get(field))
+
+    def inherited(self, module: str, field: str) -> Stated | None:
+        """The statement that reaches this module from itself or around it, deepest first."""
+        for fqn in self._ancestors(module):
+            found = self._modules.get(fqn, {}).get(field)
+            if found:
+                return self._take(found)
+        return None
+
+    def param(self, tensor: TensorInfo, field: str) -> Stated | None:
+        """The statement of a rule that selects this very parameter."""
+        return self._take(self._params.get(tensor.fqn, {}).get(field))
+
+    def modules_with(self, field: str) -> Iterator[tuple[str, Stated]]:
+        """Every module that a rule states this field for, directly."""
+        for fqn, stated in self._modules.items():
+            found = self._take(stated.get(field))
+            if found:
+                yield fqn, found
+
+    def _take(self, stated: Stated | None) -> Stated | None:
+        if stated is not None:
+            self._used.add(stated.rule.index)
+        return stated
+
+    def shadowed(self) -> list[Problem]:
+        """Warnings for rules none of whose statements decided anything.
+
+        Assumes: called after every field was asked for.
+        """
+        out = []
+        for rule in self._spec.rules:
+            if rule.index in self._used or not self.hits.get(rule.index):
+                continue
+            winner = self._winner(rule)
+            by = f" by rules[{winner.index}]" if winner else ""
+            out.append(
+                Problem(
+                    f"this rule decides nothing: every field it states is overridden{by}",
+                    self._spec.origin(f"rules[{rule.index}]"),
+                    "remove it, or move it below the rules that override it",
+                )
+            )
+        return out
+
+    def _winner(self, rule: Rule) -> Rule | None:
+        tables: tuple[Mapping[str, Mapping[str, Stated]], ...] = (self._modules, self._params)
+        for hit in self.hits[rule.index]:
+            for table in tables:
+                for field in fields_of(rule):
+                    found = table.get(hit, {}).get(field)
+                    if found and found.rule.index != rule.index:
+                        return found.rule
+        return None

@@ -1,0 +1,224 @@
+"""The straight line of `assign`: mesh, rules, tp, units, then a layout for every tensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Literal
+
+from meshplan.assign.cascade import Cascade
+from meshplan.assign.not_yet import not_yet
+from meshplan.assign.recompute import assign_recompute
+from meshplan.assign.tensor_parallel import TensorParallel, assign_tp
+from meshplan.assign.types import Assignment, Placed, Reason, Unit
+from meshplan.assign.units import PLACE, Units, assign_units
+from meshplan.errors import PlanError, Problem
+from meshplan.graph import ModelGraph, TensorInfo
+from meshplan.layout import Layout
+from meshplan.mesh import DATA_AXES, Axis, Mesh
+from meshplan.spec import Spec
+from meshplan.strategies import Strategy, resolve_mesh
+from meshplan.styles import parse_placement
+
+
+def assign(
+    spec: Spec,
+    graph: ModelGraph,
+    *,
+    world_size: int | None = None,
+    gpus_per_node: int | None = None,
+) -> Assignment:
+    """Decide every layout of `graph` under `spec`.
+
+    Args:
+        world_size: Ranks of the running job; None on the command line.
+        gpus_per_node: Ranks on one machine of the running job; None as above.
+
+    Raises:
+        PlanError: With every problem found: contradictions, rules that match nothing, modules
+            that cannot take their placement, features that this version does not have.
+    """
+    problems = not_yet(spec)
+    cascade = Cascade(spec, graph)
+    problems += cascade.problems
+    try:
+        mesh, strategy = resolve_mesh(spec, world_size, gpus_per_node)
+    except PlanError as error:
+        raise PlanError([*error.problems, *problems]) from None
+    if spec.precision.is_mixed and not mesh.present(DATA_AXES):
+        # FSDP2 does the casting; along an axis of one rank it does nothing else.
+        mesh = Mesh((Axis("dp_replicate", 1), *mesh.axes))
+
+    tp = assign_tp(spec, graph, cascade, mesh)
+    units = assign_units(spec, graph, cascade, mesh, strategy)
+    recompute, recompute_problems = assign_recompute(spec, graph, cascade)
+    wrapper = _wrapper(mesh, units, tp, strategy)
+    tensors = {
+        tensor.fqn: _place(spec, graph, cascade, mesh, strategy, tp, units, wrapper, tensor)
+        for tensor in graph.tensors.values()
+    }
+    apply = tuple(
+        (fqn, stated.value, Reason(stated.text, spec.origin(stated.path)))
+        for fqn, stated in cascade.modules_with("apply")
+    )
+    problems += tp.problems + units.problems + recompute_problems
+    if spec.ddp and wrapper != "ddp":
+        problems.append(
+            Problem(
+                "'ddp' options are for DistributedDataParallel, which this plan does not use",
+                spec.origin("ddp"),
+                "remove them, or use strategy: ddp without tp and mixed precision",
+            )
+        )
+    if spec.sequence_parallel and mesh.size("tp") == 1:
+        problems.append(
+            Problem(
+                "'sequence_parallel' has no effect without a tp axis",
+                spec.origin("sequence_parallel"),
+                "add tp to the mesh, or remove it",
+            )
+        )
+    if problems:
+        raise PlanError(problems)
+    return Assignment(
+        mesh=mesh,
+        strategy=strategy,
+        wrapper=wrapper,
+        tensors=MappingProxyType(tensors),
+        units=MappingProxyType(units.by_fqn if wrapper == "units" else {}),
+        styles=MappingProxyType(tp.styles),
+        recompute=MappingProxyType(recompute),
+        apply=apply,
+        sequence_parallel=spec.sequence_parallel,
+        warnings=(*cascade.shadowed(), *tp.warnings, *units.notes, *_batchnorm(graph, mesh)),
+    )
+
+
+def _wrapper(
+    mesh: Mesh, units: Units, tp: TensorParallel, strategy: Strategy
+) -> Literal["none", "ddp", "units"]:
+    """DDP proper where the whole model is plain replicas; FSDP2's units for everything else.
+
+    DistributedDataParallel does not keep DTensor parameters in its state dict and cannot mix
+    precisions, so tp and mixed precision go through units even where nothing is sharded.
+    """
+    mixed = any(unit.precision.is_mixed for unit in units.by_fqn.values())
+    if not mesh.present(DATA_AXES):
+        return "none"
+    sharded = any(unit.is_sharded for unit in units.by_fqn.values())
+    if sharded or mixed or tp.cuts or tp.styles or strategy.cuts:
+        return "units"
+    return "ddp"
+
+
+def _place(
+    spec: Spec,
+    graph: ModelGraph,
+    cascade: Cascade,
+    mesh: Mesh,
+    strategy: Strategy,
+    tp: TensorParallel,
+    units: Units,
+    wrapper: str,
+    tensor: TensorInfo,
+) -> Placed:
+    whole = Layout.whole(len(tensor.shape))
+    if tensor.is_buffer:
+        reason = Reason("buffers are never cut")
+        return Placed(info=tensor, unit=None, stored=whole, computed=whole, gradient=whole,
+                      dtype=tensor.dtype, compute_dtype=tensor.dtype,
+                      data_reason=reason)  # fmt: skip
+    unit = units.by_fqn[units.of(tensor.fqn, graph)]
+    cut = tp.cuts.get(tensor.fqn)
+    tp_layout = cut.layout if cut else whole
+    is_alone, dim, reason = _data_cut(spec, cascade, mesh, tensor, tp_layout, unit, units)
+    stored = tp_layout.cut("dp_shard", dim) if dim is not None else tp_layout
+    is_float = tensor.dtype in ("float32", "bfloat16", "float16", "float64")
+    dtype = (unit.precision.master or tensor.dtype) if is_float else tensor.dtype
+    compute = (unit.precision.param or dtype) if is_float and not is_alone else dtype
+    return Placed(
+        info=tensor,
+        unit=None if is_alone or wrapper == "none" else unit.fqn,
+        stored=stored,
+        computed=whole if cut and cut.gathered else tp_layout,
+        gradient=stored if "gradient" in strategy.cuts else tp_layout,
+        dtype=dtype,
+        compute_dtype=compute,
+        gathered_axes=("tp",) if cut and cut.gathered else (),
+        reduced_alone=is_alone and wrapper == "units",
+        data_reason=reason,
+        tp_reason=cut.reason if cut else None,
+    )
+
+
+def _data_cut(
+    spec: Spec,
+    cascade: Cascade,
+    mesh: Mesh,
+    tensor: TensorInfo,
+    tp_layout: Layout,
+    unit: Unit,
+    units: Units,
+) -> tuple[bool, int | None, Reason]:
+    """(reduced alone, dim that dp_shard cuts or None, why) of one parameter."""
+    own = cascade.param(tensor, PLACE)
+    around = cascade.inherited(tensor.module, PLACE)
+    reason = unit.reason
+    if not tensor.shape:
+        return bool(mesh.present(DATA_AXES)), None, Reason("a scalar cannot be cut")
+    if own is not None:
+        origin = spec.origin(own.path)
+        reason = Reason(own.text, origin)
+        if own.value == "R":
+            return unit.is_sharded, None, reason
+        if not unit.is_sharded:
+            units.problems.append(
+                Problem(
+                    f"{tensor.fqn} cannot be sharded alone: the module around it is replicated",
+                    origin,
+                    f"match the module '{tensor.module}' instead",
+                )
+            )
+            return False, None, reason
+    if not unit.is_sharded:
+        return False, None, reason
+    stated = own or around
+    dim = (parse_placement(str(stated.value)) if stated else None) or 0
+    if not -len(tensor.shape) <= dim < len(tensor.shape):
+        if own is not None:
+            units.problems.append(
+                Problem(
+                    f"{tensor.fqn} has shape {list(tensor.shape)}, which has no dim {dim}",
+                    reason.origin,
+                    f"use S(0) to S({len(tensor.shape) - 1})",
+                )
+            )
+        dim = 0  # A module's S(1) is about its weight; its bias has only one dim.
+    dim %= len(tensor.shape)
+    size = tp_layout.local_shape(tensor.shape, mesh)[dim]
+    if dim and size % mesh.size("dp_shard"):
+        # FSDP2 pads dim 0 only.
+        units.problems.append(
+            Problem(
+                f"{tensor.fqn}: dim {dim} of size {size} does not divide by dp_shard "
+                f"{mesh.size('dp_shard')}, and only dim 0 may be uneven",
+                stated and spec.origin(stated.path),
+                "use S(0)",
+            )
+        )
+    return False, dim, reason
+
+
+def _batchnorm(graph: ModelGraph, mesh: Mesh) -> list[Problem]:
+    """BatchNorm under data parallelism sees its own samples only: say so."""
+    found = [m.fqn for m in graph.modules.values() if m.type.startswith("BatchNorm")]
+    if not found or mesh.size(*DATA_AXES) == 1:
+        return []
+    return [
+        Problem(
+            f"{found[0]} and {len(found) - 1} more keep statistics of their own rank's samples, "
+            "so the numbers differ from those of one process",
+            None,
+            "use GroupNorm or LayerNorm (sync_batchnorm is not available yet in this version)",
+        )
+    ]

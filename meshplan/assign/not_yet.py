@@ -1,0 +1,68 @@
+"""What the format can say and this version cannot do: refused by name, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshplan.errors import Problem
+from meshplan.spec import AUTO, ActivationCheckpointing, Offload, Spec
+from meshplan.styles import PLANNED_STYLES
+
+
+def not_yet(spec: Spec) -> list[Problem]:
+    """One problem per setting that this version would have to ignore."""
+    asked: list[tuple[str, str, str]] = []
+
+    def ask(condition: object, path: str, what: str, fix: str = "remove it") -> None:
+        if condition:
+            asked.append((path, what, fix))
+
+    ask(spec.pipeline, "pipeline", "pipeline parallelism")
+    ask(_offloads(spec.offload), "offload", "offloading")
+    ask(spec.tp_plan != "none", "tp_plan", f"'tp_plan: {spec.tp_plan}'",
+        "write rules with colwise and rowwise")  # fmt: skip
+    ask(spec.loss_parallel, "loss_parallel", "'loss_parallel'")
+    ask(spec.sync_batchnorm, "sync_batchnorm", "'sync_batchnorm'")
+    ask(spec.compile, "compile", "'compile'", "call model.compile() yourself")
+    ask(spec.solve, "solve", "the planner that reads 'solve'")
+    for name in ("micro", "accumulate"):
+        value = getattr(spec.batch, name)
+        ask(value == AUTO, f"batch.{name}", f"'{name}: auto'", "write the number")
+        ask(isinstance(value, Mapping), f"batch.{name}", "a schedule by epoch", "write one number")
+    ask(_is_planned(spec.activation_checkpointing), "activation_checkpointing",
+        "the planner that fills 'auto' and 'budget'", "use none, full or selective")  # fmt: skip
+    for rule in spec.rules:
+        at = f"rules[{rule.index}]"
+        ask(rule.stage is not None, f"{at}.stage", "pipeline parallelism")
+        ask(rule.offload and _offloads(rule.offload), f"{at}.offload", "offloading")
+        ask(rule.activation_checkpointing and _is_planned(rule.activation_checkpointing),
+            f"{at}.activation_checkpointing", "the planner that fills 'auto' and 'budget'",
+            "use none, full or selective")  # fmt: skip
+        for axis, word in rule.place.items():
+            path = f"{at}.place.{axis}"
+            ask(word in PLANNED_STYLES, path, f"the style '{word}'")
+            ask(axis in ("pp", "cp", "ep"), path, f"axis '{axis}'")
+            ask(axis == "dp_shard" and word == AUTO, path, "'auto'", "write S(0) or R")
+    problems = [
+        Problem(f"{what} is not available yet in this version", spec.origin(path), fix)
+        for path, what, fix in asked
+    ]
+    for rule in spec.rules:
+        word = rule.place.get("dp_replicate", "R")
+        if word != "R":
+            problems.append(
+                Problem(
+                    f"dp_replicate holds replicas by definition, so '{word}' cannot be placed on it",
+                    spec.origin(f"rules[{rule.index}].place.dp_replicate"),
+                    "place it on dp_shard",
+                )
+            )
+    return problems
+
+
+def _offloads(offload: Offload) -> bool:
+    return any((offload.params, offload.optimizer, offload.activations))
+
+
+def _is_planned(policy: ActivationCheckpointing) -> bool:
+    return policy.mode == AUTO or policy.budget is not None

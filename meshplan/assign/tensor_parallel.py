@@ -1,0 +1,326 @@
+"""The tp axis: which style each module gets, and whether the module can take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshplan.assign.cascade import Cascade, Stated
+from meshplan.assign.types import Reason, StyleUse
+from meshplan.errors import Problem
+from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
+from meshplan.layout import Layout
+from meshplan.mesh import Mesh
+from meshplan.spec import AUTO, Spec
+from meshplan.styles import dims_of, kinds_of, parse_placement, style_for
+
+_FIELD = "place.tp"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCut:
+    """How tp lays out one parameter, and why."""
+
+    layout: Layout
+    gathered: bool
+    reason: Reason
+
+
+@dataclass(slots=True)
+class TensorParallel:
+    """The tp side of an assignment: styles by module and cuts by parameter fqn."""
+
+    styles: dict[str, StyleUse] = field(default_factory=dict)
+    cuts: dict[str, TensorCut] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+
+
+def assign_tp(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> TensorParallel:
+    """Styles from the rules, checked against the modules they land on."""
+    out = TensorParallel()
+    stated = dict(cascade.modules_with(_FIELD))
+    if "tp" not in mesh.names:
+        by_rule = {s.rule.index: s for s in stated.values()}
+        for tensor in graph.parameters:
+            found = cascade.param(tensor, _FIELD)
+            if found:
+                by_rule[found.rule.index] = found
+        out.problems += [_no_axis(spec, s, mesh) for s in by_rule.values()]
+        return out
+    for fqn, statement in stated.items():
+        _assign_module(spec, graph, mesh, graph.modules[fqn], statement, out)
+    for tensor in graph.parameters:
+        found = cascade.param(tensor, _FIELD)
+        if found:
+            _assign_param(spec, mesh, tensor, found, out)
+    _check_tied(graph, mesh, out)
+    _check_pairs(graph, mesh, out)
+    if not out.cuts and not out.styles and mesh.size("tp") > 1:
+        out.problems.append(
+            Problem(
+                f"the axis tp of size {mesh.size('tp')} cuts nothing: no rule places a module on it",
+                spec.origin("mesh.tp"),
+                "add rules such as {match: 'layers.*.attn.wq', place: {tp: colwise}}, "
+                "or drop the axis",
+            )
+        )
+    return out
+
+
+def _origin(spec: Spec, statement: Stated) -> tuple[str, Reason]:
+    return statement.path, Reason(statement.text, spec.origin(statement.path))
+
+
+def _no_axis(spec: Spec, statement: Stated, mesh: Mesh) -> Problem:
+    path, _ = _origin(spec, statement)
+    return Problem(
+        f"the mesh has no axis tp (it has {mesh})",
+        spec.origin(path),
+        "add it to the mesh, such as mesh: {dp_shard: 4, tp: 2}, or remove the placement",
+    )
+
+
+def _assign_module(
+    spec: Spec,
+    graph: ModelGraph,
+    mesh: Mesh,
+    info: ModuleInfo,
+    statement: Stated,
+    out: TensorParallel,
+) -> None:
+    path, reason = _origin(spec, statement)
+    word = str(statement.value)
+    if word == AUTO:
+        _report(out, Problem(
+            "'tp: auto' is not available yet in this version",
+            spec.origin(path),
+            "state a style such as colwise or rowwise",
+        ))  # fmt: skip
+        return
+    owned = [t for t in graph.owned(info.fqn) if not t.is_buffer]
+    if word == "R":
+        for tensor in owned:
+            whole = Layout.whole(len(tensor.shape))
+            _record(out, tensor, TensorCut(whole, False, reason), spec, path)
+        return
+    style = style_for(word, info.kind)
+    if style is None:
+        dim = parse_placement(word)
+        if dim is not None and owned and info.kind not in ("linear", "conv1d", "embedding"):
+            for tensor in owned:
+                _cut_param(spec, mesh, tensor, dim, reason, path, out)
+            return
+        _report(out, _cannot_take(graph, info, word, spec, path))
+        return
+    if style.cut_dim is not None and not _divides(graph, mesh, info, style.cut_dim, statement,
+                                                  spec, path, out):  # fmt: skip
+        return
+    out.styles[info.fqn] = StyleUse(style, "tp", reason)
+    for tensor in owned:
+        layout = Layout.whole(len(tensor.shape))
+        dims = _dims(tensor, info)
+        if style.cut_dim in dims:
+            layout = layout.cut("tp", dims.index(style.cut_dim or ""))
+        _record(out, tensor, TensorCut(layout, False, reason), spec, path)
+
+
+def _dims(tensor: TensorInfo, owner: ModuleInfo) -> tuple[str, ...]:
+    """The dims of a tensor as this owner names them: a tied one has a name per owner."""
+    names = {n.rpartition(".")[0]: n.rpartition(".")[2] for n in tensor.names}
+    leaf = next(names[m] for m in (owner.fqn, *owner.aliases) if m in names)
+    return dims_of(owner.kind, leaf, len(tensor.shape))
+
+
+def _cannot_take(graph: ModelGraph, info: ModuleInfo, word: str, spec: Spec, path: str) -> Problem:
+    name = info.fqn or "the root module"
+    kinds = kinds_of(word) or ("linear", "conv1d", "embedding")
+    below = [
+        m.fqn
+        for m in graph.modules.values()
+        if m.kind in kinds and (not info.fqn or m.fqn.startswith(info.fqn + "."))
+    ]
+    if below:
+        fix = f"match a module that can, such as '{below[0]}'"
+    else:
+        fix = "remove the placement, or state 'R'"
+    a = "an" if kinds[0][0] in "aeiou" else "a"
+    return Problem(
+        f"'{word}' cannot be applied to {name} ({info.type}): it needs {a} "
+        f"{' or '.join(kinds)} module",
+        spec.origin(path),
+        fix,
+    )
+
+
+def _divides(
+    graph: ModelGraph,
+    mesh: Mesh,
+    info: ModuleInfo,
+    cut_dim: str,
+    statement: Stated,
+    spec: Spec,
+    path: str,
+    out: TensorParallel,
+) -> bool:
+    """Whether the cut keeps heads whole and pieces equal, as the code around it expects.
+
+    A gathered output may be uneven: nobody sees the pieces.
+    """
+    tp = mesh.size("tp")
+    weight = next((t for t in graph.owned(info.fqn) if cut_dim in _dims(t, info)), None)
+    if weight is None:
+        return True
+    size = weight.shape[_dims(weight, info).index(cut_dim)]
+    word = str(statement.value)
+    style = style_for(word, info.kind)
+    assert style is not None
+    pieces_are_seen = "S(-1)" in (style.input[0], style.output[1])
+    problem: Problem | None = None
+    if info.packed > 1 and pieces_are_seen and cut_dim == "out":
+        problem = Problem(
+            f"{info.fqn} ({info.type}) fuses {info.packed} projections in one weight, and "
+            f"'{word}' would cut across them",
+            spec.origin(path),
+            "leave this module out (packed_colwise is not available yet in this version)",
+        )
+    elif pieces_are_seen and info.head_dim and (size // info.head_dim) % tp:
+        heads = size // info.head_dim
+        problem = Problem(
+            f"{info.fqn}: {heads} heads of {info.head_dim} do not divide by tp {tp}",
+            spec.origin(path),
+            _divisor_fix(heads, tp),
+        )
+    elif pieces_are_seen and size % tp:
+        problem = Problem(
+            f"{info.fqn}: its dim '{cut_dim}' of size {size} does not divide by tp {tp}",
+            spec.origin(path),
+            _divisor_fix(size, tp),
+        )
+    if problem is None:
+        return True
+    _report(out, problem)
+    return False
+
+
+def _divisor_fix(size: int, tp: int) -> str:
+    divisor = max(d for d in range(1, tp) if size % d == 0)
+    return f"use tp: {divisor}" if divisor > 1 else "leave this module out of tp"
+
+
+def _assign_param(
+    spec: Spec, mesh: Mesh, tensor: TensorInfo, statement: Stated, out: TensorParallel
+) -> None:
+    path, reason = _origin(spec, statement)
+    word = str(statement.value)
+    dim = parse_placement(word)
+    if word == "R":
+        whole = Layout.whole(len(tensor.shape))
+        out.cuts[tensor.fqn] = TensorCut(whole, False, reason)
+    elif dim is not None:
+        _cut_param(spec, mesh, tensor, dim, reason, path, out)
+    else:
+        _report(out, Problem(
+            f"'{word}' is a style for modules, not a placement of one parameter",
+            spec.origin(path),
+            "use S(0), S(1) or R, or match the module instead",
+        ))  # fmt: skip
+
+
+def _cut_param(
+    spec: Spec,
+    mesh: Mesh,
+    tensor: TensorInfo,
+    dim: int,
+    reason: Reason,
+    path: str,
+    out: TensorParallel,
+) -> None:
+    """S(d) on a parameter: stored cut, gathered each time its module runs."""
+    if not -len(tensor.shape) <= dim < len(tensor.shape):
+        _report(out, Problem(
+            f"{tensor.fqn} has shape {list(tensor.shape)}, which has no dim {dim}",
+            spec.origin(path),
+            f"use S(0){' to S(%d)' % (len(tensor.shape) - 1) if len(tensor.shape) > 1 else ''}"
+            if tensor.shape else "a scalar cannot be cut: use R",
+        ))  # fmt: skip
+        return
+    layout = Layout.whole(len(tensor.shape)).cut("tp", dim)
+    _record(out, tensor, TensorCut(layout, True, reason), spec, path)
+
+
+def _record(out: TensorParallel, tensor: TensorInfo, cut: TensorCut, spec: Spec, path: str) -> None:
+    """Note a cut; a tied tensor that is cut twice must be cut alike."""
+    before = out.cuts.get(tensor.fqn)
+    if before is not None and before.layout != cut.layout:
+        _report(out, Problem(
+            f"{tensor.fqn} and {tensor.aliases[0] if tensor.aliases else tensor.fqn} are one "
+            f"tensor, but {before.reason} says {before.layout} and this says {cut.layout}",
+            spec.origin(path),
+            "give both the same placement",
+        ))  # fmt: skip
+        return
+    out.cuts[tensor.fqn] = cut
+
+
+def _check_tied(graph: ModelGraph, mesh: Mesh, out: TensorParallel) -> None:
+    """A tied weight that one of its modules computes on in shards must suit the other too."""
+    for fqn, cut in out.cuts.items():
+        tensor = graph.tensors[fqn]
+        if cut.gathered or not cut.layout.axes or mesh.size("tp") == 1:
+            continue
+        for name in tensor.names:
+            module = name.rpartition(".")[0]
+            if module not in out.styles and not _is_shared(graph, module, out):
+                _report(out, Problem(
+                    f"{' and '.join(tensor.names)} are one tensor, but only "
+                    f"{_styled(tensor, out)} has a tp style",
+                    cut.reason.origin,
+                    f"give '{module}' a style that cuts it alike, such as vocab",
+                ))  # fmt: skip
+
+
+def _is_shared(graph: ModelGraph, module: str, out: TensorParallel) -> bool:
+    return any(module in info.aliases and fqn in out.styles for fqn, info in graph.modules.items())
+
+
+def _styled(tensor: TensorInfo, out: TensorParallel) -> str:
+    modules = (name.rpartition(".")[0] for name in tensor.names)
+    return ", ".join(m for m in modules if m in out.styles)
+
+
+def _check_pairs(graph: ModelGraph, mesh: Mesh, out: TensorParallel) -> None:
+    """A colwise module leaves its output cut; warn when no rowwise sibling takes it up."""
+    if mesh.size("tp") == 1:
+        return
+    parents: dict[str, list[str]] = {}
+    for fqn, use in out.styles.items():
+        parents.setdefault(fqn.rpartition(".")[0], []).append(use.style.name)
+    seen: set[object] = set()
+    for fqn, use in out.styles.items():
+        if use.style.name != "colwise" or use.style.kind == "embedding":
+            continue
+        around = fqn.rpartition(".")[0]
+        # Attention blocks such as BERT's keep q, k, v one level below their output projection.
+        levels = (around, around.rpartition(".")[0])
+        takers = [
+            s
+            for parent, names in parents.items()
+            for s in names
+            if any(parent == level or parent.startswith(level + ".") for level in levels)
+        ]
+        if "rowwise" not in takers and use.reason not in seen:
+            seen.add(use.reason)
+            out.warnings.append(
+                Problem(
+                    f"{fqn} is colwise and leaves its output cut, but no rowwise module near it "
+                    "takes it up",
+                    use.reason.origin,
+                    "make the projection that consumes it rowwise, or use colwise_gather_output",
+                )
+            )
+
+
+def _report(out: TensorParallel, problem: Problem) -> None:
+    """One mistake, one message: a rule that hits 32 layers reports the first."""
+    if not any(p.origin == problem.origin for p in out.problems):
+        out.problems.append(problem)

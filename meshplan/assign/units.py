@@ -1,0 +1,277 @@
+"""The data axes: which modules are units of sharding, and how each unit is laid out.
+
+A unit is a module whose parameters are gathered, freed and reduced together. The repeated
+blocks are units, the root takes the rest, and a rule whose placement, precision or resharding
+differs from what is around it makes a unit of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from meshplan.assign.cascade import Cascade, Stated
+from meshplan.assign.types import Reason, Unit
+from meshplan.errors import Problem
+from meshplan.graph import ModelGraph, TensorInfo
+from meshplan.mesh import DATA_AXES, Mesh
+from meshplan.spec import Precision, Spec
+from meshplan.strategies import Strategy
+
+PLACE = "place.dp_shard"
+_RESHARD = "reshard_after_forward"
+_DEFAULT_BLOCK = "repeated block"
+
+
+@dataclass(slots=True)
+class Units:
+    """The units by fqn, inner ones first, and what went wrong on the way."""
+
+    by_fqn: dict[str, Unit] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[Problem] = field(default_factory=list)
+
+    def of(self, name: str, graph: ModelGraph) -> str:
+        """The unit that owns the tensor of this name: the innermost one around it."""
+        aliases = {a: m.fqn for m in graph.modules.values() for a in m.aliases}
+        module = name.rpartition(".")[0]
+        while module:
+            unit = aliases.get(module, module)
+            if unit in self.by_fqn:
+                return unit
+            module = module.rpartition(".")[0]
+        return ""
+
+
+def assign_units(
+    spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh, strategy: Strategy
+) -> Units:
+    """Every unit of this model, each with its axes, resharding and precision."""
+    out = Units()
+    builder = _Builder(spec, graph, cascade, mesh, strategy, out)
+    builder.visit("", None)
+    inner_first = sorted(out.by_fqn, key=lambda fqn: -_depth(fqn))
+    out.by_fqn = {fqn: out.by_fqn[fqn] for fqn in inner_first}
+    _merge_tied(spec, graph, out)
+    return out
+
+
+def _depth(fqn: str) -> int:
+    return fqn.count(".") + 1 if fqn else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Mode:
+    """What decides whether a module can live in the unit around it."""
+
+    is_sharded: bool
+    precision: Precision
+    reshard: bool | int | None
+
+
+class _Builder:
+    def __init__(
+        self,
+        spec: Spec,
+        graph: ModelGraph,
+        cascade: Cascade,
+        mesh: Mesh,
+        strategy: Strategy,
+        out: Units,
+    ) -> None:
+        self.spec, self.graph, self.cascade = spec, graph, cascade
+        self.mesh, self.strategy, self.out = mesh, strategy, out
+        self.blocks = set(graph.blocks())
+        self.with_params = _modules_with_params(graph)
+        self.children: dict[str, list[str]] = {}
+        for fqn in graph.modules:
+            if fqn:
+                self.children.setdefault(fqn.rpartition(".")[0], []).append(fqn)
+
+    def visit(self, fqn: str, around: _Mode | None) -> None:
+        """Make `fqn` a unit where it must be one, then go inwards."""
+        if fqn and fqn not in self.with_params:
+            self._wants_unit(fqn)
+            return
+        mode, reason = self._mode(fqn)
+        info = self.graph.modules[fqn]
+        wanted = self._wants_unit(fqn)
+        differs = around is not None and mode != around
+        if around is None or ((wanted or differs) and info.has_forward and wanted is not False):
+            if wanted is not None and wanted.origin and not differs:
+                reason = wanted
+            elif fqn in self.blocks and not differs:
+                reason = replace(reason, text=f"{reason.text}, {_DEFAULT_BLOCK}")
+            self._add(fqn, mode, around, reason)
+            around = mode
+        elif differs and wanted is False:
+            self.out.problems.append(
+                Problem(
+                    f"'{fqn}' is placed otherwise than the module around it, so it must be a unit",
+                    self.spec.origin(f"rules[{self._unit_rule(fqn)}].unit"),
+                    "remove unit: false",
+                )
+            )
+        for child in self.children.get(fqn, ()):
+            self.visit(child, around)
+
+    def _unit_rule(self, fqn: str) -> int:
+        stated = self.cascade.own(fqn, "unit")
+        return stated.rule.index if stated else 0
+
+    def _wants_unit(self, fqn: str) -> Reason | bool | None:
+        """A reason when it is to be a unit, False when a rule forbids it, None otherwise."""
+        stated = self.cascade.own(fqn, "unit")
+        if stated is not None:
+            origin = self.spec.origin(stated.path)
+            if stated.value and not self.graph.modules[fqn].has_forward:
+                kind = self.graph.modules[fqn].type
+                self.out.problems.append(
+                    Problem(
+                        f"'{fqn}' is a {kind}, which is never called itself, so it cannot be a unit",
+                        origin,
+                        f"match its children, such as '{fqn}.*'",
+                    )
+                )
+                return None
+            return Reason(stated.text, origin) if stated.value else False
+        return Reason(_DEFAULT_BLOCK) if fqn in self.blocks else None
+
+    def _mode(self, fqn: str) -> tuple[_Mode, Reason]:
+        placed = self.cascade.inherited(fqn, PLACE)
+        reshard = self.cascade.inherited(fqn, _RESHARD)
+        precision = self.cascade.inherited(fqn, "precision")
+        if placed is not None:
+            is_sharded = placed.value != "R"
+            reason = Reason(placed.text, self.spec.origin(placed.path))
+            self._check_place(placed)
+        else:
+            is_sharded = bool(self.strategy.cuts)
+            stated = self.spec.strategy is not None
+            where = "strategy" if stated else "mesh"
+            text = f"strategy: {self.strategy.name}" if stated else f"mesh ({self.strategy.name})"
+            reason = Reason(text, self.spec.origin(where))
+        if reshard is not None:
+            self._check_reshard(reshard, is_sharded)
+        return _Mode(
+            is_sharded,
+            precision.value if precision else self.spec.precision,
+            reshard.value if reshard else None,
+        ), reason
+
+    def _check_place(self, stated: Stated) -> None:
+        origin = self.spec.origin(stated.path)
+        if stated.value != "R" and "dp_shard" not in self.mesh.names:
+            self._report(
+                f"'{stated.text}' has no axis dp_shard to cut over (the mesh has {self.mesh})",
+                origin,
+                "add dp_shard to the mesh, or remove the placement",
+            )
+        elif stated.rule.data == "hybrid_shard" and "dp_replicate" not in self.mesh.names:
+            self._report(
+                f"'hybrid_shard' needs the axes dp_replicate and dp_shard (the mesh has {self.mesh})",
+                origin,
+                "say place: shard, or add dp_replicate to the mesh",
+            )
+
+    def _check_reshard(self, stated: Stated, is_sharded: bool) -> None:
+        size, value = self.mesh.size("dp_shard"), stated.value
+        origin = self.spec.origin(stated.path)
+        if not is_sharded:
+            self._report(
+                "reshard_after_forward has no effect on parameters that are not sharded",
+                origin,
+                "remove it, or shard the module",
+            )
+        elif not isinstance(value, bool) and (size % value or not 1 < value < size):
+            divisors = [d for d in range(2, size) if size % d == 0]
+            self._report(
+                f"reshard_after_forward: {value} is not a divisor of dp_shard {size} between "
+                f"1 and {size}",
+                origin,
+                f"use {' or '.join(map(str, divisors))}" if divisors else "use true or false",
+            )
+
+    def _report(self, what: str, origin: object, fix: str) -> None:
+        if not any(p.origin == origin for p in self.out.problems):
+            self.out.problems.append(Problem(what, origin, fix))  # type: ignore[arg-type]
+
+    def _add(self, fqn: str, mode: _Mode, around: _Mode | None, reason: Reason) -> None:
+        present = self.mesh.present(DATA_AXES)
+        shard_axes = self.mesh.present(("dp_shard",)) if mode.is_sharded else ()
+        if mode.reshard is not None:
+            reshard = mode.reshard
+        else:
+            # Backward begins with the root's parameters, so freeing them would gain nothing.
+            reshard = bool(fqn) and "parameter" in self.strategy.cuts
+        precision = mode.precision
+        if around is not None and precision != around.precision and precision.output is None:
+            # What comes after the module expects the dtype of the unit around it.
+            precision = replace(precision, output=around.precision.param)
+        self.out.by_fqn[fqn] = Unit(
+            fqn=fqn,
+            shard_axes=shard_axes,
+            replicate_axes=tuple(a for a in present if a not in shard_axes),
+            reshard_after_forward=reshard if shard_axes else False,
+            precision=precision,
+            reason=reason,
+        )
+
+
+def _modules_with_params(graph: ModelGraph) -> set[str]:
+    out: set[str] = set()
+    for tensor in graph.parameters:
+        for name in tensor.names:
+            parts = name.split(".")[:-1]
+            out.update(".".join(parts[: i + 1]) for i in range(len(parts)))
+    return out
+
+
+def _merge_tied(spec: Spec, graph: ModelGraph, out: Units) -> None:
+    """Tied tensors must be of one unit: give up the default blocks that would split them."""
+    for tensor in _split(graph, out):
+        owners = {out.of(name, graph) for name in tensor.names}
+        common = _common(owners)
+        for fqn in [f for f in out.by_fqn if f and f != common and _inside(f, common)]:
+            if not any(_inside(owner, fqn) for owner in owners):
+                continue
+            unit = out.by_fqn[fqn]
+            if _DEFAULT_BLOCK not in unit.reason.text:
+                out.problems.append(
+                    Problem(
+                        f"{' and '.join(tensor.names)} are one tensor, but '{fqn}' is a unit of "
+                        "its own, which would split it in two",
+                        unit.reason.origin,
+                        "place all modules that share the tensor alike, or remove the rule",
+                    )
+                )
+                continue
+            del out.by_fqn[fqn]
+            out.notes.append(
+                Problem(
+                    f"'{fqn}' shares {tensor.fqn} with other modules, so it is not a unit of its own",
+                    spec.origin(""),
+                    "",
+                )
+            )
+
+
+def _split(graph: ModelGraph, out: Units) -> Iterator[TensorInfo]:
+    for tensor in graph.parameters:
+        if len({out.of(name, graph) for name in tensor.names}) > 1:
+            yield tensor
+
+
+def _inside(fqn: str, around: str) -> bool:
+    return not around or fqn == around or fqn.startswith(around + ".")
+
+
+def _common(fqns: set[str]) -> str:
+    """The innermost module name around all of these."""
+    parts = [fqn.split(".") if fqn else [] for fqn in fqns]
+    common: list[str] = []
+    for names in zip(*parts, strict=False):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return ".".join(common)

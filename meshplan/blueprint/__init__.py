@@ -1,0 +1,83 @@
+"""A model's graph from its config.json, or from a bare parameter count: no torch, no weights.
+
+Knows how transformers 5 names, orders and shapes the modules of eight decoder families, fused
+three-dimensional expert weights included, and the defaults of keys that a config leaves out.
+Refuses to guess: an unknown family, another head than the causal language model, or sizes that
+do not fit together are errors. Dtypes are what torch builds by default, float32: what a plan
+trains in is the plan's to say.
+
+Source: transformers 5.23, `models/<family>/configuration_*.py` and `modeling_*.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from meshplan.blueprint.config import Facts, read_json
+from meshplan.blueprint.families import FAMILIES, GPT2_DEFAULTS
+from meshplan.blueprint.modules import Builder, build_decoder, build_gpt2
+from meshplan.errors import Origin, Problem, SpecError
+from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
+
+
+def from_params(num_params: int) -> ModelGraph:
+    """A graph that only knows how many parameters there are: one tensor without dims.
+
+    >>> from_params(3_000_000_000).num_params
+    3000000000
+    """
+    tensor = TensorInfo(fqn="parameters", shape=(num_params,), dims=("",))
+    return ModelGraph(
+        name=f"{num_params:,} parameters",
+        modules=MappingProxyType({"": ModuleInfo(fqn="", type="Module")}),
+        tensors=MappingProxyType({tensor.fqn: tensor}),
+    )
+
+
+def from_config(path: str | Path, origin: Origin | None = None) -> ModelGraph:
+    """The graph of the model that a Hugging Face config.json describes.
+
+    Args:
+        path: The file, or the directory that holds it.
+        origin: Where the user named the path, for problems with the file itself.
+
+    Raises:
+        SpecError: The file cannot be read, or describes nothing that can be built.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
+    return from_mapping(read_json(file, origin), file=str(file))
+
+
+def from_mapping(config: Mapping[str, Any], file: str = "<config>") -> ModelGraph:
+    """The graph of the model that a config's content describes.
+
+    Raises:
+        SpecError: All that is wrong with it.
+    """
+    supported = sorted([*FAMILIES, "gpt2"])
+    otherwise = "for any other model give its number of parameters"
+    model_type = config.get("model_type")
+    if model_type not in supported:
+        missing = "the key is missing"
+        what = missing if model_type is None else f"model_type {model_type!r} is not supported"
+        fix = f"supported are {', '.join(supported)}; {otherwise}"
+        raise SpecError(Problem(what, Origin(file, "model_type"), fix))
+    family = FAMILIES.get(model_type)
+    causal_lm = f"{family.prefix}ForCausalLM" if family else "GPT2LMHeadModel"
+    facts = Facts(config, family.defaults if family else GPT2_DEFAULTS, file)
+    stated = config.get("architectures")
+    if stated and stated != [causal_lm]:
+        fix = f"only that one is built; {otherwise}"
+        facts.problem("architectures", f"{stated} is not {causal_lm}", fix)
+    build = Builder(f"transformers.models.{model_type}.modeling_{model_type}")
+    build.module("", causal_lm)
+    if family:
+        build_decoder(family, facts, build)
+    else:
+        build_gpt2(facts, build)
+    return build.graph(causal_lm, facts.sizes)

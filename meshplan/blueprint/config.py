@@ -1,0 +1,129 @@
+"""Reading a config.json: the file, then each value with its default, all problems at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from meshplan.errors import Origin, Problem, SpecError
+
+_MAX_FILE_BYTES: Final = 16 * 10**6
+_MAX_SIZE: Final = 10**9
+
+_ALIASES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "num_experts": ("num_local_experts",),
+        "hidden_size": ("n_embd",),
+        "intermediate_size": ("n_inner",),
+        "num_hidden_layers": ("n_layer",),
+        "num_attention_heads": ("n_head",),
+        "max_position_embeddings": ("n_positions",),
+    }
+)
+"""Other names under which configs state a size."""
+
+
+class Facts:
+    """Reads a config's values and gathers what is wrong with them."""
+
+    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, int], file: str) -> None:
+        self.config, self.defaults, self.file = config, defaults, file
+        self.sizes: dict[str, int] = {}
+        self.problems: list[Problem] = []
+
+    def problem(self, key: str, what: str, fix: str) -> None:
+        self.problems.append(Problem(what, Origin(self.file, key), fix))
+
+    def size(self, key: str, default: int | None = None, most: int = _MAX_SIZE) -> int:
+        """A positive int; null and absence mean the default. Asked again, the same answer."""
+        if key in self.sizes:
+            return self.sizes[key]
+        key_stated, value = key, None
+        for name in (key, *_ALIASES.get(key, ())):
+            if self.config.get(name) is not None:
+                key_stated, value = name, self.config[name]
+                break
+        if value is None:
+            value = self.defaults.get(key, default)
+        if type(value) is not int or not 0 < value <= most:
+            self.problem(key_stated, f"{value!r} is not a size", f"write an int from 1 to {most}")
+            value = 1
+        self.sizes[key] = value
+        return value
+
+    def flag(self, key: bool | str, default: bool = False) -> bool:
+        """A bool of the config, or the family's fixed answer."""
+        if isinstance(key, bool):
+            return key
+        value = self.config.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.problem(key, f"{value!r} is not true or false", "write true or false")
+        return bool(value)
+
+    def layers(self, key: str) -> frozenset[int]:
+        """A list of layer indices; null and absence mean none."""
+        value = self.config.get(key) or []
+        if not isinstance(value, list) or any(type(i) is not int for i in value):
+            self.problem(key, f"{value!r} is not a list of layers", "write a list of ints")
+            return frozenset()
+        return frozenset(value)
+
+    def finish(self) -> None:
+        """Raise what was found, before anything is built on it."""
+        if self.problems:
+            raise SpecError(self.problems)
+
+
+def attention_sizes(facts: Facts) -> tuple[int, int, int]:
+    """(heads, kv heads, elements of one head)."""
+    hidden, heads = facts.size("hidden_size"), facts.size("num_attention_heads")
+    kv_heads = facts.size("num_key_value_heads", heads)
+    head_dim = facts.size("head_dim", max(1, hidden // heads))
+    if facts.problems:  # what follows would only repeat them
+        return heads, kv_heads, head_dim
+    is_stated = facts.config.get("head_dim") is not None or "head_dim" in facts.defaults
+    if not is_stated and hidden % heads:
+        facts.problem(
+            "num_attention_heads",
+            f"{heads} heads do not divide hidden_size {hidden}",
+            "change one of them, or state head_dim",
+        )
+    if heads % kv_heads:
+        facts.problem(
+            "num_key_value_heads",
+            f"{kv_heads} key-value heads do not divide {heads} attention heads",
+            "write a divisor of num_attention_heads",
+        )
+    return heads, kv_heads, head_dim
+
+
+def read_json(file: Path, origin: Origin | None) -> Mapping[str, Any]:
+    """The file's object."""
+    here = Origin(str(file))
+    ask = "give a Hugging Face config.json, or the directory that holds one"
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(_MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        why = getattr(error, "strerror", None) or str(error)
+        raise SpecError(Problem(f"cannot read {str(file)!r}: {why}", origin, ask)) from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise SpecError(Problem("the file is far too large for a config.json", here, ask))
+    try:
+        config = json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise SpecError(Problem("the file is not text", here, ask)) from None
+    except json.JSONDecodeError as error:
+        where = Origin(str(file), "", error.lineno, error.colno)
+        raise SpecError(Problem(f"not JSON: {error.msg}", where, ask)) from None
+    except (ValueError, RecursionError):
+        raise SpecError(Problem("not JSON that a model could mean", here, ask)) from None
+    if not isinstance(config, dict):
+        what = f"the file holds a {type(config).__name__}, not an object of keys and values"
+        raise SpecError(Problem(what, here, ask))
+    return config

@@ -1,0 +1,137 @@
+"""Model families as data: what sets each apart from Llama's shape, and its defaults.
+
+To add a family of this shape, add a row.
+
+Source: transformers 5.23, `models/<family>/configuration_*.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What sets one decoder family apart from Llama's shape.
+
+    Args:
+        prefix: Of its class names.
+        defaults: transformers' value of each size that a config may leave out.
+        qkv_bias: Whether query, key and value projections have one; a key names the config's
+            own switch. Likewise `o_bias` and `mlp_bias`.
+        qk_norm: Whether queries and keys are normalised per head.
+        norms: The norms of one layer, in order.
+        moe: Children of a sparse block in order of definition, () for a dense model.
+        mixes_dense: Whether some layers may be dense and experts have a width of their own.
+        activation: Key of the activation's name.
+        embedding: Class of the token embedding.
+        ties: Whether input and output embeddings are one tensor when the config is silent.
+    """
+
+    prefix: str
+    defaults: Mapping[str, int]
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    moe: tuple[str, ...] = ()
+    mixes_dense: bool = False
+    activation: str = "hidden_act"
+    embedding: str = "Embedding"
+    ties: bool = False
+
+
+def _sizes(
+    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, **more: int
+) -> Mapping[str, int]:
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+    return MappingProxyType(sizes | more)
+
+
+_BIAS_KEY: Final = "attention_bias"
+
+FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
+    {
+        "llama": Family(
+            prefix="Llama",
+            defaults=_sizes(32000, 4096, 11008, 32, 32),
+            qkv_bias=_BIAS_KEY,
+            o_bias=_BIAS_KEY,
+            mlp_bias="mlp_bias",
+        ),
+        "mistral": Family(
+            prefix="Mistral",
+            defaults=_sizes(32000, 4096, 14336, 32, 32, num_key_value_heads=8),
+        ),
+        "qwen2": Family(
+            prefix="Qwen2",
+            defaults=_sizes(151936, 4096, 22016, 32, 32, num_key_value_heads=32),
+            qkv_bias=True,
+        ),
+        "qwen3": Family(
+            prefix="Qwen3",
+            defaults=_sizes(151936, 4096, 22016, 32, 32, num_key_value_heads=32, head_dim=128),
+            qkv_bias=_BIAS_KEY,
+            o_bias=_BIAS_KEY,
+            qk_norm=True,
+        ),
+        "gemma2": Family(
+            prefix="Gemma2",
+            defaults=_sizes(256000, 2304, 9216, 26, 8, num_key_value_heads=4, head_dim=256),
+            qkv_bias=_BIAS_KEY,
+            o_bias=_BIAS_KEY,
+            norms=(
+                "input_layernorm",
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            ),
+            activation="hidden_activation",
+            embedding="Gemma2TextScaledWordEmbedding",
+            ties=True,
+        ),
+        "mixtral": Family(
+            prefix="Mixtral",
+            defaults=_sizes(
+                32000, 4096, 14336, 32, 32,
+                num_key_value_heads=8, num_experts=8, num_experts_per_tok=2,
+            ),
+            moe=("gate", "experts"),
+        ),
+        "qwen3_moe": Family(
+            prefix="Qwen3Moe",
+            defaults=_sizes(
+                151936, 2048, 6144, 24, 32,
+                num_key_value_heads=4, num_experts=128, num_experts_per_tok=8,
+                moe_intermediate_size=768, decoder_sparse_step=1,
+            ),
+            qkv_bias=_BIAS_KEY,
+            o_bias=_BIAS_KEY,
+            qk_norm=True,
+            moe=("experts", "gate"),
+            mixes_dense=True,
+        ),
+    }
+)  # fmt: skip
+"""The families of Llama's shape by `model_type`; GPT-2 has a shape of its own."""
+
+GPT2_DEFAULTS: Final = MappingProxyType(
+    {
+        "vocab_size": 50257,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 1024,
+    }
+)
+"""GPT-2's sizes under the names that the other families use."""

@@ -1,0 +1,148 @@
+"""The command line: one function per verb, each printing what `api` answers.
+
+Results go to stdout, notes and problems to stderr. Exit codes: 0 yes, 1 an honest no, 2 could
+not answer, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from meshplan import api
+from meshplan.errors import MeshplanError, Problem, SpecError
+from meshplan.render.estimate import estimate_to_json, estimate_to_text
+from meshplan.render.text import envelope, wants_colour
+from meshplan.solve import STATES_ONLY
+from meshplan.version import __version__
+
+YES, NO, COULD_NOT = 0, 1, 2
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One row of the command line.
+
+    Args:
+        name: The word.
+        help: One line for `meshplan --help`.
+        add_flags: Declares its own flags; the common ones are there already.
+        run: Answers and returns the exit code.
+    """
+
+    name: str
+    help: str
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def _estimate_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--params", metavar="N", help="number of parameters: 3e9, 3B, 350M")
+    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
+    parser.add_argument("--gpus", metavar="N", help="number of GPUs, all nodes together")
+    parser.add_argument("--nodes", metavar="N", help="number of nodes (default 1)")
+    parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
+    parser.add_argument("--explain", action="store_true", help="formula, numbers, result, source")
+    parser.add_argument("--max-params", action="store_true", help="the largest model that fits")
+    parser.add_argument("--min-gpus", action="store_true", help="the fewest GPUs that hold it")
+
+
+def _estimate(args: argparse.Namespace) -> int:
+    estimate = api.estimate_states(
+        params=args.params,
+        config=args.config,
+        gpus=args.gpus,
+        nodes=args.nodes,
+        gpu=args.gpu,
+        memory=args.memory,
+        plan=args.file,
+        overrides=args.set,
+        ask_max_params=args.max_params,
+        ask_min_gpus=args.min_gpus,
+    )
+    explain = args.explain or args.verbose
+    if args.json:
+        print(envelope("estimate/1", estimate_to_json(estimate, explain=explain), estimate.notes))
+    else:
+        colour = wants_colour(no_color=args.no_color)
+        print(*estimate_to_text(estimate, explain=explain, colour=colour), sep="\n")
+        _print_notes(args, [note for note in estimate.notes if note != STATES_ONLY])
+    return YES if estimate.is_possible else NO
+
+
+def _print_notes(args: argparse.Namespace, notes: Sequence[str]) -> None:
+    """What is good to know but not the answer: on stderr, silenced by `-q`."""
+    if not args.quiet:
+        sys.stdout.flush()
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+
+
+VERBS: tuple[Verb, ...] = (
+    Verb("estimate", "memory of the training states by strategy", _estimate_flags, _estimate),
+)
+"""Every verb, in the order of `meshplan --help`."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose usage errors look like every other problem, and whose flags are whole."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise SpecError(Problem(message, None, f"see {self.prog} --help"))
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = _Parser(add_help=False)
+    flags = common.add_argument_group("flags of every verb")
+    flags.add_argument("-f", "--file", metavar="PLAN", help="a plan file, plan.yaml")
+    flags.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="replace a value of the plan file: mesh.tp=2",
+    )
+    flags.add_argument("--json", action="store_true", help="print one JSON object")
+    flags.add_argument("-q", "--quiet", action="store_true", help="no notes")
+    flags.add_argument("-v", "--verbose", action="store_true", help="say more")
+    flags.add_argument("--no-color", action="store_true", help="as NO_COLOR=1")
+    parser = _Parser(
+        prog="meshplan",
+        description="Declare how a model is parallelised, know its memory, run it.",
+    )
+    parser.add_argument("--version", action="version", version=f"meshplan {__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for verb in VERBS:
+        sub = verbs.add_parser(verb.name, help=verb.help, description=verb.help, parents=[common])
+        verb.add_flags(sub)
+        sub.set_defaults(run=verb.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; never raises for a user's mistake."""
+    try:
+        args = _parser().parse_args(argv)
+        code: int = args.run(args)
+        sys.stdout.flush()
+    except MeshplanError as error:
+        print(error, file=sys.stderr)
+        return COULD_NOT
+    except SystemExit as stop:  # argparse's way out of --help and --version
+        return stop.code if isinstance(stop.code, int) else YES
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone (`| head`): point stdout away, or its last flush complains.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return YES
+    return code

@@ -1,0 +1,84 @@
+"""What can be wrong with a user's input, where it stands, and how to mend it.
+
+Knows how a problem is written down and printed. Refuses to know what the rules are: the
+rooms that check things build `Problem`s and raise them all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value was stated.
+
+    Args:
+        file: The plan file as the user named it, or a word such as "<mapping>" or "--set".
+        path: The dotted path inside it, such as "rules[0].place.tp"; "" for the whole file.
+        line: 1-based line, 0 when the source has no lines.
+        column: 1-based column, 0 when the source has no columns.
+    """
+
+    file: str
+    path: str = ""
+    line: int = 0
+    column: int = 0
+
+    @property
+    def place(self) -> str:
+        """`file:line:column` as compilers print it, or only the file."""
+        return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.path}" if self.path else self.place
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake: what it is, where it stands, how to fix it.
+
+    Args:
+        what: One sentence without a full stop.
+        origin: Where the user wrote it; None when it stands nowhere in a file.
+        fix: What to do, as one sentence; "" when there is no single answer.
+    """
+
+    what: str
+    origin: Origin | None = None
+    fix: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.origin}: {self.what}" if self.origin else self.what
+        return f"{head}\n    fix: {self.fix}" if self.fix else head
+
+
+class MeshplanError(Exception):
+    """Base of everything meshplan raises on purpose; carries every `Problem` found."""
+
+    def __init__(self, problems: Problem | str | Iterable[Problem]) -> None:
+        if isinstance(problems, str):
+            problems = Problem(problems)
+        self.problems: Sequence[Problem] = (
+            (problems,) if isinstance(problems, Problem) else tuple(problems)
+        )
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """The message as the command line prints it: a count, then each problem."""
+        count = len(self.problems)
+        head = f"meshplan: {count} problem{'' if count == 1 else 's'}"
+        return "\n".join([head, *map(str, self.problems)])
+
+
+class SpecError(MeshplanError, ValueError):
+    """The plan file or the command line says something that cannot be read."""
+
+
+class PlanError(MeshplanError, ValueError):
+    """The plan can be read but does not work for this model and these devices."""
+
+
+class ApplyError(MeshplanError, RuntimeError):
+    """The live model or the running job does not agree with the plan."""

@@ -1,0 +1,236 @@
+"""The textbook closed forms: memory of the training states, and of one layer's activations.
+
+Each formula is one Python function over plain operators. Given ints it returns bytes, given
+sympy symbols it returns expressions, given `Monomial`s it writes itself down: there is no
+second copy to keep in step. Knows nothing of layouts, meshes or real models: what a given plan
+really holds is the memory room's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+Quantity: TypeAlias = Any
+"""An int, a sympy expression or a Monomial."""
+
+Terms: TypeAlias = dict[str, Quantity]
+"""Bytes on one GPU by what they hold; the total is their sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Monomial:
+    """A coefficient and a name: an operand that remembers what was done to it.
+
+    >>> str(8 * (Monomial(1, "a") / (Monomial(1, "n") / Monomial(1, "nodes"))))
+    '8*a/(n/nodes)'
+    """
+
+    coefficient: int
+    name: str
+
+    def __rmul__(self, factor: int) -> Monomial:
+        return Monomial(factor * self.coefficient, self.name)
+
+    def __truediv__(self, other: Monomial) -> Monomial:
+        divisor = f"({other})" if "/" in other.name else str(other)
+        return Monomial(self.coefficient, f"{self.name}/{divisor}")
+
+    def __str__(self) -> str:
+        return self.name if self.coefficient == 1 else f"{self.coefficient}*{self.name}"
+
+
+def share(total: Quantity, parts: Quantity) -> Quantity:
+    """The largest of `parts` equal pieces: whole elements for ints, the exact ratio otherwise.
+
+    >>> share(10, 4)
+    3
+    """
+    return -(-total // parts) if isinstance(total, int) else total / parts
+
+
+def ddp_fp32(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
+    """DistributedDataParallel in fp32, 20a: every GPU holds everything.
+
+    Args:
+        a: Number of parameters.
+        n: Number of GPUs.
+        nodes: Number of nodes.
+
+    Units: bytes per GPU.
+
+    Source: Adam's two fp32 moments as in ZeRO (Rajbhandari et al. 2020), section 3.1; gradients
+        copied into all-reduce buckets of their own size, PyTorch Distributed (Li et al. 2020),
+        section 3.2. `gradient_as_bucket_view=True` would save the buckets.
+    """
+    return {"weights": 4 * a, "gradients": 4 * a, "adam": 8 * a, "buckets": 4 * a}
+
+
+def ddp_mixed(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
+    """DistributedDataParallel with fp32 master weights and bf16 compute, 18a.
+
+    Units: bytes per GPU.
+
+    Source: Micikevicius et al. 2018, section 3.1, for the master copy; ZeRO (Rajbhandari et al.
+        2020), section 3.1, counts 16 bytes (2 + 2 + 12); the bf16 buckets of DDP add 2.
+    """
+    return {
+        "weights": 4 * a,
+        "bf16_weights": 2 * a,
+        "gradients": 2 * a,
+        "adam": 8 * a,
+        "buckets": 2 * a,
+    }
+
+
+def zero1(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
+    """ZeRO-1 in fp32, 8a + 8a/n: the optimizer states are cut over all GPUs.
+
+    Units: bytes per GPU.
+
+    Source: ZeRO (Rajbhandari et al. 2020), section 5.1 (P_os), here with 4-byte weights and
+        gradients.
+    """
+    return {"weights": 4 * a, "gradients": 4 * a, "adam": 8 * share(a, n)}
+
+
+def zero2(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
+    """ZeRO-2 / SHARD_GRAD_OP in fp32, 4a + 12a/n: gradients are cut too.
+
+    Units: bytes per GPU.
+
+    Source: ZeRO (Rajbhandari et al. 2020), section 5.2 (P_os+g).
+    """
+    return {"weights": 4 * a, "gradients": 4 * share(a, n), "adam": 8 * share(a, n)}
+
+
+def full_shard(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
+    """ZeRO-3 / FULL_SHARD in fp32, 16a/n: everything is cut over all GPUs.
+
+    Units: bytes per GPU.
+
+    Source: ZeRO (Rajbhandari et al. 2020), section 5.3 (P_os+g+p); PyTorch FSDP (Zhao et al.
+        2023), section 3.2.1.
+    """
+    piece = share(a, n)
+    return {"weights": 4 * piece, "gradients": 4 * piece, "adam": 8 * piece}
+
+
+def hybrid_shard(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
+    """HYBRID_SHARD in fp32, 16a/(n/nodes): cut inside each node, replicated across nodes.
+
+    Units: bytes per GPU.
+
+    Source: PyTorch FSDP (Zhao et al. 2023), section 3.2.2.
+    """
+    return full_shard(a, share(n, nodes), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table of states.
+
+    Args:
+        strategy: ddp, zero1, zero2, full_shard or hybrid_shard.
+        precision: "fp32", or "mixed" for fp32 master weights and bf16 compute.
+        terms: The formula.
+    """
+
+    strategy: str
+    precision: str
+    terms: Callable[[Quantity, Quantity, Quantity], Terms]
+
+    def total(self, a: Quantity, n: Quantity, nodes: Quantity) -> Quantity:
+        """The terms' sum, in the operands' own kind."""
+        return sum(self.terms(a, n, nodes).values())
+
+    def written(self) -> Mapping[str, str]:
+        """Each term as text in a, n and nodes."""
+        return {name: str(term) for name, term in self._symbolic().items()}
+
+    @property
+    def formula(self) -> str:
+        """The total as text, terms of one kind added up.
+
+        >>> [row.formula for row in ROWS[2:4]]
+        ['8*a + 8*a/n', '4*a + 12*a/n']
+        """
+        coefficients: dict[str, int] = {}
+        for term in self._symbolic().values():
+            coefficients[term.name] = coefficients.get(term.name, 0) + term.coefficient
+        return " + ".join(str(Monomial(c, name)) for name, c in coefficients.items())
+
+    @property
+    def source(self) -> str:
+        """Where the formula comes from, as its docstring says; "" when Python dropped it."""
+        return " ".join((self.terms.__doc__ or "").partition("Source:")[2].split())
+
+    def _symbolic(self) -> dict[str, Monomial]:
+        return self.terms(Monomial(1, "a"), Monomial(1, "n"), Monomial(1, "nodes"))
+
+
+ROWS: Final = (
+    Row("ddp", "fp32", ddp_fp32),
+    Row("ddp", "mixed", ddp_mixed),
+    Row("zero1", "fp32", zero1),
+    Row("zero2", "fp32", zero2),
+    Row("full_shard", "fp32", full_shard),
+    Row("hybrid_shard", "fp32", hybrid_shard),
+)
+"""Every row of the table, the largest first."""
+
+
+def activations_per_layer(
+    *,
+    s: Quantity,
+    b: Quantity,
+    h: Quantity,
+    heads: Quantity,
+    tp: Quantity = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+) -> Terms:
+    """Activations that one transformer layer keeps for backward, 16-bit, on one GPU.
+
+    Args:
+        s: Sequence length.
+        b: Microbatch in samples.
+        h: Hidden size.
+        heads: Attention heads.
+        tp: Ranks of tensor parallelism.
+        sequence_parallel: Whether norms, dropouts and inputs are cut along the sequence too.
+        recompute: "none"; "selective" recomputes the attention core; "full" keeps only the
+            layer's input.
+
+    Units: bytes per GPU, `sbh` times the paper's coefficient; exact rationals for symbols and
+        whole bytes, rounded up, for ints.
+
+    Raises:
+        ValueError: `recompute` is none of the three words.
+
+    Assumes: A GPT layer with a 4h MLP, GeLU, dropout with 1-byte masks, and an attention that
+        stores its s x s scores. A fused attention kernel stores what "selective" does.
+
+    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
+        Models", section 4 and table 2: 34 + 5as/h on one GPU, 10 + 24/t + 5as/(ht) under tensor
+        parallelism, all of it divided by t with sequence parallelism; full recompute keeps 2,
+        which sequence parallelism cuts like every layer's input.
+
+    >>> sum(activations_per_layer(s=2048, b=1, h=4096, heads=32).values()) == (
+    ...     2048 * 4096 * (34 + 5 * 32 * 2048 // 4096))
+    True
+    """
+    if recompute not in ("none", "selective", "full"):
+        raise ValueError(f"recompute={recompute!r} is none of 'none', 'selective', 'full'")
+    layer = s * b * h
+    replicated_over = tp if sequence_parallel else 1
+    if recompute == "full":
+        return {"layer_input": share(2 * layer, replicated_over)}
+    terms = {
+        "norms_and_dropouts": share(10 * layer, replicated_over),
+        "projections_and_mlp": share(24 * layer, tp),
+    }
+    if recompute == "none":
+        terms["attention_core"] = share(5 * heads * s * s * b, tp)
+    return terms

@@ -1,0 +1,182 @@
+"""The model as data: its modules, its tensors and the names of their dims.
+
+Made by `blueprint` from a config file and by `runtime.trace` from a live `nn.Module`; read by
+everybody else. Refuses to know torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import networkx
+
+DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
+    {
+        "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
+        "float8_e4m3fn": 1, "float8_e5m2": 1,
+        "complex64": 8, "complex128": 16,
+        "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    }
+)  # fmt: skip
+"""Bytes per element by dtype name (torch's names without `torch.`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """One parameter or buffer.
+
+    Args:
+        fqn: The first name under which `named_parameters` or `named_buffers` meets it.
+        shape: Global shape.
+        dtype: Name such as "float32".
+        dims: A name per dim ("out", "in", "vocab", "embed", "norm", ...), "" where unknown.
+        aliases: Further names of the very same tensor (tied weights).
+        trainable: Whether it gets a gradient.
+        is_buffer: A buffer has neither gradient nor optimizer state and is never cut.
+        is_persistent: Whether it is part of the state dict.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    dims: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    trainable: bool = True
+    is_buffer: bool = False
+    is_persistent: bool = True
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name of the tensor, its own first."""
+        return (self.fqn, *self.aliases)
+
+    @property
+    def module(self) -> str:
+        """The fqn of the module that holds it."""
+        return self.fqn.rpartition(".")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleInfo:
+    """One module of the tree.
+
+    Args:
+        fqn: Dotted name; "" for the root.
+        type: Class name such as "LlamaDecoderLayer".
+        qualified_type: Class name with its module path, for `match: {type: pkg.Class}`.
+        kind: What styles may do with it: "linear", "embedding", "conv1d" (transformers'
+            transposed linear), "norm", "container" (ModuleList, Sequential, ModuleDict), "other".
+        head_dim: For a projection inside an attention module, the elements of one head along
+            its head dim; None where the model does not say. A cut must keep heads whole.
+        packed: How many projections are fused in one weight (3 for QKV), 1 if none.
+        has_forward: Whether it is called itself; False for ModuleList and ModuleDict, which
+            only hold others and so cannot be a unit of sharding.
+        aliases: Further names of the very same module (shared submodules).
+    """
+
+    fqn: str
+    type: str
+    qualified_type: str = ""
+    kind: str = "other"
+    head_dim: int | None = None
+    packed: int = 1
+    has_forward: bool = True
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelGraph:
+    """The module tree and its tensors, in definition order.
+
+    Args:
+        name: What to call the model in a title.
+        modules: By fqn, parents before children, the root "" first.
+        tensors: By fqn; each tied or shared tensor once.
+        config: Facts a config file stated (heads, kv heads, layers, vocab), for checks.
+    """
+
+    name: str
+    modules: Mapping[str, ModuleInfo]
+    tensors: Mapping[str, TensorInfo]
+    config: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> Iterator[TensorInfo]:
+        return (t for t in self.tensors.values() if not t.is_buffer)
+
+    @property
+    def num_params(self) -> int:
+        """Parameters, each tied one counted once."""
+        return sum(t.numel for t in self.parameters)
+
+    def owned(self, module: str) -> tuple[TensorInfo, ...]:
+        """The tensors held by exactly this module, tied ones included."""
+        return tuple(
+            t
+            for t in self.tensors.values()
+            if any(name.rpartition(".")[0] == module for name in t.names)
+        )
+
+    def children(self, module: str) -> tuple[ModuleInfo, ...]:
+        """Direct children, in definition order."""
+        return tuple(m for f, m in self.modules.items() if f and f.rpartition(".")[0] == module)
+
+    def blocks(self) -> tuple[str, ...]:
+        """The repeated blocks: the units of sharding and of activation checkpointing.
+
+        Outermost children of a container that holds at least two modules of one class with
+        parameters of their own.
+        """
+        with_params = {""}
+        for tensor in self.parameters:
+            for name in tensor.names:
+                parts = name.split(".")[:-1]
+                with_params.update(".".join(parts[: i + 1]) for i in range(len(parts)))
+        out: list[str] = []
+
+        def visit(fqn: str) -> None:
+            kids = [k for k in by_parent.get(fqn, ()) if k.fqn in with_params]
+            types = {k.type for k in kids}
+            repeated = self.modules[fqn].kind == "container" and len(kids) > 1 and len(types) == 1
+            if repeated and kids[0].kind in ("other", "container"):
+                out.extend(k.fqn for k in kids)
+            else:
+                for kid in kids:
+                    visit(kid.fqn)
+
+        by_parent: dict[str, list[ModuleInfo]] = {}
+        for fqn, info in self.modules.items():
+            if fqn:
+                by_parent.setdefault(fqn.rpartition(".")[0], []).append(info)
+        visit("")
+        return tuple(out)
+
+    def to_networkx(self) -> networkx.DiGraph:
+        """The module tree as a graph: an edge from each module to each child.
+
+        Nodes carry `info` (ModuleInfo) and `num_params` (parameters held directly).
+        """
+        import networkx
+
+        graph = networkx.DiGraph(name=self.name)
+        held: dict[str, int] = dict.fromkeys(self.modules, 0)
+        for tensor in self.parameters:
+            held[tensor.module] += tensor.numel
+        for fqn, info in self.modules.items():
+            graph.add_node(fqn, info=info, num_params=held[fqn])
+            if fqn:
+                graph.add_edge(fqn.rpartition(".")[0], fqn)
+        return graph

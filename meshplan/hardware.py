@@ -1,0 +1,148 @@
+"""Devices and the links between them, each figure with its source.
+
+The table is `hardware.json` beside this file: json reads it in a millisecond, a yaml loader
+would cost a third of the whole `estimate`. Refuses to know plans and meshes.
+
+Memory is the datasheet's figure with GB = 1e9 bytes. That is the cautious reading: drivers
+report somewhat more (`nvidia-smi` prints 81559 MiB for an 80 GB H100, which is 85.5 GB, and
+32480 MiB for a 32 GB V100), and a context and the communication library live in the rest.
+State `memory` in the plan, or `--memory`, to use another figure.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from meshplan.errors import Origin, Problem, SpecError
+
+_FILE: Final = Path(__file__).with_name("hardware.json")
+_GIGA: Final = 10**9
+_TERA: Final = 10**12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator as torch sees it.
+
+    Args:
+        name: The key of the table, or what the user calls a device of their own.
+        memory_bytes: Datasheet memory, GB = 1e9 bytes.
+        peak_flops: Dense operations per second by dtype; a dtype not listed is not known.
+        memory_bytes_per_s: Bandwidth of its own memory; None where not known.
+        intra_bytes_per_s: Bandwidth to the other devices of the node, one way; None where not
+            known.
+        note: What the figures leave out.
+        sources: Where they come from.
+    """
+
+    name: str
+    memory_bytes: int
+    peak_flops: Mapping[str, float] = field(default_factory=dict)
+    memory_bytes_per_s: float | None = None
+    intra_bytes_per_s: float | None = None
+    note: str = ""
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way between devices: bytes per second in one direction, per device."""
+
+    name: str
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Equal nodes of equal devices.
+
+    Args:
+        intra: Between devices of one node; None where not known.
+        inter: Between nodes; None where not known.
+    """
+
+    device: Device
+    nodes: int
+    gpus_per_node: int
+    intra: Link | None = None
+    inter: Link | None = None
+
+    @property
+    def num_gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@cache
+def devices() -> Mapping[str, Device]:
+    """The whole table by name."""
+    table = json.loads(_FILE.read_text(encoding="utf-8"))["devices"]
+    return MappingProxyType({name: _device(name, facts) for name, facts in table.items()})
+
+
+def find_device(name: str, origin: Origin | None = None) -> Device:
+    """The device of that name, or the only one whose name has all the words of it.
+
+    Args:
+        name: A key such as "h100-sxm-80gb", or enough of it to be unambiguous ("a100-40g").
+        origin: Where the user wrote it.
+
+    Raises:
+        SpecError: No device, or more than one, goes by this name.
+
+    >>> find_device("A100 40G").name, find_device("h200").name
+    ('a100-sxm-40gb', 'h200-sxm-141gb')
+    """
+    table = devices()
+    key = "-".join(_words(name))
+    if key in table:
+        return table[key]
+    wanted = set(_words(name))
+    found = [k for k in table if wanted and wanted <= set(k.split("-"))]
+    if len(found) == 1:
+        return table[found[0]]
+    if found:
+        what, fix = f"gpu '{name}' is ambiguous", f"write one of {', '.join(found)}"
+    else:
+        close = difflib.get_close_matches(key, table, n=1, cutoff=0.5)
+        what = f"gpu '{name}' is not known"
+        fix = (
+            f"did you mean '{close[0]}'? If not,"
+            if close
+            else f"write one of {', '.join(table)}, or"
+        )
+        fix += " state its memory instead of its name"
+    raise SpecError(Problem(what, origin, fix))
+
+
+def _words(name: str) -> list[str]:
+    """Lower-case words of a name; `80g` is spelled `80gb`."""
+    words = [word for word in re.split(r"[\s_-]+", name.lower()) if word]
+    return [re.sub(r"^(\d+)g$", r"\1gb", word) for word in words]
+
+
+def _device(name: str, facts: Mapping[str, object]) -> Device:
+    def number(key: str) -> float | None:
+        value = facts[key]
+        return float(value) * _GIGA if isinstance(value, (int, float)) else None
+
+    memory, peak, sources = facts["memory_gb"], facts["peak_tflops"], facts["sources"]
+    assert isinstance(memory, int)
+    assert isinstance(peak, dict)
+    assert isinstance(sources, list)
+    return Device(
+        name=name,
+        memory_bytes=memory * _GIGA,
+        peak_flops=MappingProxyType({dtype: t * _TERA for dtype, t in peak.items()}),
+        memory_bytes_per_s=number("memory_gb_per_s"),
+        intra_bytes_per_s=number("intra_gb_per_s"),
+        note=str(facts["note"]),
+        sources=tuple(sources),
+    )

@@ -1,0 +1,179 @@
+"""Layouts: which mesh axes cut which dim of a tensor, in order.
+
+This is the one idea of the house: data parallel, ZeRO, hybrid sharding and tensor parallel
+are all layouts, and shapes, bytes and collectives follow from them. Knows tensors only as
+shapes. Refuses to know why a layout was chosen (`assign`) and how torch spells it
+(`runtime.mesh`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshplan.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Per tensor dim, the axes that cut it, first cut first.
+
+    An axis that cuts no dim holds replicas, unless it is in `partial`: then every rank along
+    it holds one addend of the value.
+
+    Args:
+        cuts: One tuple of axis names per tensor dim; `()` for a whole dim.
+        partial: Axes along which the true value is the sum of what the ranks hold.
+
+    >>> Layout((("tp", "dp_shard"), ())).local_shape((9600, 3200), Mesh.of({"dp_shard": 4, "tp": 2}))
+    (1200, 3200)
+    """
+
+    cuts: tuple[tuple[str, ...], ...]
+    partial: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        used = [axis for axes in self.cuts for axis in axes] + list(self.partial)
+        assert len(used) == len(set(used)), f"an axis is used twice in {self.cuts}"
+
+    @classmethod
+    def whole(cls, ndim: int) -> Layout:
+        """Nothing cut: every rank holds the full tensor."""
+        return cls(((),) * ndim)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that cut something, by tensor dim and then by order of the cut."""
+        return tuple(axis for axes in self.cuts for axis in axes)
+
+    def dim_of(self, axis: str) -> int | None:
+        """The tensor dim that `axis` cuts; None where it holds replicas."""
+        return next((dim for dim, axes in enumerate(self.cuts) if axis in axes), None)
+
+    def cut(self, axis: str, dim: int) -> Layout:
+        """This layout with `axis` cutting `dim` after every cut already there."""
+        dim = range(len(self.cuts))[dim]
+        cuts = tuple(axes + (axis,) if d == dim else axes for d, axes in enumerate(self.cuts))
+        return Layout(cuts, self.partial)
+
+    def without(self, *axes: str) -> Layout:
+        """This layout with the cuts of `axes` undone."""
+        cuts = tuple(tuple(a for a in dim if a not in axes) for dim in self.cuts)
+        return Layout(cuts, tuple(a for a in self.partial if a not in axes))
+
+    def num_shards(self, mesh: Mesh) -> int:
+        """Into how many different pieces the tensor is cut."""
+        return mesh.size(*self.axes)
+
+    def num_replicas(self, mesh: Mesh) -> int:
+        """How many ranks hold each piece."""
+        return mesh.world_size // self.num_shards(mesh)
+
+    def slices(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> tuple[slice, ...]:
+        """The part of the global tensor that `rank` holds, one slice per dim.
+
+        A dim of size d cut n ways gives pieces of ceil(d / n), the last ones shorter or
+        empty: `torch.chunk`'s rule, which DTensor follows. Each further axis cuts the piece
+        that the one before it left.
+        """
+        at = mesh.coordinates(rank)
+        out = []
+        for size, axes in zip(shape, self.cuts, strict=True):
+            start, stop = 0, size
+            for axis in axes:
+                piece = -(-(stop - start) // mesh.size(axis))
+                start = min(start + piece * at.get(axis, 0), stop)
+                stop = min(start + piece, stop)
+            out.append(slice(start, stop))
+        return tuple(out)
+
+    def local_shape(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> tuple[int, ...]:
+        """The shape that `rank` holds of a tensor of this global shape."""
+        return tuple(s.stop - s.start for s in self.slices(shape, mesh, rank))
+
+    def local_numel(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> int:
+        """The number of elements that `rank` holds."""
+        return math.prod(self.local_shape(shape, mesh, rank))
+
+    def padded_numel(self, shape: Sequence[int], mesh: Mesh, axis: str, rank: int = 0) -> int:
+        """Elements stored when the cut by `axis` is padded to equal pieces.
+
+        FSDP2 pads every shard of the dim it cuts to the first rank's size so that one
+        all-gather moves equal pieces.
+
+        Source: `torch.distributed.fsdp`, FSDPParam._init_sharded_param.
+        """
+        dim = self.dim_of(axis)
+        if dim is None:
+            return self.local_numel(shape, mesh, rank)
+        local = list(self.without(axis).local_shape(shape, mesh, rank))
+        local[dim] = -(-local[dim] // mesh.size(axis))
+        return math.prod(local)
+
+    def spell(self, mesh: Mesh | None = None) -> str:
+        """The layout in placement words: `S(0)@tp,dp_shard`, `R`, `P@tp`.
+
+        Axes of size 1 are left out when a mesh is given.
+        """
+        words = []
+        for dim, axes in enumerate(self.cuts):
+            kept = [a for a in axes if mesh is None or mesh.size(a) > 1]
+            if kept:
+                words.append(f"S({dim})@{','.join(kept)}")
+        partial = [a for a in self.partial if mesh is None or mesh.size(a) > 1]
+        if partial:
+            words.append(f"P@{','.join(partial)}")
+        return " ".join(words) or "R"
+
+    def __str__(self) -> str:
+        return self.spell()
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective that changes a layout along one axis.
+
+    Args:
+        kind: all_gather, all_reduce, reduce_scatter, all_to_all or local (a slice: no bytes).
+        axis: The mesh axis whose ranks talk.
+        dim: The tensor dim that is gathered or scattered; -1 for all_reduce.
+    """
+
+    kind: str
+    axis: str
+    dim: int = -1
+
+
+def changes(source: Layout, target: Layout) -> tuple[Collective, ...]:
+    """The collectives that turn `source` into `target`, the table every room reads.
+
+    | from | to   | collective     |
+    |------|------|----------------|
+    | S(d) | R    | all_gather     |
+    | P    | R    | all_reduce     |
+    | P    | S(d) | reduce_scatter |
+    | R    | S(d) | local          |
+    | S(d) | S(e) | all_to_all     |
+
+    Gathers come before cuts, so that a dim is whole again before it is cut anew.
+    """
+    first: list[Collective] = []
+    then: list[Collective] = []
+    axes: Mapping[str, None] = dict.fromkeys(
+        (*source.axes, *source.partial, *target.axes, *target.partial)
+    )
+    for axis in axes:
+        old, new = source.dim_of(axis), target.dim_of(axis)
+        was_partial, is_partial = axis in source.partial, axis in target.partial
+        assert not is_partial or was_partial, "nothing is ever made partial on purpose"
+        if was_partial and not is_partial:
+            kind = "all_reduce" if new is None else "reduce_scatter"
+            first.append(Collective(kind, axis, -1 if new is None else new))
+        elif old != new and new is None:
+            first.insert(0, Collective("all_gather", axis, -1 if old is None else old))
+        elif old != new and old is None:
+            then.append(Collective("local", axis, -1 if new is None else new))
+        elif old != new:
+            then.append(Collective("all_to_all", axis, -1 if new is None else new))
+    return (*first, *then)

@@ -1,0 +1,131 @@
+"""The Plan: one decision, whole, that every later room reads and none changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshplan.assign import Assignment, assign
+from meshplan.errors import PlanError, Problem
+from meshplan.graph import ModelGraph
+from meshplan.mesh import DATA_AXES, Mesh
+from meshplan.spec import Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A spec decided for one model and one mesh.
+
+    Args:
+        spec: What was declared.
+        graph: The model it was decided for.
+        assignment: Every layout, with the line that decided it.
+        accumulate: Microbatches per optimizer step.
+        micro: Samples per rank and microbatch, None when the plan does not say.
+    """
+
+    spec: Spec
+    graph: ModelGraph
+    assignment: Assignment
+    accumulate: int = 1
+    micro: int | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.assignment.mesh
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that read different samples."""
+        return self.mesh.size(*DATA_AXES)
+
+    def digest(self) -> str:
+        """A hash of every decision: equal on two ranks exactly when they would do the same."""
+        text = json.dumps(self._decisions(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _decisions(self) -> Mapping[str, Any]:
+        a = self.assignment
+        return {
+            "mesh": [(axis.name, axis.size) for axis in a.mesh],
+            "wrapper": [a.wrapper, sorted(a.strategy.cuts), a.sequence_parallel],
+            "tensors": {
+                fqn: [list(p.info.shape), p.info.dtype, list(p.info.aliases), p.info.trainable,
+                      str(p.stored), str(p.gradient), p.dtype, p.compute_dtype,
+                      list(p.gathered_axes), p.reduced_alone, p.unit]
+                for fqn, p in a.tensors.items()
+            },
+            "units": {
+                fqn: [list(u.shard_axes), u.reshard_after_forward, str(u.precision)]
+                for fqn, u in a.units.items()
+            },
+            "styles": {fqn: [u.style.name, u.axis] for fqn, u in a.styles.items()},
+            "recompute": {fqn: str(r.policy) for fqn, r in a.recompute.items()},
+            "apply": [[fqn, code] for fqn, code, _ in a.apply],
+            "step": [self.accumulate, self.micro, self.spec.clip_grad_norm, dict(self.spec.ddp)],
+        }  # fmt: skip
+
+
+def make_plan(
+    spec: Spec,
+    graph: ModelGraph,
+    *,
+    world_size: int | None = None,
+    gpus_per_node: int | None = None,
+) -> Plan:
+    """Decide a spec for a model.
+
+    Args:
+        world_size: Ranks of the running job; None takes `hardware:` or the mesh itself.
+        gpus_per_node: Ranks on one machine of the running job; None as above.
+
+    Raises:
+        PlanError: With every problem found.
+    """
+    assignment = assign(spec, graph, world_size=world_size, gpus_per_node=gpus_per_node)
+    accumulate, micro = _batch(spec, assignment.mesh)
+    return Plan(spec=spec, graph=graph, assignment=assignment, accumulate=accumulate, micro=micro)
+
+
+def _batch(spec: Spec, mesh: Mesh) -> tuple[int, int | None]:
+    """(accumulate, micro) from any two of micro, accumulate and global."""
+    batch, ranks = spec.batch, mesh.size(*DATA_AXES)
+    assert not isinstance(batch.micro, str), "auto is refused by assign"
+    micro = batch.micro
+    accumulate = batch.accumulate if isinstance(batch.accumulate, int) else None
+    if batch.global_ is None:
+        return accumulate or 1, micro
+    per_rank, rest = divmod(batch.global_, ranks)
+    if rest:
+        raise PlanError(
+            Problem(
+                f"a global batch of {batch.global_} does not divide over {ranks} data ranks",
+                spec.origin("batch.global"),
+                f"use {max(1, per_rank) * ranks} or {(per_rank + 1) * ranks}",
+            )
+        )
+    if micro is None:
+        micro, rest = divmod(per_rank, accumulate or 1)
+        if rest:
+            raise PlanError(
+                Problem(
+                    f"{per_rank} samples per rank do not divide into {accumulate} microbatches",
+                    spec.origin("batch.accumulate"),
+                    "change accumulate or global so that they do",
+                )
+            )
+        return accumulate or 1, micro
+    derived, rest = divmod(per_rank, micro)
+    if rest or (accumulate is not None and derived != accumulate):
+        stated = f"micro {micro} x accumulate {accumulate or '?'} x {ranks} data ranks"
+        raise PlanError(
+            Problem(
+                f"global {batch.global_} does not agree with {stated}",
+                spec.origin("batch.global"),
+                f"make global {micro * (accumulate or max(1, derived)) * ranks}",
+            )
+        )
+    return derived, micro

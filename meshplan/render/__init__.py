@@ -1,0 +1,1 @@
+"""What a reader sees: text for terminals, JSON for scripts. Computes nothing, reads values."""

@@ -1,0 +1,60 @@
+"""The terminal: aligned columns, colour that is never the only sign, the JSON envelope.
+
+Plain text only: a table of rich would double the start-up of the quick verbs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, TextIO
+
+from meshplan.version import __version__
+
+_COLOURS: Final[Mapping[str, str]] = {
+    "green": "32", "red": "31", "yellow": "33", "bold": "1", "dim": "2",
+}  # fmt: skip
+
+
+def wants_colour(stream: TextIO | None = None, no_color: bool = False) -> bool:
+    """Whether to colour: a terminal, and neither `--no-color` nor NO_COLOR forbids it.
+
+    Source: no-color.org: the variable counts when it is not empty.
+    """
+    stream = stream or sys.stdout
+    return not no_color and not os.environ.get("NO_COLOR") and stream.isatty()
+
+
+def paint(text: str, colour: str, is_on: bool) -> str:
+    """The text in a colour or weight, or as it is."""
+    return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if is_on else text
+
+
+def columns(rows: Iterable[Sequence[str]], align: str, gap: int = 2) -> list[str]:
+    """Lines of aligned cells; `align` has "<" or ">" per column.
+
+    >>> columns([("ddp", "9.5"), ("zero1", "10.0")], "<>")
+    ['ddp     9.5', 'zero1  10.0']
+    """
+    table = [tuple(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        (" " * gap)
+        .join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True))
+        .rstrip()
+        for row in table
+    ]
+
+
+def envelope(schema: str, result: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
+    """What `--json` prints: version, schema, result and notes.
+
+    >>> envelope("estimate/1", {"num_gpus": 8})
+    '{"meshplan": "0.1.0", "schema": "estimate/1", "result": {"num_gpus": 8}, "notes": []}'
+    """
+    content = {
+        "meshplan": __version__, "schema": schema, "result": result, "notes": list(notes),
+    }  # fmt: skip
+    return json.dumps(content)

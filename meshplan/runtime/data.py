@@ -1,0 +1,142 @@
+"""The data axes: DistributedDataParallel around the model, or FSDP2 unit by unit.
+
+Applied last, after tensor parallelism and activation checkpointing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from meshplan.assign import Placed, Unit
+from meshplan.mesh import DATA_AXES
+from meshplan.plan import Plan
+from meshplan.runtime.mesh import local_of, replicate_unit, submesh
+from meshplan.spec import Precision
+
+_DDP_WORDS = {"bucket_mb": "bucket_cap_mb"}
+"""Options whose plan word is not torch's keyword."""
+
+
+def apply_data_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
+    """Wrap for the data axes.
+
+    Returns:
+        The model itself, or DistributedDataParallel around it.
+    """
+    assignment = plan.assignment
+    if assignment.wrapper == "ddp":
+        group = submesh(mesh, ("dp_replicate",)).get_group()
+        options = {_DDP_WORDS.get(key, key): value for key, value in plan.spec.ddp.items()}
+        # Views save a copy of every gradient; the textbook's 20a is with them off.
+        options.setdefault("gradient_as_bucket_view", True)
+        return DistributedDataParallel(model, process_group=group, **options)
+    if assignment.wrapper == "none":
+        return model
+    alone = {model.get_parameter(fqn) for fqn, p in assignment.tensors.items() if p.reduced_alone}
+    for unit in assignment.units.values():
+        _wrap_unit(model.get_submodule(unit.fqn), unit, model, plan, mesh, alone)
+    _reduce_alone(alone, plan, mesh)
+    return model
+
+
+def _wrap_unit(
+    module: nn.Module,
+    unit: Unit,
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    alone: set[nn.Parameter],
+) -> None:
+    policy = mixed_precision(unit.precision)
+    if not unit.is_sharded:
+        axes = unit.replicate_axes
+        replicate_unit(module, submesh(mesh, axes, flat=True), policy, alone)
+        return
+    spread = tuple(a for a in unit.replicate_axes if plan.mesh.size(a) > 1)
+    dims = _shard_dims(model, plan, unit)
+    fully_shard(
+        module,
+        mesh=submesh(mesh, (*spread, *unit.shard_axes)),
+        reshard_after_forward=unit.reshard_after_forward,
+        shard_placement_fn=(lambda p: Shard(dims[p])) if any(dims.values()) else None,
+        mp_policy=policy,
+        ignored_params=alone or None,
+    )
+
+
+def _shard_dims(model: nn.Module, plan: Plan, unit: Unit) -> dict[nn.Parameter, int]:
+    """The dim that dp_shard cuts, for each parameter of the unit."""
+
+    def dim(placed: Placed) -> int:
+        return placed.stored.dim_of("dp_shard") or 0
+
+    return {
+        model.get_parameter(fqn): dim(placed)
+        for fqn, placed in plan.assignment.tensors.items()
+        if placed.unit == unit.fqn
+    }
+
+
+def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
+    """FSDP2's policy for a unit's dtypes; roles left open stay the model's own."""
+
+    def dtype(word: str | None) -> torch.dtype | None:
+        return getattr(torch, word) if word else None
+
+    return MixedPrecisionPolicy(
+        param_dtype=dtype(precision.param),
+        reduce_dtype=dtype(precision.reduce),
+        output_dtype=dtype(precision.output),
+    )
+
+
+def _reduce_alone(params: set[nn.Parameter], plan: Plan, mesh: DeviceMesh) -> None:
+    """Average these gradients over the data axes as soon as they are there.
+
+    Averaging what is averaged already changes nothing, so accumulation stays right.
+    """
+    if not params:
+        return
+    group = submesh(mesh, DATA_AXES, flat=True).get_group()
+    ranks = plan.num_data_ranks
+
+    def average(param: nn.Parameter) -> None:
+        assert param.grad is not None
+        gradient = local_of(param.grad)
+        dist.all_reduce(gradient, group=group)  # gloo has no AVG.
+        gradient /= ranks
+
+    for param in params:
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(average)
+
+
+def set_gradient_sync(model: nn.Module, plan: Plan, is_last: bool) -> Any:
+    """Say whether the coming backward is the last of the step; returns a context manager.
+
+    What is synchronized before the last microbatch follows from the layouts: gradients that
+    live whole (DDP, ZeRO-1) wait, gradients that live in shards (ZeRO-2 and 3) are reduced at
+    once, and across replicas of shards (HSDP) only the last time.
+    """
+    from contextlib import nullcontext
+
+    if isinstance(model, DistributedDataParallel):
+        return nullcontext() if is_last else model.no_sync()
+    keeps_whole = "gradient" not in plan.assignment.strategy.cuts
+    for unit in plan.assignment.units.values():
+        module = model.get_submodule(unit.fqn)
+        assert isinstance(module, FSDPModule)
+        module.set_is_last_backward(is_last)
+        if keeps_whole or not unit.is_sharded:
+            module.set_requires_gradient_sync(is_last, recurse=False)
+        elif unit.replicate_axes:
+            module.set_requires_all_reduce(is_last, recurse=False)
+    return nullcontext()

@@ -1,0 +1,175 @@
+"""Devices, process group and DeviceMesh; layouts as DTensor placements.
+
+The only room that speaks placements and the only one with private torch names: each stands
+here behind a function, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from meshplan.layout import Layout
+from meshplan.mesh import Mesh
+
+JOIN_TIMEOUT = timedelta(minutes=5)
+"""How long ranks wait for each other in a group that meshplan makes: far above any step, far
+below torch's half hour."""
+
+_meshes: dict[tuple[str, tuple[Any, ...]], tuple[object, DeviceMesh]] = {}
+
+
+def device_type() -> str:
+    """The kind of device to run on: the accelerator that torch finds, else the CPU.
+
+    The one place that asks. A caller whose group runs gloo wants the CPU.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        return "cpu"
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        return accelerator.type
+    return "cpu"
+
+
+def device() -> torch.device:
+    """This rank's device."""
+    kind = device_type()
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def ensure_process_group() -> None:
+    """Join torchrun's group, or make a group of one; a caller's group stays as it is."""
+    if dist.is_initialized():
+        return
+    kind = device_type()
+    backend = dist.get_default_backend_for_device(kind)
+    if kind != "cpu":
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=JOIN_TIMEOUT)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def ranks_per_node() -> int | None:
+    """Ranks on this machine as torchrun counts them; None without torchrun."""
+    value = os.environ.get("LOCAL_WORLD_SIZE")
+    return int(value) if value else None
+
+
+def device_mesh(mesh: Mesh) -> DeviceMesh:
+    """The DeviceMesh of a mesh, the same object for the same group, mesh and device.
+
+    DTensor caches by mesh equality, so an equal second mesh could be handed back with the
+    process groups of an older one (huggingface/transformers#48383 tells the story): one object
+    each.
+    """
+    kind = device_type()
+    key = (kind, mesh.axes)
+    world = dist.group.WORLD
+    found = _meshes.get(key)
+    if found is None or found[0] is not world:
+        made = init_device_mesh(kind, tuple(mesh.sizes.values()), mesh_dim_names=mesh.names)
+        found = _meshes[key] = (world, made)
+    return found[1]
+
+
+def submesh(whole: DeviceMesh, axes: Sequence[str], *, flat: bool = False) -> DeviceMesh:
+    """The part of the mesh along `axes`, in mesh order; `flat` joins them to one dim."""
+    names = tuple(name for name in whole.mesh_dim_names or () if name in axes)
+    part = whole[names] if len(names) < whole.ndim else whole
+    if flat and part.ndim > 1:
+        # Private until `DeviceMesh.flatten` is public; makes no new group a second time.
+        return part._flatten("_".join(names))
+    return part
+
+
+def placement(layout: Layout, axis: str) -> Placement:
+    """How a layout lies along one axis."""
+    if axis in layout.partial:
+        return Partial()
+    dim = layout.dim_of(axis)
+    return Replicate() if dim is None else Shard(dim)
+
+
+def activation_placement(word: str) -> Placement:
+    """A placement word of `styles` ("R", "P", "S(-1)") as torch's placement."""
+    if word == "R":
+        return Replicate()
+    if word == "P":
+        return Partial()
+    return Shard(int(word[2:-1]))
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
+
+
+def shard_axes(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The mesh axes that cut a live tensor."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    # FSDP2 marks a dim that tp cut before with _StridedShard, which is not always a Shard.
+    return tuple(
+        name
+        for name, p in zip(names, tensor.placements, strict=True)
+        if not isinstance(p, Replicate | Partial)
+    )
+
+
+def without_partial(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with every pending sum done."""
+    if isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
+        done = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
+        return tensor.redistribute(placements=done)
+    return tensor
+
+
+def replicate_unit(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    ignored: set[nn.Parameter],
+) -> None:
+    """FSDP2's machinery with nothing sharded: DDP that mixes with TP and mixed precision.
+
+    Private, because `torch.distributed._composable.replicate` of the public docs is classic
+    DDP, which drops DTensor parameters from the state dict. A `fully_shard` that only keeps
+    its parameters gathered would still shard the optimizer.
+    """
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    replicate(module, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole value of a tensor; every rank of its mesh must call it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    # A _StridedShard is the later cut of a dim that is cut twice, so it is undone first; in one
+    # go torch does the same and logs a warning about the order.
+    order = sorted(range(len(placements)), key=lambda i: isinstance(placements[i], Shard))
+    for i in order:
+        if not isinstance(placements[i], Replicate):
+            placements[i] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()

@@ -1,0 +1,251 @@
+"""`parallelize`: read the plan, decide, agree with the other ranks, apply, prove.
+
+Everything that can fail is done before the model is touched; what still fails afterwards puts
+the model back as it was.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshplan.errors import ApplyError, MeshplanError, PlanError, Problem
+from meshplan.plan import Plan, make_plan
+from meshplan.reader import load_spec
+from meshplan.runtime.check import check_live
+from meshplan.runtime.data import apply_data_parallel
+from meshplan.runtime.materialize import agree_on_values
+from meshplan.runtime.mesh import device, device_mesh, ensure_process_group, ranks_per_node
+from meshplan.runtime.recompute import apply_recompute
+from meshplan.runtime.shard import apply_tensor_parallel
+from meshplan.runtime.trace import graph_of
+from meshplan.spec import Spec
+
+PlanLike = str | os.PathLike[str] | Mapping[str, Any] | Spec | Plan
+
+
+@dataclass(slots=True)
+class Applied:
+    """What `model.meshplan` is.
+
+    Attributes:
+        plan: The decision that was applied.
+        mesh: The live DeviceMesh, with the plan's axis names.
+        loss_scale: Present scale of the loss under fp16, 1.0 otherwise.
+        steps_without_overflow: Steps since the scale last changed.
+    """
+
+    plan: Plan
+    mesh: DeviceMesh
+    loss_scale: float = field(default=1.0)
+    steps_without_overflow: int = 0
+
+
+def parallelize(
+    model: nn.Module,
+    plan: PlanLike,
+    *,
+    example_inputs: Any = None,
+    allow_code: bool = True,
+) -> nn.Module:
+    """Apply a plan to a model on this rank; every rank calls it alike.
+
+    Args:
+        model: Any module, on meta, on the CPU or on this rank's device. Real values are taken
+            from rank 0; a model on meta is initialised with the numbers one process would draw.
+        plan: A path to a plan.yaml, a mapping of the same form, a Spec or a Plan.
+        example_inputs: Inputs to trace the model with: a tensor, a tuple of arguments or a
+            mapping of keyword arguments. Only for plans that need a trace; none does today.
+        allow_code: Whether `apply: "pkg.mod:function"` in the plan may run.
+
+    Returns:
+        The module to train: the same object, or DistributedDataParallel around it. Its
+        attribute `meshplan` holds the plan and the mesh.
+
+    Raises:
+        SpecError: The plan cannot be read.
+        PlanError: The plan does not fit this model or this job.
+        ApplyError: The ranks disagree, or the live model is not what the plan says.
+
+    The process group is the caller's if there is one, else torchrun's, else a group of one.
+    Whatever raises, the model is as it was before.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"parallelize needs an nn.Module, not {type(model).__name__}")
+    if hasattr(model, "meshplan"):
+        raise ApplyError(
+            Problem("this model is parallelized already", fix="build it anew, then parallelize it")
+        )
+    ensure_process_group()
+    decided = _agree(lambda: _decide(model, plan, allow_code))
+    mesh = device_mesh(decided.mesh)
+    with _untouched_on_error(model):
+        values = agree_on_values(model, decided)
+        _cast(model, decided)
+        for fqn, code, _ in decided.assignment.apply:
+            _function(code)(model.get_submodule(fqn))
+        apply_tensor_parallel(model, decided, mesh)
+        apply_recompute(model, decided)
+        if decided.assignment.wrapper != "units" and not values.local:
+            model.to(device())
+        if decided.assignment.wrapper == "ddp" and values.local:
+            # DistributedDataParallel refuses parameters without memory.
+            values.fill(model, decided)
+            values.local = {}
+        wrapped = apply_data_parallel(model, decided, mesh)
+        values.fill(wrapped, decided)
+        check_live(wrapped, decided)
+        needs_scale = decided.spec.precision.param == "float16" and decided.spec.precision.is_mixed
+        wrapped.meshplan = Applied(decided, mesh, 2.0**16 if needs_scale else 1.0)  # type: ignore[assignment]
+    return wrapped
+
+
+def applied(model: nn.Module) -> Applied:
+    """The `Applied` of a parallelized model.
+
+    Raises:
+        ApplyError: It was never parallelized.
+    """
+    found = getattr(model, "meshplan", None)
+    if not isinstance(found, Applied):
+        raise ApplyError(
+            Problem(
+                f"this {type(model).__name__} was not parallelized by meshplan",
+                fix="use the module that meshplan.parallelize returned",
+            )
+        )
+    return found
+
+
+def _decide(model: nn.Module, plan: PlanLike, allow_code: bool) -> Plan:
+    """Read and decide, without touching the model or talking to another rank."""
+    graph = graph_of(model)
+    if isinstance(plan, Plan):
+        spec = plan.spec
+    elif isinstance(plan, Spec):
+        spec = plan
+    else:
+        spec = load_spec(plan)
+    decided = make_plan(
+        spec, graph, world_size=dist.get_world_size(), gpus_per_node=ranks_per_node()
+    )
+    if isinstance(plan, Plan) and plan.digest() != decided.digest():
+        raise PlanError(
+            Problem(
+                f"this Plan was made for another model or mesh ({plan.graph.name} on {plan.mesh})",
+                spec.origin(""),
+                "make it anew with make_plan, or pass its spec",
+            )
+        )
+    problems = []
+    for _, code, reason in decided.assignment.apply:
+        if not allow_code:
+            problems.append(
+                Problem(f"the plan runs code ('{code}'), and allow_code is False", reason.origin,
+                        "remove 'apply', or pass allow_code=True")
+            )  # fmt: skip
+        else:
+            try:
+                _function(code)
+            except (ImportError, AttributeError, ValueError) as error:
+                problems.append(Problem(f"'{code}' cannot be imported: {error}", reason.origin,
+                                        "name an importable function as 'pkg.mod:function'"))  # fmt: skip
+    for name, parameter in model.named_parameters():
+        if type(parameter.data) is not torch.Tensor and not isinstance(parameter, nn.Parameter):
+            problems.append(Problem(f"{name} is a {type(parameter).__name__} already"))
+    if problems:
+        raise PlanError(problems)
+    return decided
+
+
+def _function(code: str) -> Callable[[nn.Module], object]:
+    module, _, name = code.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    if not callable(found):
+        raise ValueError(f"{name} is not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _agree(decide: Callable[[], Plan]) -> Plan:
+    """Decide on every rank, then make sure that all decided, and alike.
+
+    An error on one rank is raised on every rank: nobody is left waiting in a collective.
+    """
+    error: MeshplanError | None = None
+    decided: Plan | None = None
+    outcome: tuple[str, str]
+    try:
+        decided = decide()
+        outcome = ("plan", decided.digest())
+    except MeshplanError as caught:
+        error, outcome = caught, ("error", caught.render())
+    except Exception as caught:  # Told to the others, then raised as it is.
+        _exchange(("error", f"{type(caught).__name__}: {caught}"))
+        raise
+    outcomes = _exchange(outcome)
+    if error is not None:
+        raise error
+    assert decided is not None
+    failed = [rank for rank, (kind, _) in enumerate(outcomes) if kind == "error"]
+    if failed:
+        text = outcomes[failed[0]][1].replace("\n", "\n    ")
+        raise ApplyError(Problem(f"rank {failed[0]} cannot apply its plan: {text}"))
+    digests = [text for _, text in outcomes]
+    other = next((rank for rank, text in enumerate(digests) if text != digests[0]), None)
+    if other is not None:
+        raise ApplyError(
+            Problem(
+                f"rank {other} has another plan or another model than rank 0",
+                fix="give every rank the same plan file and build the same model on all of them",
+            )
+        )
+    return decided
+
+
+def _exchange(outcome: tuple[str, str]) -> list[tuple[str, str]]:
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcome)
+    return outcomes
+
+
+def _cast(model: nn.Module, plan: Plan) -> None:
+    """Give every parameter the dtype that the optimizer updates."""
+    for fqn, placed in plan.assignment.tensors.items():
+        dtype = getattr(torch, placed.dtype)
+        if not placed.info.is_buffer:
+            parameter = model.get_parameter(fqn)
+            if parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+
+
+@contextmanager
+def _untouched_on_error(model: nn.Module) -> Iterator[None]:
+    """Put the whole module tree back when anything inside raises.
+
+    Wrapping changes classes, hooks and parameter tables in place, so these are what is kept.
+    """
+    modules = [
+        (m, type(m), {k: dict(v) if type(v) is dict else v for k, v in vars(m).items()},
+         {k: type(v)(v) for k, v in vars(m).items() if isinstance(v, dict) and type(v) is not dict})
+        for m in model.modules()
+    ]  # fmt: skip
+    data = [(p, p.data) for p in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        for module, cls, plain, others in modules:
+            module.__class__ = cls
+            vars(module).clear()
+            vars(module).update(plain | others)
+        for parameter, value in data:
+            parameter.data = value
+        raise

@@ -1,0 +1,119 @@
+"""Tensor parallelism: parameters become DTensors, activations flow as the styles say.
+
+One table (`styles.STYLES`), two hooks per module. Applied before activation checkpointing and
+before the data axes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+
+from meshplan.assign import StyleUse
+from meshplan.plan import Plan
+from meshplan.runtime.mesh import activation_placement, placement, submesh
+
+
+def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Cut the parameters and register the flows, in place.
+
+    Assumes: every rank holds the same full values, or all are on meta, so that each cuts its
+    own part and nothing is sent.
+    """
+    if plan.mesh.size("tp") == 1:
+        return
+    tp = submesh(mesh, ("tp",))
+    styled = set(plan.assignment.styles)
+    for placed in plan.assignment.tensors.values():
+        if placed.tp_reason is None or placed.info.is_buffer:
+            continue
+        owners = {name.rpartition(".")[0] for name in placed.info.names}
+        if not placed.computed.axes and not placed.gathered_axes and not owners & styled:
+            continue  # R on a parameter that nothing computes on in shards: it stays as it is.
+        _distribute(model, placed.info.names, tp, placement(placed.stored, "tp"))
+        if placed.gathered_axes:
+            for name in placed.info.names:
+                _gather_at_use(model, name)
+    outside = "S(1)" if plan.assignment.sequence_parallel else "R"
+    for fqn, use in plan.assignment.styles.items():
+        _flow(model.get_submodule(fqn), use, tp, outside)
+
+
+def _distribute(model: nn.Module, names: tuple[str, ...], tp: DeviceMesh, where: Placement) -> None:
+    """Replace a parameter by its DTensor under all its names, so that tied ones stay tied."""
+    old = model.get_parameter(names[0])
+    # No source rank: values agree already, and a broadcast per tensor would be all there is.
+    new = nn.Parameter(
+        distribute_tensor(old.detach(), tp, [where], src_data_rank=None),
+        requires_grad=old.requires_grad,
+    )
+    for name in names:
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, new)
+
+
+def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> None:
+    """Hooks that turn the input into the layout computed with, and the output back."""
+
+    def spell(words: tuple[str, str]) -> tuple[Placement, Placement]:
+        first, second = (activation_placement(outside if w == "outside" else w) for w in words)
+        return first, second
+
+    arrives, wanted = spell(use.style.input)
+    _, leaves = spell(use.style.output)
+
+    def enter(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (_as_dtensor(args[0], tp, arrives, wanted), *args[1:]), kwargs
+        first = next(iter(kwargs))
+        return args, {**kwargs, first: _as_dtensor(kwargs[first], tp, arrives, wanted)}
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: DTensor) -> torch.Tensor:
+        return output.redistribute(placements=[leaves], async_op=True).to_local()
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave)
+
+
+def _as_dtensor(
+    x: torch.Tensor, tp: DeviceMesh, arrives: Placement, wanted: Placement
+) -> torch.Tensor:
+    """A local activation as a DTensor in the layout that the module computes with.
+
+    q, k and v read the same tensor: they are given the same DTensor, so that their gradients
+    are added before the one all-reduce, not after one each. Only where nothing is copied, since
+    the tensor keeps it alive.
+    """
+    if isinstance(x, DTensor):
+        return x.redistribute(placements=[wanted], async_op=True)
+    if arrives != wanted:
+        whole = DTensor.from_local(x, tp, [arrives], run_check=False)
+        return whole.redistribute(placements=[wanted], async_op=True)
+    key = (tp, arrives, x._version, torch.is_grad_enabled())
+    made: tuple[Any, DTensor] | None = getattr(x, "_meshplan_dtensor", None)
+    if made is None or made[0] != key:
+        made = (key, DTensor.from_local(x, tp, [arrives], run_check=False))
+        x._meshplan_dtensor = made  # type: ignore[attr-defined]
+    return made[1]
+
+
+def _gather_at_use(model: nn.Module, name: str) -> None:
+    """Stored cut, computed whole: gather around each call of the module that holds it."""
+    fqn, _, leaf = name.rpartition(".")
+
+    def gather(module: nn.Module, args: Any) -> None:
+        # An instance attribute hides the parameter of the same name from `self.<leaf>`.
+        module.__dict__[leaf] = module._parameters[leaf].full_tensor()  # type: ignore[union-attr]
+
+    def drop(module: nn.Module, args: Any, output: Any) -> None:
+        module.__dict__.pop(leaf, None)
+
+    owner = model.get_submodule(fqn)
+    owner.register_forward_pre_hook(gather, prepend=True)
+    owner.register_forward_hook(drop, always_call=True)

@@ -1,0 +1,121 @@
+"""A live `nn.Module`, on meta or real, as a `ModelGraph`.
+
+Knows torch's modules and what attention modules call their head size. Reads structure only:
+nothing is run and nothing is changed.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from torch import nn
+
+from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
+from meshplan.styles import dims_of
+
+_HEAD_DIM_ATTRIBUTES = (
+    "head_dim", "attention_head_size", "key_value_proj_dim", "dim_head", "d_head", "head_size",
+)  # fmt: skip
+"""What attention modules (torch, transformers, diffusers, timm) call the size of one head."""
+
+_PACKED_NAMES = MappingProxyType(
+    {"c_attn": 3, "qkv": 3, "qkv_proj": 3, "Wqkv": 3, "query_key_value": 3, "gate_up_proj": 2}
+)
+"""Projections that fuse several weights in one, by the names models give them."""
+
+
+def graph_of(model: nn.Module) -> ModelGraph:
+    """The module tree and tensors of a live model.
+
+    Returns:
+        Each shared module and each tied tensor once, under its first name, with the other names
+        as aliases; in `named_modules` and `named_parameters` order.
+    """
+    modules = _modules(model)
+    return ModelGraph(
+        name=type(model).__name__,
+        modules=MappingProxyType(modules),
+        tensors=MappingProxyType(_tensors(model, modules)),
+    )
+
+
+def _modules(model: nn.Module) -> dict[str, ModuleInfo]:
+    names: dict[int, list[str]] = {}
+    by_id: dict[int, nn.Module] = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(fqn)
+        by_id[id(module)] = module
+    out: dict[str, ModuleInfo] = {}
+    for key, (fqn, *aliases) in names.items():
+        module = by_id[key]
+        parent = model.get_submodule(fqn.rpartition(".")[0])
+        kind = _kind(module)
+        is_projection = kind in ("linear", "conv1d")
+        cls = type(module)
+        out[fqn] = ModuleInfo(
+            fqn=fqn,
+            type=cls.__name__,
+            qualified_type=f"{cls.__module__}.{cls.__qualname__}",
+            kind=kind,
+            head_dim=_head_dim(parent) if is_projection and parent is not module else None,
+            packed=_PACKED_NAMES.get(fqn.rpartition(".")[2], 1) if is_projection else 1,
+            has_forward=not isinstance(module, nn.ModuleList | nn.ModuleDict),
+            aliases=tuple(aliases),
+        )
+    return out
+
+
+def _tensors(model: nn.Module, modules: dict[str, ModuleInfo]) -> dict[str, TensorInfo]:
+    canonical = {alias: m.fqn for m in modules.values() for alias in m.aliases}
+    names: dict[int, list[str]] = {}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for name, tensor in (params | buffers).items():
+        names.setdefault(id(tensor), []).append(name)
+    out: dict[str, TensorInfo] = {}
+    for fqn, *aliases in names.values():
+        tensor = params.get(fqn, buffers.get(fqn))
+        assert tensor is not None
+        module, _, leaf = fqn.rpartition(".")
+        owner = model.get_submodule(module)
+        kind = modules[canonical.get(module, module)].kind
+        out[fqn] = TensorInfo(
+            fqn=fqn,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            dims=dims_of(kind, leaf, tensor.ndim),
+            aliases=tuple(aliases),
+            trainable=tensor.requires_grad,
+            is_buffer=fqn in buffers,
+            is_persistent=fqn in params or leaf not in owner._non_persistent_buffers_set,
+        )
+    return out
+
+
+def _kind(module: nn.Module) -> str:
+    """What styles may do with it (`ModuleInfo.kind`)."""
+    name = type(module).__name__
+    weight = getattr(module, "weight", None)
+    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return "container"
+    if isinstance(module, nn.Linear) and name != "NonDynamicallyQuantizableLinear":
+        # That subclass is nn.MultiheadAttention's out_proj, whose forward is never called.
+        return "linear"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if name == "Conv1D" and hasattr(module, "nf"):
+        return "conv1d"
+    by_group = isinstance(module, nn.GroupNorm) or name.startswith(("BatchNorm", "InstanceNorm"))
+    is_norm = isinstance(module, nn.LayerNorm | nn.RMSNorm) or name.endswith("Norm")
+    if is_norm and not by_group and isinstance(weight, nn.Parameter) and weight.ndim == 1:
+        return "norm"
+    return "other"
+
+
+def _head_dim(parent: nn.Module) -> int | None:
+    """The size of one attention head, where the module around a projection states it."""
+    for attribute in _HEAD_DIM_ATTRIBUTES:
+        value = getattr(parent, attribute, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None

@@ -1,0 +1,203 @@
+"""One loop for every plan: this rank's batch, one step, clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.mesh import DATA_AXES
+from meshplan.runtime.data import set_gradient_sync
+from meshplan.runtime.mesh import device, local_of, shard_axes, submesh, without_partial
+from meshplan.runtime.parallelize import Applied, applied
+
+_SCALE_WINDOW = 2000
+"""Steps without overflow after which the fp16 loss scale doubles (torch.amp.GradScaler's)."""
+
+
+def local_batch(model: nn.Module, batch: Any) -> Any:
+    """This rank's part of a global batch, on this rank's device.
+
+    Args:
+        model: What `parallelize` returned.
+        batch: A tensor, or a tuple, list or mapping of tensors, each with the samples along
+            dim 0. What is not a tensor, or has no dims, is passed on as it is.
+
+    Raises:
+        ApplyError: The samples do not divide over the data ranks.
+    """
+    plan = applied(model).plan
+    ranks = plan.num_data_ranks
+    index = plan.mesh.index(dist.get_rank(), DATA_AXES)
+    return _map(batch, lambda t: _chunk(t, ranks, "data ranks")[index].to(device()))
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: Any,
+    targets: Any,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+) -> float:
+    """Forward, backward, one optimizer step, gradients zeroed.
+
+    Args:
+        model: What `parallelize` returned.
+        optimizer: Made from `model.parameters()` after `parallelize`.
+        inputs: This rank's inputs (`local_batch`): a tensor, a tuple of arguments or a mapping
+            of keyword arguments.
+        targets: This rank's targets: whatever `loss_fn` takes, cut along dim 0 like the inputs.
+        loss_fn: Gets the model's output and the targets; returns the mean over the samples.
+
+    Returns:
+        The mean loss over the global batch, the same number on every rank.
+
+    The plan says how many microbatches the inputs are cut into (`batch.accumulate`) and at what
+    norm gradients are clipped (`clip_grad_norm`).
+    """
+    state = applied(model)
+    count = state.plan.accumulate
+    parts = zip(_split(inputs, count), _split(targets, count), strict=True)
+    total: torch.Tensor | float = 0.0
+    for number, (part, target) in enumerate(parts):
+        with set_gradient_sync(model, state.plan, number == count - 1):
+            loss = loss_fn(_call(model, part), target)
+            (loss * (state.loss_scale / count)).backward()
+        # Kept at least as wide as float32: half precision would round the mean.
+        total = total + loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+    if state.loss_scale == 1.0 or _unscale(model, state):
+        if state.plan.spec.clip_grad_norm is not None:
+            clip_grad_norm_(model, state.plan.spec.clip_grad_norm)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    mean = total / (count * state.plan.num_data_ranks)
+    assert isinstance(mean, torch.Tensor)
+    data = submesh(state.mesh, DATA_AXES, flat=True) if state.plan.num_data_ranks > 1 else None
+    if data is not None:
+        dist.all_reduce(mean, group=data.get_group())
+    return float(mean)
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
+
+
+def _split(value: Any, count: int) -> list[Any]:
+    """`value` as `count` equal microbatches."""
+    if count == 1:
+        return [value]
+    return [_map(value, lambda t, i=i: _chunk(t, count, "microbatches")[i]) for i in range(count)]
+
+
+def _chunk(tensor: torch.Tensor, count: int, what: str) -> tuple[torch.Tensor, ...]:
+    if tensor.ndim == 0:
+        return (tensor,) * count
+    if tensor.shape[0] % count:
+        raise ApplyError(
+            Problem(
+                f"a batch of {tensor.shape[0]} samples does not divide into {count} {what}",
+                fix=f"use a multiple of {count}",
+            )
+        )
+    return tensor.chunk(count)
+
+
+def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _map(item, function) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [_map(item, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`.
+
+    torch's function raises where parameters lie on different meshes; this one counts each
+    element once whatever cuts it.
+
+    Args:
+        max_norm: The largest norm allowed; infinity only measures.
+        norm_type: p of the p-norm; `inf` for the largest element.
+
+    Returns:
+        The norm before clipping, the same on every rank.
+    """
+    mesh = applied(model).mesh
+    gradients = _gradients(model)
+    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_axes.setdefault(shard_axes(gradient), []).append(local_of(gradient))
+    powers = [
+        _sum_over(_power_sum(parts, norm_type), axes, mesh, norm_type)
+        for axes, parts in sorted(by_axes.items())
+    ]
+    if not powers:
+        return torch.zeros((), device=device())
+    stacked = torch.stack(powers)
+    norm = stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([local_of(g) for g in gradients], factor)
+    return norm
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Every gradient, with pending sums done in place."""
+    out = []
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = without_partial(parameter.grad)
+            out.append(parameter.grad)
+    return out
+
+
+def _power_sum(parts: Iterable[torch.Tensor], p: float) -> torch.Tensor:
+    parts = [part for part in parts if part.numel()]
+    if not parts:
+        return torch.zeros((), device=device())
+    norms = torch.stack([n.float() for n in torch._foreach_norm(parts, p)])
+    return norms.max() if math.isinf(p) else (norms**p).sum()
+
+
+def _sum_over(
+    value: torch.Tensor, axes: tuple[str, ...], mesh: DeviceMesh, p: float
+) -> torch.Tensor:
+    """Along each axis that cuts these gradients, every rank holds other elements: add them."""
+    for axis in axes:
+        op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
+        dist.all_reduce(value, op=op, group=mesh[axis].get_group())
+    return value
+
+
+def _unscale(model: nn.Module, state: Applied) -> bool:
+    """Undo the fp16 loss scale; False when some gradient overflowed and the step is skipped.
+
+    Source: Micikevicius et al. 2018, section 3.2 (dynamic loss scaling).
+    """
+    gradients = [local_of(g) for g in _gradients(model)]
+    finite = torch.ones((), device=device())
+    if gradients:
+        torch._foreach_mul_(gradients, 1.0 / state.loss_scale)
+        finite = torch.stack([g.isfinite().all() for g in gradients]).all().float()
+    dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+    if not finite:
+        state.loss_scale, state.steps_without_overflow = max(1.0, state.loss_scale / 2), 0
+        return False
+    state.steps_without_overflow += 1
+    if state.steps_without_overflow == _SCALE_WINDOW:
+        state.loss_scale, state.steps_without_overflow = state.loss_scale * 2, 0
+    return True

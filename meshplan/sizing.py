@@ -1,0 +1,211 @@
+"""The four numbers an estimate needs, gathered from flags, a config and a plan file.
+
+What two of them state must agree: a flag never silently replaces what a file says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from meshplan.blueprint import from_config, from_params
+from meshplan.errors import MeshplanError, Origin, Problem, SpecError
+from meshplan.graph import ModelGraph
+from meshplan.hardware import find_device
+from meshplan.mesh import DATA_AXES
+from meshplan.spec import AUTO, Spec
+from meshplan.strategies import resolve_mesh
+from meshplan.units import format_gib, parse_bytes, parse_count
+
+_PATHS: Final[Mapping[str, str]] = {
+    "params": "model",
+    "gpus": "hardware",
+    "nodes": "hardware.nodes",
+    "memory": "hardware",
+}
+"""Where a plan file states each of the four."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """What is known before the first formula; None is not stated.
+
+    Args:
+        num_gpus: All nodes together.
+        memory_bytes: What the states of one GPU may take.
+        plan_row: The (strategy, precision) that the plan file declares, if the table has it.
+        notes: What a reader has to know about these numbers.
+    """
+
+    num_params: int | None
+    num_gpus: int | None
+    nodes: int
+    memory_bytes: int | None
+    plan_row: tuple[str, str] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def read_sizing(
+    flags: Mapping[str, str | int | float | Path | None], spec: Spec | None = None
+) -> Sizing:
+    """Read the flags params, config, gpus, nodes, gpu and memory beside a plan file.
+
+    Raises:
+        SpecError: Something cannot be read, or is stated twice and differs.
+        PlanError: The plan's mesh and strategy contradict each other.
+    """
+    problems: list[Problem] = []
+    notes: list[str] = []
+    facts = _facts_of_flags(flags, problems, notes)
+    if problems:
+        raise SpecError(problems)
+    row = None
+    if spec is not None:
+        facts = _merge(facts, _facts_of_plan(spec, notes), spec, flags)
+        _check_nodes(facts)
+        row = _plan_row(spec, facts, notes)
+        if spec.hardware and spec.hardware.headroom and "memory" in facts:
+            notes.append(f"hardware.headroom leaves {spec.hardware.headroom:.0%} of memory free")
+            facts["memory"] = int(facts["memory"] * (1 - spec.hardware.headroom))
+    _check_nodes(facts)
+    return Sizing(
+        num_params=facts.get("params"),
+        num_gpus=facts.get("gpus"),
+        nodes=facts.get("nodes", 1),
+        memory_bytes=facts.get("memory"),
+        plan_row=row,
+        notes=tuple(notes),
+    )
+
+
+def graph_of(spec: Spec) -> ModelGraph | None:
+    """The model that a plan names, where that takes no torch; None where it does, or names none.
+
+    A relative config path starts at the plan file's folder.
+    """
+    if spec.model is None:
+        return None
+    if spec.model.params is not None:
+        return from_params(spec.model.params)
+    if spec.model.config is not None:
+        path = Path(spec.source).parent / spec.model.config
+        return from_config(path, spec.origin("model.config"))
+    return None
+
+
+def _facts_of_flags(
+    flags: Mapping[str, Any], problems: list[Problem], notes: list[str]
+) -> dict[str, int]:
+    def read(name: str, parse: Callable[[Any], Any], example: str) -> Any:
+        if flags.get(name) is None:
+            return None
+        try:
+            return parse(flags[name])
+        except MeshplanError as error:
+            problems.extend(error.problems)
+        except ValueError as error:
+            problems.append(Problem(str(error), Origin(f"--{name}"), f"for example {example}"))
+        return None
+
+    for one, other in (("params", "config"), ("gpu", "memory")):
+        if flags.get(one) is not None and flags.get(other) is not None:
+            what = f"--{one} and --{other} both state it"
+            problems.append(Problem(what, Origin(f"--{one}"), "leave one of them out"))
+    facts = {
+        "params": read("params", parse_count, "--params 3e9"),
+        "gpus": read("gpus", parse_count, "--gpus 8"),
+        "nodes": read("nodes", parse_count, "--nodes 2"),
+        "memory": read("memory", parse_bytes, "--memory 80GiB"),
+    }
+    graph = read("config", lambda path: from_config(path, Origin("--config")), "")
+    if graph is not None:
+        facts["params"] = graph.num_params
+    memory = read("gpu", lambda name: _memory_of(name, Origin("--gpu"), notes), "")
+    if memory is not None:
+        facts["memory"] = memory
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _memory_of(gpu: str, origin: Origin, notes: list[str]) -> int:
+    device = find_device(gpu, origin)
+    gigabytes = f"{device.memory_bytes // 10**9} GB ({format_gib(device.memory_bytes)})"
+    notes.append(f"{device.name} counts with its datasheet's {gigabytes}")
+    return device.memory_bytes
+
+
+def _facts_of_plan(spec: Spec, notes: list[str]) -> dict[str, int]:
+    facts = {}
+    if (graph := graph_of(spec)) is not None:
+        facts["params"] = graph.num_params
+    if (hardware := spec.hardware) is not None:
+        facts |= {"gpus": hardware.world_size, "nodes": hardware.nodes}
+        if hardware.memory_bytes is not None:
+            facts["memory"] = hardware.memory_bytes
+        elif hardware.gpu is not None:
+            facts["memory"] = _memory_of(hardware.gpu, spec.origin("hardware.gpu"), notes)
+    return facts
+
+
+def _merge(
+    stated: dict[str, int], planned: dict[str, int], spec: Spec, flags: Mapping[str, Any]
+) -> dict[str, int]:
+    """The facts of the flags and of the plan together.
+
+    Raises:
+        SpecError: They state different values.
+    """
+    problems = []
+    for name in _PATHS:
+        if name in stated and name in planned and stated[name] != planned[name]:
+            flag = {"params": "config", "memory": "gpu"}.get(name, name)
+            problems.append(
+                Problem(
+                    f"{stated[name]:,} is not the {planned[name]:,} of {spec.origin(_PATHS[name])}",
+                    Origin(f"--{flag if flags.get(flag) is not None else name}"),
+                    "leave the flag out, or change the plan with --set",
+                )
+            )
+    if problems:
+        raise SpecError(problems)
+    return stated | planned
+
+
+def _check_nodes(facts: Mapping[str, int]) -> None:
+    num_gpus, nodes = facts.get("gpus"), facts.get("nodes", 1)
+    if num_gpus is not None and num_gpus % nodes:
+        what = f"{nodes} nodes do not divide {num_gpus} GPUs"
+        raise SpecError(Problem(what, Origin("--nodes"), "give a divisor of the number of GPUs"))
+
+
+def _plan_row(spec: Spec, facts: dict[str, int], notes: list[str]) -> tuple[str, str] | None:
+    """The row of the table that is the plan's own; also fills in what only the mesh states."""
+    if AUTO in (spec.mesh, spec.strategy) or (spec.mesh is None and spec.strategy is None):
+        return None
+    num_gpus = facts.get("gpus")
+    mesh, strategy = resolve_mesh(spec, num_gpus, num_gpus and num_gpus // facts.get("nodes", 1))
+    facts.setdefault("gpus", mesh.world_size)
+    is_hybrid = strategy.name.startswith("hybrid")
+    if is_hybrid:
+        facts.setdefault("nodes", mesh.size("dp_replicate"))
+    stored = spec.precision.master or (None if spec.precision.is_mixed else spec.precision.param)
+    others = [axis.name for axis in mesh if axis.size > 1 and axis.name not in DATA_AXES]
+    why = ""
+    if others:
+        why = f"it also uses {', '.join(others)}"
+    elif any(rule.data or rule.place for rule in spec.rules):
+        why = "its rules place modules one by one"
+    elif not spec.optimizer.startswith("adam"):
+        why = f"the formulas count Adam, and its optimizer is {spec.optimizer}"
+    elif stored not in (None, "float32"):
+        why = f"the formulas keep weights in float32, and it keeps them in {stored}"
+    elif strategy.name == "hybrid_shard_zero2":
+        why = "hybrid_shard_zero2 has no textbook formula"
+    elif is_hybrid and mesh.size("dp_replicate") != facts["nodes"]:
+        why = f"it does not replicate across {facts['nodes']} nodes"
+    if why:
+        notes.append(f"no row is the plan's own: {why}")
+        return None
+    is_mixed = strategy.name == "ddp" and spec.precision.is_mixed
+    return strategy.name, "mixed" if is_mixed else "fp32"

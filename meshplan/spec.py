@@ -1,0 +1,265 @@
+"""What was declared: plan.yaml as values, each with the place where it was stated.
+
+Knows the words of the format. Refuses to know the file syntax (`reader`), the model
+(`assign`) and what an `auto` becomes (`planner`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+from meshplan.errors import Origin
+
+AUTO: Final = "auto"
+"""The word for "free": the planner decides."""
+
+Auto = Literal["auto"]
+
+STRATEGY_WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "auto": "auto",
+        "ddp": "ddp", "no_shard": "ddp",
+        "zero1": "zero1",
+        "zero2": "zero2", "shard_grad_op": "zero2",
+        "full_shard": "full_shard", "fsdp": "full_shard", "zero3": "full_shard",
+        "hybrid_shard": "hybrid_shard", "hsdp": "hybrid_shard",
+        "hybrid_shard_zero2": "hybrid_shard_zero2", "_hybrid_shard_zero2": "hybrid_shard_zero2",
+    }
+)  # fmt: skip
+"""Every spelling of a strategy (lower case) and its canonical word."""
+
+PRECISION_WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "32-true": {"param": "float32", "reduce": "float32", "master": "float32"},
+        "bf16-true": {"param": "bfloat16", "reduce": "bfloat16", "master": "bfloat16"},
+        "16-true": {"param": "float16", "reduce": "float16", "master": "float16"},
+        "bf16-mixed": {"param": "bfloat16", "reduce": "float32", "master": "float32"},
+        "16-mixed": {"param": "float16", "reduce": "float32", "master": "float32"},
+    }
+)
+"""The precision words (Lightning's names) and the dtypes they stand for."""
+
+DTYPE_WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "fp32": "float32", "float32": "float32", "float": "float32", "32": "float32",
+        "bf16": "bfloat16", "bfloat16": "bfloat16",
+        "fp16": "float16", "float16": "float16", "half": "float16", "16": "float16",
+        "fp64": "float64", "float64": "float64", "double": "float64",
+    }
+)  # fmt: skip
+
+OPTIMIZER_STATES: Mapping[str, int] = MappingProxyType(
+    {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "lion": 1, "adagrad": 1, "rmsprop": 1}
+)
+"""Per optimizer, how many tensors of the parameter's size and dtype it keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Borrow:
+    """`"4 in dp_shard"`: an axis of this size that reuses the ranks of another axis."""
+
+    size: int
+    within: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Where the command line finds the model; exactly one is set."""
+
+    config: str | None = None
+    entry: str | None = None
+    params: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareSpec:
+    """The machines. Bandwidths in bytes per second, memory in bytes."""
+
+    nodes: int = 1
+    gpus_per_node: int
+    gpu: str | None = None
+    memory_bytes: int | None = None
+    intra_bytes_per_s: float | None = None
+    inter_bytes_per_s: float | None = None
+    headroom: float = 0.10
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Dtypes by role; None leaves what the model has.
+
+    Args:
+        param: What forward and backward compute with.
+        reduce: What gradients are summed in.
+        output: What the module returns.
+        master: What the optimizer updates.
+        word: The precision word it came from, "" if none.
+    """
+
+    param: str | None = None
+    reduce: str | None = None
+    output: str | None = None
+    master: str | None = None
+    word: str = ""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether compute or reduction happens in another dtype than the stored one."""
+        roles = {r for r in (self.param, self.reduce, self.master) if r}
+        return len(roles) > 1 or self.output is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Sizes in samples; any two of micro, accumulate and global imply the third."""
+
+    micro: int | Auto | None = None
+    accumulate: int | Auto | Mapping[int, int] | None = None
+    global_: int | None = None
+    seq_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """The model's input, for models whose input cannot be derived."""
+
+    shape: tuple[int, ...]
+    dtype: str = "int64"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationCheckpointing:
+    """What is recomputed in backward instead of kept.
+
+    Args:
+        mode: none, full, selective or auto.
+        every: Apply to every n-th block only.
+        save: For selective: op names whose outputs are kept ("mm", "sdpa", ...); () for the
+            default list.
+        budget: Bytes, or a fraction of the activations, that the planner may keep.
+    """
+
+    mode: Literal["none", "full", "selective", "auto"] = "none"
+    every: int = 1
+    save: tuple[str, ...] = ()
+    budget: float | int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """What lives in host memory; None is not stated."""
+
+    params: bool | Auto | None = None
+    optimizer: bool | Auto | None = None
+    activations: bool | Auto | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """The pipeline: schedule, virtual stages per rank, microbatches and the cut."""
+
+    schedule: str = "1F1B"
+    virtual: int = 1
+    microbatches: int | Auto = AUTO
+    split: Auto | tuple[tuple[str, ...], ...] = AUTO
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """What a rule matches.
+
+    Args:
+        kind: glob or regex (module fqns), type (module classes), param (parameter fqn glob).
+        text: The pattern.
+    """
+
+    kind: Literal["glob", "regex", "type", "param"]
+    text: str
+
+    def __str__(self) -> str:
+        return {"glob": "{}", "regex": "/{}/"}.get(self.kind, self.kind + ": {}").format(self.text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One entry of `rules`; None is not stated.
+
+    Args:
+        index: Position in the file; later rules win.
+        match: Any of these selectors.
+        data: How the data axes place it: replicate, shard or hybrid_shard.
+        place: By axis, a placement word ("R", "S(0)"), a style name or "auto".
+    """
+
+    index: int
+    match: tuple[Selector, ...]
+    data: Literal["replicate", "shard", "hybrid_shard"] | None = None
+    place: Mapping[str, str] = field(default_factory=dict)
+    stage: int | Literal["first", "last"] | None = None
+    unit: bool | None = None
+    reshard_after_forward: bool | int | None = None
+    precision: Precision | None = None
+    activation_checkpointing: ActivationCheckpointing | None = None
+    offload: Offload | None = None
+    apply: str | None = None
+    why: str = ""
+    optional: bool = False
+
+    def __str__(self) -> str:
+        return f"rules[{self.index}] ({', '.join(map(str, self.match))})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """A whole plan file.
+
+    Args:
+        mesh: Axis sizes outermost first; None is not stated, "auto" is free, a tuple of ints
+            is a bare list such as `[2, 4]` whose names the strategy decides.
+        strategy: A canonical strategy word, None when not stated.
+        ddp: Keyword arguments for DistributedDataParallel that the format knows.
+        origins: Where each value was stated, by dotted path ("rules[0].place.tp").
+        source: The file's name for messages.
+    """
+
+    version: int = 1
+    model: ModelSpec | None = None
+    hardware: HardwareSpec | None = None
+    mesh: Mapping[str, int | Auto | Borrow] | tuple[int, ...] | Auto | None = None
+    strategy: str | None = None
+    precision: Precision = Precision()
+    batch: Batch = Batch()
+    input: InputSpec | None = None
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    offload: Offload = Offload()
+    pipeline: Pipeline | None = None
+    tp_plan: Literal["none", "hf", "auto"] = "none"
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    sync_batchnorm: bool = False
+    compile: bool = False
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    clip_grad_norm: float | None = None
+    optimizer: str = "adamw"
+    solve: Mapping[str, Any] = field(default_factory=dict)
+    rules: tuple[Rule, ...] = ()
+    origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)
+    source: str = field(default="<spec>", compare=False)
+
+    def origin(self, path: str) -> Origin:
+        """Where `path` was stated, or the nearest statement around it, or the file."""
+        parent = path
+        while parent:
+            if parent in self.origins:
+                found = self.origins[parent]
+                return Origin(found.file, path, found.line, found.column)
+            cut = max(parent.rfind("."), parent.rfind("["))
+            parent = parent[:cut] if cut > 0 else ""
+        return Origin(self.source, path)

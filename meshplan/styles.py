@@ -1,0 +1,138 @@
+"""Tensor-parallel styles as data: which named dim is cut, and how activations flow in and out.
+
+A style says, for one kind of module, which dim of its parameters the axis cuts, what layout
+its input has outside and what it computes with, and the same for its output. `assign` reads
+the parameter side, `runtime.shard` the activation side. To add a style, add rows.
+
+Activation layouts are written as placements of one axis: "R" (replicas), "S(-1)" (cut along
+the last dim), "P" (addends), and "outside": what activations look like between styled modules,
+"R" usually and "S(1)" (cut along the sequence) under `sequence_parallel: true`.
+
+Source: Megatron-LM (Shoeybi et al. 2019, section 3) for colwise and rowwise; Korthikanti et al.
+2022, section 4.2 for sequence_parallel; the names are those of transformers' tp plans.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """How one kind of module computes on shards.
+
+    Args:
+        name: The word in plan.yaml.
+        kind: The `ModuleInfo.kind` that this row is for.
+        cut_dim: The named dim of the parameters that the axis cuts; None cuts nothing.
+        input: (layout outside, layout computed with).
+        output: (layout computed, layout outside).
+    """
+
+    name: str
+    kind: str
+    cut_dim: str | None
+    input: tuple[str, str]
+    output: tuple[str, str]
+
+
+def _rows() -> dict[tuple[str, str], Style]:
+    out: dict[tuple[str, str], Style] = {}
+
+    def row(
+        name: str, kinds: str, cut: str | None, input: tuple[str, str], output: tuple[str, str]
+    ) -> None:
+        for kind in kinds.split():
+            out[name, kind] = Style(name=name, kind=kind, cut_dim=cut, input=input, output=output)
+
+    whole, split = ("outside", "R"), ("S(-1)", "S(-1)")
+    # name                     kinds            cut      input               output
+    row("colwise", "linear conv1d", "out", whole, split)
+    row("colwise", "embedding", "embed", ("R", "R"), split)
+    row("colwise_gather_output", "linear conv1d", "out", whole, ("S(-1)", "R"))
+    row("colwise_gather_output", "embedding", "embed", ("R", "R"), ("S(-1)", "R"))
+    row("rowwise", "linear conv1d", "in", split, ("P", "outside"))
+    row("rowwise_split_input", "linear conv1d", "in", ("outside", "S(-1)"), ("P", "outside"))
+    row("vocab", "embedding", "vocab", ("R", "R"), ("P", "outside"))
+    row("vocab", "linear", "out", whole, ("S(-1)", "R"))
+    row("sequence_parallel", "norm", None, ("outside", "S(1)"), ("S(1)", "outside"))
+    row("replicated_with_grad_allreduce", "norm", None, ("S(-2)", "S(-2)"), ("S(-2)", "S(-2)"))
+    return out  # fmt: skip
+
+
+STYLES: Final[Mapping[tuple[str, str], Style]] = MappingProxyType(_rows())
+"""Every style by (name, module kind)."""
+
+STYLE_NAMES: Final = tuple(dict.fromkeys(name for name, _ in STYLES))
+
+PLANNED_STYLES: Final = ("packed_colwise", "packed_rowwise", "ep_dispatch_experts")
+"""Words of the format that this version refuses with "not yet"."""
+
+_PLACEMENTS: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
+    {
+        ("linear", "out"): "colwise_gather_output",
+        ("linear", "in"): "rowwise_split_input",
+        ("conv1d", "out"): "colwise_gather_output",
+        ("conv1d", "in"): "rowwise_split_input",
+        ("embedding", "vocab"): "vocab",
+        ("embedding", "embed"): "colwise_gather_output",
+    }
+)
+"""The style that computes on a module whose weight is declared `S(d)`, by the dim cut."""
+
+WEIGHT_DIMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "linear": ("out", "in"),
+        "conv1d": ("in", "out"),
+        "embedding": ("vocab", "embed"),
+    }
+)
+"""Named dims of `weight` by module kind."""
+
+_PLACEMENT = re.compile(r"^(?:s|shard)\(\s*(-?\d+)\s*\)$", re.IGNORECASE)
+
+
+def dims_of(kind: str, name: str, ndim: int) -> tuple[str, ...]:
+    """The named dims of the parameter `name` of a module of this kind, "" where unknown.
+
+    >>> dims_of("conv1d", "weight", 2), dims_of("linear", "bias", 1)
+    (('in', 'out'), ('out',))
+    """
+    weight = WEIGHT_DIMS.get(kind)
+    if kind == "norm":
+        return ("norm",) * ndim
+    if weight and name == "weight" and ndim == len(weight):
+        return weight
+    if weight and name == "bias" and ndim == 1 and "out" in weight:
+        return ("out",)
+    return ("",) * ndim
+
+
+def parse_placement(word: str) -> int | None:
+    """The dim of a `S(d)` / `Shard(d)` word, None for any other word.
+
+    >>> parse_placement("shard(1)"), parse_placement("colwise")
+    (1, None)
+    """
+    found = _PLACEMENT.match(word.strip())
+    return int(found[1]) if found else None
+
+
+def style_for(word: str, kind: str) -> Style | None:
+    """The row for a style name or an `S(d)` on a module of this kind; None when it has none."""
+    dim = parse_placement(word)
+    if dim is not None:
+        dims = WEIGHT_DIMS.get(kind, ())
+        if not -len(dims) <= dim < len(dims):
+            return None
+        word = _PLACEMENTS[kind, dims[dim]]
+    return STYLES.get((word, kind))
+
+
+def kinds_of(name: str) -> tuple[str, ...]:
+    """The module kinds that a style name exists for."""
+    return tuple(kind for style, kind in STYLES if style == name)

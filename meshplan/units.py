@@ -1,0 +1,177 @@
+"""Counts, bytes, bandwidths and seconds: read from a user's text and written for a reader.
+
+The only room that divides by 2**30. Everything else of the house computes in bytes, seconds
+and plain counts. Refuses to know where a text stood: bad text is a ValueError that says what
+is accepted, and the caller adds the place.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Final
+
+KIB: Final = 2**10
+MIB: Final = 2**20
+GIB: Final = 2**30
+
+_NUMBER: Final = re.compile(r"^([+-]?(?:\d[\d_]*\.?[\d_]*|\.\d+)(?:e[+-]?\d{1,4})?)\s*(.*)$", re.I)
+
+_COUNT_SUFFIXES: Final[Mapping[str, int]] = {
+    "": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12,
+}  # fmt: skip
+
+_BYTE_UNITS: Final[Mapping[str, int]] = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40,
+}  # fmt: skip
+
+_BIT_UNITS: Final[Mapping[str, int]] = {
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12,
+}  # fmt: skip
+
+_MAX: Final = 10**18
+"""Far above any model, memory or bandwidth; beyond it a number is a slip of the pen."""
+
+_COUNT: Final = "a count such as 8, 350M or 3e9"
+_SIZE: Final = "a size such as 80GiB, 80GB or 512MiB"
+_BANDWIDTH: Final = "a bandwidth such as 400Gb/s (bits) or 50GB/s (bytes)"
+
+
+def parse_count(text: str | int | float) -> int:
+    """A positive whole number such as a parameter count.
+
+    Raises:
+        ValueError: Not a number, not positive, not whole, or beyond 1e18.
+
+    >>> parse_count("3e9"), parse_count("350M"), parse_count("1.5B"), parse_count(8)
+    (3000000000, 350000000, 1500000000, 8)
+    """
+    number, suffix = _split(text, _COUNT)
+    if suffix.lower() not in _COUNT_SUFFIXES:
+        raise ValueError(f"{text!r} is not {_COUNT}")
+    scale = 10 ** _COUNT_SUFFIXES[suffix.lower()]
+    _positive(text, number, scale, _COUNT)
+    return _whole(text, number, scale)
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """A size in bytes; GiB is 2**30, GB is 10**9, a bare number is bytes.
+
+    Raises:
+        ValueError: Not a size, not positive, or beyond 1e18 bytes.
+
+    >>> parse_bytes("80GiB"), parse_bytes("80 GB"), parse_bytes(512)
+    (85899345920, 80000000000, 512)
+    """
+    number, unit = _split(text, _SIZE)
+    if unit.lower() not in _BYTE_UNITS:
+        raise ValueError(f"{text!r} is not {_SIZE}")
+    return math.ceil(_positive(text, number, _BYTE_UNITS[unit.lower()], _SIZE))
+
+
+def parse_bandwidth(text: str | int | float) -> float:
+    """A bandwidth in bytes per second; Gb/s and Gbit/s are bits, GB/s and GiB/s are bytes.
+
+    Raises:
+        ValueError: Not a bandwidth, not positive, or beyond 1e18 bytes per second.
+
+    >>> parse_bandwidth("400Gb/s"), parse_bandwidth("50GB/s"), parse_bandwidth("100Gbps")
+    (50000000000.0, 50000000000.0, 12500000000.0)
+    """
+    number, unit = _split(text, _BANDWIDTH)
+    if not unit:
+        return _positive(text, number, 1, _BANDWIDTH)
+    bare = re.sub(r"(/s|ps)$", "", unit)
+    # The case of the last letter is the only sign of bits or bytes, as on datasheets.
+    is_bits = bare.endswith(("b", "bit"))
+    units = _BIT_UNITS if is_bits else _BYTE_UNITS
+    if bare == unit or bare.lower() not in units:
+        raise ValueError(f"{text!r} is not {_BANDWIDTH}")
+    return _positive(text, number, units[bare.lower()], _BANDWIDTH) / (8 if is_bits else 1)
+
+
+def format_bytes(num_bytes: int | float) -> str:
+    """One decimal and the largest binary unit up to GiB.
+
+    >>> format_bytes(17287343309), format_bytes(3 * 2**20), format_bytes(2048), format_bytes(12)
+    ('16.1 GiB', '3.0 MiB', '2.0 KiB', '12 B')
+    """
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_gib(num_bytes: int | float) -> str:
+    """GiB with one decimal whatever the size, for columns.
+
+    >>> format_gib(60_000_000_000)
+    '55.9 GiB'
+    """
+    return f"{num_bytes / GIB:,.1f} GiB"
+
+
+def format_count(count: int) -> str:
+    """Three figures and a suffix; small counts in full.
+
+    >>> format_count(3_000_000_000), format_count(124_439_808), format_count(512)
+    ('3.00 B', '124 M', '512')
+    """
+    for limit, suffix in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if count >= limit:
+            value = count / limit
+            places = 2 if value < 9.995 else 1 if value < 99.95 else 0
+            return f"{value:,.{places}f} {suffix}"
+    return f"{count:,}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Two to four figures in the unit that suits.
+
+    >>> format_seconds(0.0123), format_seconds(2.5), format_seconds(90), format_seconds(5e-6)
+    ('12.3 ms', '2.50 s', '1 min 30 s', '5.0 us')
+    """
+    if seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.1f} us"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 59.995:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _split(text: str | int | float, what: str) -> tuple[str, str]:
+    """The number and the unit behind it."""
+    found = None if isinstance(text, bool) else _NUMBER.match(str(text).strip())
+    if not found:
+        raise ValueError(f"{text!r} is not {what}")
+    return found[1].replace("_", ""), found[2].strip()
+
+
+def _positive(text: str | int | float, number: str, scale: int, what: str) -> float:
+    value = float(number) * scale
+    if value <= 0:
+        raise ValueError(f"{text!r} is not positive; give {what}")
+    if value > _MAX:
+        raise ValueError(f"{text!r} is beyond 1e18; give {what}")
+    return value
+
+
+def _whole(text: str | int | float, number: str, scale: int) -> int:
+    """`number * scale` without a float's rounding; a fraction left over is refused."""
+    mantissa, _, exponent = number.lower().partition("e")
+    digits, _, decimals = mantissa.partition(".")
+    shift = int(exponent or 0) - len(decimals)
+    numerator = int(digits + decimals) * scale
+    if shift >= 0:
+        return int(numerator * 10**shift)
+    whole, rest = divmod(numerator, 10**-shift)
+    if rest:
+        raise ValueError(f"{text!r} is not a whole number; give {_COUNT}")
+    return int(whole)

@@ -1,0 +1,169 @@
+"""The shape of the house: imports go strictly downward, and torch stays in two rooms.
+
+The order is the whole architecture on one page. A new module gets a level here first.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "meshplan"
+
+LEVELS = [
+    line.split()
+    for line in """
+        version errors units
+        mesh hardware
+        layout graph spec styles
+        match strategies agreement
+        values
+        rules source
+        schema
+        blueprint reader assign formulas
+        solve sizing memory cost
+        plan
+        planner render runtime
+        interop api
+        cli __init__
+        __main__
+    """.strip().splitlines()
+]
+"""Rooms from the ground up; a room imports itself and rooms on lower lines."""
+
+TORCH_ROOMS = {"runtime", "interop"}
+HEAVY = {"torch", "transformers", "lightning"}
+LATE = {"torch", "sympy", "networkx", "matplotlib", "rich", "yaml"}
+"""What a function may import, because start-up must not pay for it."""
+
+LATE_BETWEEN = {
+    ("__init__", "importlib"),  # it resolves the public names when they are asked for
+    ("api", "reader"),  # yaml
+    ("api", "runtime"),
+    ("api", "interop"),
+    ("cli", "render"),
+    ("cli", "runtime"),
+}
+"""What functions of one room may import besides: rooms that need something of LATE themselves."""
+
+MAX_LINES = 400
+
+
+def complaints(room: str, source: str) -> Iterator[str]:
+    """Everything that is wrong with the imports of a file of this room."""
+    level = {name: number for number, line in enumerate(LEVELS) for name in line}
+    if room not in level:
+        yield f"{room} has no level"
+        return
+    tree = ast.parse(source)
+    type_only = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test).endswith("TYPE_CHECKING")
+        for node in ast.walk(block)
+    }
+    in_function = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        for target in _imported(node):
+            top, _, rest = target.partition(".")
+            other = rest.split(".")[0] or "__init__"
+            says = f"line {getattr(node, 'lineno', 0)}: {room} imports {target}"
+            if not top:
+                yield f"{says}: write the whole name"
+            elif top != "meshplan":
+                if top in HEAVY and room not in TORCH_ROOMS and node not in type_only:
+                    yield f"{says}: only {sorted(TORCH_ROOMS)} know it"
+                if node in in_function and top not in LATE and (room, top) not in LATE_BETWEEN:
+                    yield f"{says} inside a function"
+            elif other not in level:
+                yield f"{says}, which has no level"
+            elif other != room and level[other] >= level[room]:
+                yield f"{says} upward"
+            elif node in in_function and (room, other) not in LATE_BETWEEN:
+                yield f"{says} inside a function"
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """Dotted names that the node imports; a name from the package itself may be a room."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        module = "." * node.level + (node.module or "")
+        rooms = [f"{module}.{alias.name}" for alias in node.names]
+        known = {name for line in LEVELS for name in line}
+        if module == "meshplan":
+            return [name if name.partition(".")[2] in known else module for name in rooms]
+        return [module]
+    return []
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down_and_the_file_is_short(path):
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    source = path.read_text()
+    assert list(complaints(room, source)) == []
+    assert len(source.splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize(
+    ("room", "source", "complaint"),
+    [
+        ("layout", "from meshplan.assign import assign", "imports meshplan.assign upward"),
+        ("layout", "import meshplan.cli", "imports meshplan.cli upward"),
+        ("layout", "from meshplan import render", "imports meshplan.render upward"),
+        ("layout", "from meshplan import Mesh", "imports meshplan upward"),
+        ("layout", "from meshplan.graph import ModelGraph", "imports meshplan.graph upward"),
+        ("render", "from meshplan.runtime.mesh import x", "imports meshplan.runtime.mesh upward"),
+        ("assign", "import torch", "only ['interop', 'runtime'] know it"),
+        ("assign", "def f():\n import torch.nn", "only ['interop', 'runtime'] know it"),
+        ("assign", "def f():\n import json", "imports json inside a function"),
+        ("plan", "def f():\n from meshplan import mesh", "meshplan.mesh inside a function"),
+        ("assign", "from .types import Assignment", "write the whole name"),
+        ("plan", "from meshplan.cellar import wine", "has no level"),
+        ("cellar", "", "cellar has no level"),
+    ],
+)
+def test_the_checker_finds(room, source, complaint):
+    assert complaint in "\n".join(complaints(room, source))
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("assign", "from meshplan.layout import Layout\nimport json"),
+        ("assign", "from meshplan.assign.types import Assignment"),
+        ("runtime", "import torch"),
+        ("graph", "def f():\n import networkx"),
+        ("api", "def f():\n from meshplan.runtime.parallelize import parallelize"),
+        ("api", "if TYPE_CHECKING:\n from torch import nn"),
+    ],
+)
+def test_the_checker_allows(room, source):
+    assert list(complaints(room, source)) == []
+
+
+def test_estimate_starts_without_anything_heavy():
+    script = (
+        "import sys; from meshplan.cli import main\n"
+        "code = main(['estimate', '--params', '3e9', '--gpus', '8', '--json'])\n"
+        "heavy = {'torch', 'numpy', 'sympy', 'networkx', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'exit code {code}, imported {heavy}' if code or heavy else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,333 @@
+"""The graph read from a config is the model that transformers builds, name by name."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshplan.blueprint import from_config, from_mapping, from_params
+from meshplan.errors import Origin, SpecError
+from meshplan.graph import ModelGraph
+
+
+def _sizes(
+    vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        **more,
+    }
+
+
+def _gpt2(embed: int, layers: int, heads: int) -> dict[str, Any]:
+    return {"model_type": "gpt2", "n_embd": embed, "n_layer": layers, "n_head": heads}
+
+
+# Name -> (what the published config.json states about shapes, the published parameter count).
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama-2-7B": (
+        {"model_type": "llama", **_sizes(32000, 4096, 11008, 32, 32, 32)},
+        6_738_415_616,
+    ),
+    "Llama-3-8B": (
+        {"model_type": "llama", **_sizes(128256, 4096, 14336, 32, 32, 8)},
+        8_030_261_248,
+    ),
+    "Llama-3-70B": (
+        {"model_type": "llama", **_sizes(128256, 8192, 28672, 80, 64, 8)},
+        70_553_706_496,
+    ),
+    "Mistral-7B": (
+        {"model_type": "mistral", **_sizes(32000, 4096, 14336, 32, 32, 8)},
+        7_241_732_096,
+    ),
+    "Qwen2-7B": (
+        {"model_type": "qwen2", **_sizes(152064, 3584, 18944, 28, 28, 4)},
+        7_615_616_512,
+    ),
+    "Qwen2-0.5B": (
+        {
+            "model_type": "qwen2",
+            **_sizes(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
+        },
+        494_032_768,
+    ),
+    "Qwen3-8B": (
+        {"model_type": "qwen3", **_sizes(151936, 4096, 12288, 36, 32, 8, head_dim=128)},
+        8_190_735_360,
+    ),
+    "Qwen3-0.6B": (
+        {
+            "model_type": "qwen3",
+            **_sizes(151936, 1024, 3072, 28, 16, 8, head_dim=128, tie_word_embeddings=True),
+        },
+        596_049_920,
+    ),
+    "Gemma-2-9B": (
+        {"model_type": "gemma2", **_sizes(256000, 3584, 14336, 42, 16, 8, head_dim=256)},
+        9_241_705_984,
+    ),
+    "Gemma-2-2B": (
+        {"model_type": "gemma2", **_sizes(256000, 2304, 9216, 26, 8, 4, head_dim=256)},
+        2_614_341_888,
+    ),
+    "GPT-2": (_gpt2(768, 12, 12), 124_439_808),
+    "GPT-2-medium": (_gpt2(1024, 24, 16), 354_823_168),
+    "GPT-2-large": (_gpt2(1280, 36, 20), 774_030_080),
+    "GPT-2-XL": (_gpt2(1600, 48, 25), 1_557_611_200),
+    "Mixtral-8x7B": (
+        {
+            "model_type": "mixtral",
+            **_sizes(32000, 4096, 14336, 32, 32, 8, num_local_experts=8),
+        },
+        46_702_792_704,
+    ),
+    "Qwen3-30B-A3B": (
+        {
+            "model_type": "qwen3_moe",
+            **_sizes(151936, 2048, 6144, 48, 32, 4, head_dim=128),
+            "num_experts": 128,
+            "moe_intermediate_size": 768,
+        },
+        30_532_122_624,
+    ),
+}
+
+# Shapes that no published model has: switches, defaults and mixed layers.
+ODD: dict[str, dict[str, Any]] = {
+    "llama defaults": {"model_type": "llama", "num_hidden_layers": 2},
+    "llama biased": {
+        "model_type": "llama",
+        **_sizes(100, 64, 96, 2, 4, 2),
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 24,
+        "hidden_act": "gelu",
+    },
+    "llama null kv heads": {
+        "model_type": "llama",
+        **_sizes(100, 64, 96, 1, 4, 4),
+        "num_key_value_heads": None,
+    },
+    "mistral defaults": {"model_type": "mistral", "num_hidden_layers": 1},
+    "qwen2 defaults": {"model_type": "qwen2", "num_hidden_layers": 1},
+    "qwen3 defaults": {"model_type": "qwen3", "num_hidden_layers": 1},
+    "qwen3 biased": {
+        "model_type": "qwen3",
+        **_sizes(100, 64, 96, 1, 4, 2),
+        "attention_bias": True,
+    },
+    "gemma2 defaults": {"model_type": "gemma2", "num_hidden_layers": 2},
+    "gemma2 untied": {
+        "model_type": "gemma2",
+        **_sizes(100, 64, 96, 1, 4, 2),
+        "tie_word_embeddings": False,
+    },
+    "gpt2 untied": {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_inner": 100,
+        "tie_word_embeddings": False,
+    },
+    "mixtral defaults": {"model_type": "mixtral", "num_hidden_layers": 1},
+    "qwen3_moe defaults": {"model_type": "qwen3_moe", "num_hidden_layers": 1},
+    "qwen3_moe mixed": {
+        "model_type": "qwen3_moe",
+        **_sizes(100, 64, 96, 6, 4, 2),
+        "mlp_only_layers": [3],
+        "decoder_sparse_step": 2,
+        "num_experts": 4,
+    },
+}
+
+
+def _built_by_transformers(config: dict[str, Any]) -> Any:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    fields = {k: v for k, v in config.items() if k != "model_type"}
+    parsed = transformers.AutoConfig.for_model(config["model_type"], **fields)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(parsed)
+
+
+def _assert_same(graph: ModelGraph, model: Any) -> None:
+    live = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert {t.fqn: t.shape for t in graph.parameters} == live
+    assert [t.fqn for t in graph.parameters] == list(live)
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert {name for t in graph.parameters for name in t.names} == every
+    buffers = {name: tuple(b.shape) for name, b in model.named_buffers()}
+    assert {t.fqn: t.shape for t in graph.tensors.values() if t.is_buffer} == buffers
+    assert {t.dtype for t in graph.tensors.values()} == {"float32"}
+    modules = {
+        name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in model.named_modules()
+    }
+    assert {m.fqn: m.qualified_type for m in graph.modules.values()} == modules
+    assert list(graph.modules) == list(modules)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_counts_are_exact(name: str) -> None:
+    config, count = PUBLISHED[name]
+    assert from_mapping(config).num_params == count
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_agree_with_transformers(name: str) -> None:
+    config, _ = PUBLISHED[name]
+    _assert_same(from_mapping(config), _built_by_transformers(config))
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_models_agree_with_transformers(name: str) -> None:
+    _assert_same(from_mapping(ODD[name]), _built_by_transformers(ODD[name]))
+
+
+def test_the_comparison_can_fail() -> None:
+    config = ODD["llama biased"]
+    model = _built_by_transformers(config)
+    with pytest.raises(AssertionError):
+        _assert_same(from_mapping({**config, "mlp_bias": False}), model)
+
+
+def test_kinds_dims_and_heads() -> None:
+    graph = from_mapping(PUBLISHED["Llama-3-8B"][0])
+    q_proj = graph.modules["model.layers.0.self_attn.q_proj"]
+    assert (q_proj.kind, q_proj.head_dim, q_proj.packed) == ("linear", 128, 1)
+    assert graph.modules["model.layers.0.mlp.up_proj"].head_dim is None
+    assert graph.modules["model.layers.0.input_layernorm"].kind == "norm"
+    assert graph.modules["model.layers"].kind == "container"
+    assert graph.tensors["model.embed_tokens.weight"].dims == ("vocab", "embed")
+    assert graph.tensors["model.layers.0.mlp.up_proj.weight"].dims == ("out", "in")
+    assert graph.config["num_key_value_heads"] == 8
+    assert len(graph.blocks()) == 32
+
+    graph = from_mapping(PUBLISHED["GPT-2"][0])
+    packed = graph.modules["transformer.h.0.attn.c_attn"]
+    assert (packed.kind, packed.head_dim, packed.packed) == ("conv1d", 64, 3)
+    assert graph.tensors["transformer.h.0.attn.c_attn.weight"].dims == ("in", "out")
+    assert graph.tensors["transformer.wte.weight"].aliases == ("lm_head.weight",)
+
+    graph = from_mapping(PUBLISHED["Mixtral-8x7B"][0])
+    fused = graph.tensors["model.layers.0.mlp.experts.gate_up_proj"]
+    assert (fused.shape, fused.dims) == ((8, 28672, 4096), ("expert", "out", "in"))
+
+
+def test_seventy_billion_parameters_in_a_blink() -> None:
+    config, _ = PUBLISHED["Llama-3-70B"]
+    fastest = min(_seconds(lambda: from_mapping(config)) for _ in range(5))
+    assert fastest < 0.05
+
+
+def _seconds(work: Any) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def test_a_count_alone() -> None:
+    graph = from_params(3_000_000_000)
+    assert graph.num_params == 3_000_000_000
+    assert graph.name == "3,000,000,000 parameters"
+    assert graph.blocks() == ()
+
+
+def _message(config: dict[str, Any]) -> str:
+    with pytest.raises(SpecError) as caught:
+        from_mapping(config, file="config.json")
+    return str(caught.value)
+
+
+def test_unknown_family() -> None:
+    assert _message({"model_type": "bert"}) == (
+        "meshplan: 1 problem\n"
+        "config.json: model_type: model_type 'bert' is not supported\n"
+        "    fix: supported are gemma2, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe; "
+        "for any other model give its number of parameters"
+    )
+    assert "config.json: model_type: the key is missing\n" in _message({})
+
+
+def test_another_head_is_refused() -> None:
+    assert _message({"model_type": "llama", "architectures": ["LlamaModel"]}) == (
+        "meshplan: 1 problem\n"
+        "config.json: architectures: ['LlamaModel'] is not LlamaForCausalLM\n"
+        "    fix: only that one is built; for any other model give its number of parameters"
+    )
+
+
+def test_all_problems_at_once() -> None:
+    assert _message(
+        {
+            "model_type": "llama",
+            "hidden_size": "4096",
+            "num_hidden_layers": 0,
+            "mlp_bias": 1,
+            "vocab_size": True,
+        }
+    ) == (
+        "meshplan: 4 problems\n"
+        "config.json: vocab_size: True is not a size\n"
+        "    fix: write an int from 1 to 1000000000\n"
+        "config.json: hidden_size: '4096' is not a size\n"
+        "    fix: write an int from 1 to 1000000000\n"
+        "config.json: num_hidden_layers: 0 is not a size\n"
+        "    fix: write an int from 1 to 10000\n"
+        "config.json: mlp_bias: 1 is not true or false\n"
+        "    fix: write true or false"
+    )
+
+
+def test_sizes_that_do_not_fit_together() -> None:
+    assert _message({"model_type": "llama", **_sizes(100, 65, 96, 1, 4, 3)}) == (
+        "meshplan: 2 problems\n"
+        "config.json: num_attention_heads: 4 heads do not divide hidden_size 65\n"
+        "    fix: change one of them, or state head_dim\n"
+        "config.json: num_key_value_heads: 3 key-value heads do not divide 4 attention heads\n"
+        "    fix: write a divisor of num_attention_heads"
+    )
+    assert "cross attention is not supported" in _message(
+        {"model_type": "gpt2", "add_cross_attention": True}
+    )
+    assert "'3' is not a list of layers" in _message(
+        {"model_type": "qwen3_moe", "mlp_only_layers": "3"}
+    )
+
+
+def test_a_directory_or_a_file(tmp_path: Path) -> None:
+    config, count = PUBLISHED["GPT-2"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert from_config(tmp_path).num_params == count
+    assert from_config(tmp_path / "config.json").num_params == count
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (None, "cannot read "),
+        (b"", "config.json:1:1: not JSON: Expecting value"),
+        (b'{"a": 1,\n "b" 2}', "config.json:2:6: not JSON: Expecting ':' delimiter"),
+        (b"\x89PNG\r\n\xff\xfe\x00", "the file is not text"),
+        (b"[1, 2]", "the file holds a list, not an object of keys and values"),
+        (b"[" * 200_000, "not JSON that a model could mean"),
+        (b" " * 17_000_000, "the file is far too large for a config.json"),
+    ],
+)
+def test_files_that_are_no_config(tmp_path: Path, content: bytes | None, what: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(SpecError) as caught:
+        from_config(tmp_path, Origin("--config"))
+    assert what in str(caught.value)
+    assert "fix: give a Hugging Face config.json, or the directory" in str(caught.value)

@@ -1,0 +1,131 @@
+"""The closed forms, in numbers and in symbols, and the questions put to them."""
+
+from __future__ import annotations
+
+import pytest
+import sympy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshplan.formulas import ROWS, Row, activations_per_layer
+from meshplan.solve import max_params, min_gpus, tabulate
+
+a, n, nodes = sympy.symbols("a n nodes", positive=True)
+
+# (strategy, precision) -> the formula as it is printed, and as the textbook adds it up.
+TEXTBOOK = {
+    ("ddp", "fp32"): ("20*a", 4 * a + 4 * a + 8 * a + 4 * a),
+    ("ddp", "mixed"): ("18*a", 4 * a + 2 * a + 2 * a + 8 * a + 2 * a),
+    ("zero1", "fp32"): ("8*a + 8*a/n", 4 * a + 4 * a + 8 * a / n),
+    ("zero2", "fp32"): ("4*a + 12*a/n", 4 * a + 12 * a / n),
+    ("full_shard", "fp32"): ("16*a/n", 16 * a / n),
+    ("hybrid_shard", "fp32"): ("16*a/(n/nodes)", 16 * a / (n / nodes)),
+}
+
+rows = st.sampled_from(ROWS)
+
+
+def test_rows_are_the_textbook_in_order():
+    assert [(row.strategy, row.precision) for row in ROWS] == list(TEXTBOOK)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.strategy}-{row.precision}")
+def test_symbols_and_print_agree_with_the_textbook(row: Row):
+    written, total = TEXTBOOK[row.strategy, row.precision]
+    assert row.formula == written
+    assert sympy.simplify(row.total(a, n, nodes) - total) == 0
+    assert sympy.simplify(sympy.sympify(written, {"a": a, "n": n, "nodes": nodes}) - total) == 0
+    for name, term in row.terms(a, n, nodes).items():
+        assert sympy.simplify(sympy.sympify(row.written()[name]) - sympy.sympify(str(term))) == 0
+    assert row.source
+
+
+@given(rows, st.integers(1, 10**13), st.integers(1, 100), st.integers(1, 64))
+def test_ints_are_the_symbols_rounded_up_to_whole_elements(row, num_params, per_node, num_nodes):
+    num_gpus = per_node * num_nodes
+    exact = row.total(a, n, nodes).subs({a: num_params, n: num_gpus, nodes: num_nodes})
+    total = row.total(num_params, num_gpus, num_nodes)
+    assert isinstance(total, int)
+    assert 0 <= total - exact < 16
+
+
+@given(rows, st.integers(1, 10**6), st.integers(1, 16), st.integers(1, 8))
+def test_all_gpus_together_hold_the_model_at_least_once(row, num_params, per_node, num_nodes):
+    num_gpus = per_node * num_nodes
+    assert row.total(num_params, num_gpus, num_nodes) * num_gpus >= 16 * num_params
+
+
+def test_the_table():
+    table = tabulate(num_params=3 * 10**9, num_gpus=8, nodes=2, memory_bytes=16 * 10**9)
+    assert [row.bytes_per_gpu for row in table] == [
+        60_000_000_000, 54_000_000_000, 27_000_000_000, 16_500_000_000, 6_000_000_000,
+        12_000_000_000,
+    ]  # fmt: skip
+    assert [row.fits for row in table] == [False, False, False, False, True, True]
+    assert table[3].left_bytes == -500_000_000
+    assert [row.fits for row in tabulate(num_params=1, num_gpus=1, nodes=1)] == [None] * 6
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows, st.integers(1, 9), st.integers(1, 4), st.integers(1, 700))
+def test_the_largest_model_is_the_largest(row, per_node, num_nodes, memory_bytes):
+    num_gpus = per_node * num_nodes
+    found = max_params(row, num_gpus=num_gpus, nodes=num_nodes, memory_bytes=memory_bytes).value
+    fitting = (
+        size
+        for size in range(1, memory_bytes * num_gpus // 16 + num_gpus + 1)
+        if row.total(size, num_gpus, num_nodes) <= memory_bytes
+    )
+    assert found == max(fitting, default=None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows, st.integers(1, 200), st.integers(1, 4), st.integers(1, 4000))
+def test_the_fewest_gpus_are_the_fewest(row, num_params, num_nodes, memory_bytes):
+    found = min_gpus(row, num_params=num_params, nodes=num_nodes, memory_bytes=memory_bytes).value
+    fitting = (
+        num_gpus
+        for num_gpus in range(num_nodes, num_params * num_nodes + 1, num_nodes)
+        if row.total(num_params, num_gpus, num_nodes) <= memory_bytes
+    )
+    assert found == next(fitting, None)
+
+
+def test_answers_show_what_was_solved():
+    by_row = {(row.strategy, row.precision): row for row in ROWS}
+    zero1 = by_row["zero1", "fp32"]
+    answer = max_params(zero1, num_gpus=8, nodes=1, memory_bytes=80 * 10**9)
+    assert (answer.solution, answer.value) == ("a = M*n/(8*n + 8)", 8_888_888_888)
+    answer = min_gpus(zero1, num_params=3 * 10**9, nodes=1, memory_bytes=40 * 10**9)
+    assert (answer.solution, answer.value) == ("n = 8*a/(M - 8*a)", 2)
+    answer = min_gpus(zero1, num_params=3 * 10**9, nodes=1, memory_bytes=24 * 10**9)
+    assert answer.value is None
+    answer = min_gpus(by_row["ddp", "fp32"], num_params=10**9, nodes=2, memory_bytes=20 * 10**9)
+    assert (answer.solution, answer.value) == ("", 2)
+
+
+def test_activations_are_korthikanti_table_2():
+    s, b, h, heads, t = sympy.symbols("s b h a t", positive=True)
+    sbh, core = s * b * h, 5 * heads * s / h
+
+    def total(**options):
+        terms = activations_per_layer(s=s, b=b, h=h, heads=heads, **options)
+        return sympy.expand(sum(terms.values()) / sbh)
+
+    assert sympy.simplify(total() - (34 + core)) == 0
+    assert sympy.simplify(total(tp=t) - (10 + 24 / t + core / t)) == 0
+    assert sympy.simplify(total(tp=t, sequence_parallel=True) - (34 + core) / t) == 0
+    assert sympy.simplify(total(tp=t, recompute="selective") - (10 + 24 / t)) == 0
+    both = total(tp=t, sequence_parallel=True, recompute="selective")
+    assert sympy.simplify(both - 34 / t) == 0
+    assert total(recompute="full") == 2
+    with pytest.raises(ValueError, match="recompute='some' is none of 'none', 'selective', 'full'"):
+        activations_per_layer(s=1, b=1, h=1, heads=1, recompute="some")
+
+
+def test_activations_in_bytes():
+    sizes = {"s": 2048, "b": 4, "h": 6144, "heads": 64}
+    terms = activations_per_layer(**sizes, tp=8, sequence_parallel=True)
+    exact = 2048 * 4 * (34 * 6144 + 5 * 64 * 2048) // 8
+    assert all(isinstance(term, int) for term in terms.values())
+    assert sum(terms.values()) == exact

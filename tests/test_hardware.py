@@ -1,0 +1,76 @@
+"""The table of devices and how a user names one."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshplan.errors import Origin, SpecError
+from meshplan.graph import DTYPE_BYTES
+from meshplan.hardware import Cluster, Device, Link, devices, find_device
+
+
+def test_every_figure_has_a_unit_that_makes_sense_and_a_source():
+    for name, device in devices().items():
+        assert device.name == name
+        assert 16e9 <= device.memory_bytes <= 288e9, name
+        assert name.endswith(f"-{device.memory_bytes // 10**9}gb")
+        assert device.sources, name
+        assert set(device.peak_flops) <= set(DTYPE_BYTES), name
+        assert all(50e12 < flops < 10e15 for flops in device.peak_flops.values()), name
+        assert device.memory_bytes_per_s is not None
+        assert 500e9 < device.memory_bytes_per_s < 10e12, name
+        assert device.intra_bytes_per_s is None or 10e9 < device.intra_bytes_per_s < 1e12, name
+
+
+def test_a_datasheet_row():
+    h100 = find_device("h100-sxm-80gb")
+    assert h100.memory_bytes == 80_000_000_000
+    assert h100.peak_flops["bfloat16"] == 989e12
+    assert h100.memory_bytes_per_s == 3.35e12
+    assert h100.intra_bytes_per_s == 450e9
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("h100-sxm-80gb", "h100-sxm-80gb"),
+        ("H100_SXM_80GB", "h100-sxm-80gb"),
+        ("a100-40g", "a100-sxm-40gb"),
+        ("A100 SXM 80G", "a100-sxm-80gb"),
+        ("4090", "rtx-4090-24gb"),
+        ("b200", "b200-sxm-180gb"),
+        ("gb200", "gb200-186gb"),
+        ("mi300x", "mi300x-192gb"),
+    ],
+)
+def test_names_and_what_is_enough_of_one(name, key):
+    assert find_device(name).name == key
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "h100-80g",
+            "gpu 'h100-80g' is ambiguous\n    fix: write one of h100-sxm-80gb, h100-pcie-80gb",
+        ),
+        (
+            "rtx4090",
+            "gpu 'rtx4090' is not known\n    fix: did you mean 'rtx-4090-24gb'? If not, state its "
+            "memory instead of its name",
+        ),
+        ("abacus", "gpu 'abacus' is not known\n    fix: write one of v100-sxm-16gb, "),
+        ("", "gpu '' is not known\n    fix: write one of v100-sxm-16gb, "),
+    ],
+)
+def test_names_that_do_not_say_which(name, message):
+    with pytest.raises(SpecError) as caught:
+        find_device(name, Origin("--gpu"))
+    assert f"meshplan: 1 problem\n--gpu: {message}" in str(caught.value)
+
+
+def test_a_cluster_counts_its_devices():
+    device = Device(name="mine", memory_bytes=24 * 10**9)
+    cluster = Cluster(device=device, nodes=2, gpus_per_node=4, inter=Link("ethernet", 12.5e9))
+    assert cluster.num_gpus == 8
+    assert cluster.intra is None
