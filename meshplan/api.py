@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from meshplan.errors import Origin, Problem, SpecError
+from meshplan.blueprint import from_config
+from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.formulas import ROWS
-from meshplan.sizing import Sizing, read_sizing
+from meshplan.graph import ModelGraph
+from meshplan.sizing import Sizing, graph_of, read_sizing
 from meshplan.solve import (
     STATES_ONLY,
     Answer,
@@ -17,6 +22,12 @@ from meshplan.solve import (
     min_gpus,
     tabulate,
 )
+from meshplan.spec import Spec
+
+if TYPE_CHECKING:
+    from meshplan.plan import Plan
+
+PlanSource = str | os.PathLike[str] | Mapping[str, Any]
 
 
 def estimate_states(
@@ -116,3 +127,111 @@ def _check_enough(size: Sizing, ask_max_params: bool, ask_min_gpus: bool) -> Non
                 for what, flags in missing
             ]
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """What `check_plan` found.
+
+    Args:
+        plan: The decision; None where problems forbid one, or where no model is known.
+        problems: What is wrong.
+        warnings: What works but is probably not meant.
+        notes: What a reader has to know about this answer.
+    """
+
+    plan: Plan | None = None
+    problems: tuple[Problem, ...] = ()
+    warnings: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_ok(self) -> bool:
+        return not self.problems
+
+
+def check_plan(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    config: str | Path | None = None,
+) -> CheckResult:
+    """Everything that can be known to be wrong before a process starts.
+
+    Args:
+        plan: A plan file, or the same thing as a mapping.
+        overrides: `KEY=VALUE` for the plan.
+        model: "pkg.mod:function" that builds the model, or `config`, its Hugging Face config;
+            both go before the plan's own `model`. Without any, rules are not matched.
+
+    Raises:
+        SpecError: The plan or the model cannot be read.
+    """
+    from meshplan.plan import make_plan, problems_without_model  # half of the start-up
+    from meshplan.reader import load_spec
+
+    spec = load_spec(plan, overrides)
+    graph, notes = _find_model(spec, model, config)
+    if graph is None:
+        return CheckResult(problems=tuple(problems_without_model(spec)), notes=notes)
+    try:
+        decided = make_plan(spec, graph)
+    except PlanError as error:
+        return CheckResult(problems=tuple(error.problems), notes=notes)
+    return CheckResult(plan=decided, warnings=decided.assignment.warnings, notes=notes)
+
+
+def decide(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    config: str | Path | None = None,
+) -> Plan:
+    """The Plan of a plan file, decided for its model; arguments as for `check_plan`.
+
+    Raises:
+        SpecError: The plan or the model cannot be read, or nothing says which model it is.
+        PlanError: The plan does not fit the model.
+    """
+    checked = check_plan(plan, overrides, model=model, config=config)
+    if checked.problems:
+        raise PlanError(checked.problems)
+    if checked.plan is None:
+        what = "nothing says which modules the model has"
+        fix = "add --model pkg.mod:function, --config PATH, or one of them to the plan's 'model'"
+        raise SpecError(Problem(what, Origin(str(plan), "model"), fix))
+    return checked.plan
+
+
+def _find_model(
+    spec: Spec, model: str | None, config: str | Path | None
+) -> tuple[ModelGraph | None, tuple[str, ...]]:
+    """The model that the flags or else the plan name, and notes; torch only for a live one."""
+    if model is not None and config is not None:
+        what = "--model and --config both state the model"
+        raise SpecError(Problem(what, Origin("--model"), "leave one of them out"))
+    stated = spec.model
+    notes = []
+    if stated is not None and (model, config) != (None, None):
+        flag = "--model" if model is not None else "--config"
+        if (model, config) not in ((stated.entry, None), (None, stated.config)):
+            notes.append(f"{flag} goes before the model of {spec.origin('model')}")
+    if config is not None:
+        return from_config(config, Origin("--config")), tuple(notes)
+    entry, origin = model, Origin("--model")
+    if entry is None and stated is not None and stated.entry is not None:
+        entry, origin = stated.entry, spec.origin("model.entry")
+    if entry is not None:
+        from meshplan.runtime.entry import graph_of_entry
+
+        return graph_of_entry(entry, origin), tuple(notes)
+    if stated is not None and stated.config is not None:
+        return graph_of(spec), tuple(notes)
+    known = "only the number of parameters" if stated is not None else "nothing"
+    notes.append(
+        f"{known} is known of the model, so rules, heads and shapes were not checked; "
+        "--model pkg.mod:function or --config PATH does"
+    )
+    return None, tuple(notes)

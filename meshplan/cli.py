@@ -23,6 +23,10 @@ from meshplan.version import __version__
 YES, NO, COULD_NOT = 0, 1, 2
 INTERRUPTED = 130
 
+_DEMO_PLAN = "hybrid_2x4"
+_DEMO_MODEL = "meshplan.runtime.demo_model:build"
+_DEMO_STEPS = 30
+
 
 @dataclass(frozen=True, slots=True)
 class Verb:
@@ -76,6 +80,96 @@ def _estimate(args: argparse.Namespace) -> int:
     return YES if estimate.is_possible else NO
 
 
+def _model_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="PKG.MOD:FN", help="a function that builds the model")
+    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
+
+
+def _check(args: argparse.Namespace) -> int:
+    from meshplan.render.findings import findings_to_json, findings_to_text
+
+    try:
+        path = _plan_file(args)
+        checked = api.check_plan(path, args.set, model=args.model, config=args.config)
+    except SpecError as error:
+        if not args.json:
+            raise
+        print(envelope("check/1", findings_to_json(error.problems)))
+        return COULD_NOT
+    if args.json:
+        result = findings_to_json(checked.problems, checked.warnings)
+        print(envelope("check/1", result, checked.notes))
+    else:
+        for noun, findings in (("problem", checked.problems), ("warning", checked.warnings)):
+            if findings:
+                print(findings_to_text(noun, findings))
+        if checked.is_ok:
+            what = f"{checked.plan.graph.name} on {checked.plan.mesh}" if checked.plan else "as such"
+            print(f"{path}: ok, {what}")
+        _print_notes(args, checked.notes)
+    return YES if checked.is_ok else NO
+
+
+def _show(args: argparse.Namespace) -> int:
+    from meshplan.render.findings import findings_to_text
+    from meshplan.render.show import plan_to_json, plan_to_text
+
+    plan = api.decide(_plan_file(args), args.set, model=args.model, config=args.config)
+    warnings = plan.assignment.warnings
+    if args.json:
+        print(envelope("show/1", plan_to_json(plan), [str(warning) for warning in warnings]))
+        return YES
+    print(*plan_to_text(plan, colour=wants_colour(no_color=args.no_color)), sep="\n")
+    if warnings and not args.quiet:
+        sys.stdout.flush()
+        print(findings_to_text("warning", warnings), file=sys.stderr)
+    return YES
+
+
+def _demo_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plan", metavar="PLAN", help="a recipe's name or a plan file, as -f")
+    parser.add_argument("--steps", metavar="N", type=int, default=_DEMO_STEPS, help="training steps")
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from meshplan.memory import state_bytes_by_rank
+    from meshplan.recipes import find_plan
+    from meshplan.render.demo import agrees, bytes_to_text, demo_to_json, losses_to_text
+    from meshplan.render.progress import loss_progress
+    from meshplan.render.show import plan_to_text
+    from meshplan.runtime import demo, local_ranks
+
+    if args.file and args.plan:
+        raise SpecError(Problem("-f and --plan both name the plan", None, "leave one of them out"))
+    local_ranks.prepare()  # imports torch once more, meanwhile
+    path = find_plan(args.plan or args.file or _DEMO_PLAN)
+    plan = api.decide(path, args.set, model=_DEMO_MODEL)
+    demo.check_demo(plan, args.steps)
+    if not args.json:
+        print(*plan_to_text(plan, colour=wants_colour(no_color=args.no_color)), "", sep="\n")
+        sys.stdout.flush()
+    world, steps = plan.mesh.world_size, args.steps
+    _print_notes(args, [f"{world} processes on the CPU of this machine, and gloo between them"])
+    with loss_progress(f"{world} ranks", steps, is_quiet=args.quiet) as told:
+        losses, live = demo.train_under_plan(plan, args.set, steps, told)
+    with loss_progress("1 process", steps, is_quiet=args.quiet) as told:
+        alone = demo.train_alone(plan, steps, told)
+    tolerance, predicted = demo.tolerance(plan), state_bytes_by_rank(plan)
+    if args.json:
+        result = demo_to_json(losses, alone, tolerance, live, predicted)
+        print(envelope("demo/1", {"plan": str(path), **result}))
+    else:
+        print(*losses_to_text(losses, alone, world, tolerance), "", sep="\n")
+        print(*bytes_to_text(live, predicted), sep="\n")
+    return YES if agrees(losses, alone, tolerance) and tuple(live) == predicted else NO
+
+
+def _plan_file(args: argparse.Namespace) -> str:
+    if args.file is None:
+        raise SpecError(Problem("no plan file is given", None, "add -f plan.yaml"))
+    return str(args.file)
+
+
 def _print_notes(args: argparse.Namespace, notes: Sequence[str]) -> None:
     """What is good to know but not the answer: on stderr, silenced by `-q`."""
     if not args.quiet:
@@ -86,6 +180,9 @@ def _print_notes(args: argparse.Namespace, notes: Sequence[str]) -> None:
 
 VERBS: tuple[Verb, ...] = (
     Verb("estimate", "memory of the training states by strategy", _estimate_flags, _estimate),
+    Verb("check", "every mistake of a plan, before a process starts", _model_flags, _check),
+    Verb("show", "every layout of a plan, with the line that decided it", _model_flags, _show),
+    Verb("demo", "train under a plan on this machine, beside one process", _demo_flags, _demo),
 )
 """Every verb, in the order of `meshplan --help`."""
 

@@ -9,7 +9,7 @@ shapes. Refuses to know why a layout was chosen (`assign`) and how torch spells 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshplan.mesh import Mesh
@@ -156,24 +156,35 @@ def changes(source: Layout, target: Layout) -> tuple[Collective, ...]:
     | R    | S(d) | local          |
     | S(d) | S(e) | all_to_all     |
 
-    Gathers come before cuts, so that a dim is whole again before it is cut anew.
+    Only the innermost cut of a dim can be undone, so cuts that both layouts begin with stay,
+    and those after them go innermost first before new ones come. Additions into whole pieces
+    come last, when the pieces are smallest.
     """
-    first: list[Collective] = []
-    then: list[Collective] = []
-    axes: Mapping[str, None] = dict.fromkeys(
-        (*source.axes, *source.partial, *target.axes, *target.partial)
-    )
-    for axis in axes:
-        old, new = source.dim_of(axis), target.dim_of(axis)
-        was_partial, is_partial = axis in source.partial, axis in target.partial
-        assert not is_partial or was_partial, "nothing is ever made partial on purpose"
-        if was_partial and not is_partial:
-            kind = "all_reduce" if new is None else "reduce_scatter"
-            first.append(Collective(kind, axis, -1 if new is None else new))
-        elif old != new and new is None:
-            first.insert(0, Collective("all_gather", axis, -1 if old is None else old))
-        elif old != new and old is None:
-            then.append(Collective("local", axis, -1 if new is None else new))
-        elif old != new:
-            then.append(Collective("all_to_all", axis, -1 if new is None else new))
-    return (*first, *then)
+    assert set(target.partial) <= set(source.partial), "nothing is ever made partial on purpose"
+    pairs = list(zip(source.cuts, target.cuts, strict=True))
+    kept = [_common(old, new) for old, new in pairs]
+    undone = [(d, axis) for d, (old, _) in enumerate(pairs) for axis in reversed(old[kept[d] :])]
+    made = [(d, axis) for d, (_, new) in enumerate(pairs) for axis in new[kept[d] :]]
+    moved = {
+        axis: dim
+        for dim, axis in made
+        if pairs[dim][0] == pairs[dim][1][: kept[dim]]  # nothing to undo where it arrives,
+        and pairs[dim][1][kept[dim]] == axis  # it arrives first,
+        and any(old[-1:] == (axis,) for old in source.cuts)  # and leaves from the inside
+    }
+    moves = [Collective("all_to_all", axis, dim) for axis, dim in moved.items()]
+    gathers = [Collective("all_gather", axis, dim) for dim, axis in undone if axis not in moved]
+    cuts = [
+        Collective("reduce_scatter" if axis in source.partial else "local", axis, dim)
+        for dim, axis in made
+        if axis not in moved
+    ]
+    added = set(source.partial) - set(target.partial) - set(target.axes)
+    sums = [Collective("all_reduce", axis) for axis in source.partial if axis in added]
+    return (*moves, *gathers, *cuts, *sums)
+
+
+def _common(left: Sequence[str], right: Sequence[str]) -> int:
+    """How many leading items are equal."""
+    same = [a == b for a, b in zip(left, right, strict=False)]
+    return (same + [False]).index(False)

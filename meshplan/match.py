@@ -113,19 +113,23 @@ def nearest(pattern: str, names: Iterable[str]) -> str | None:
     """The pattern closest to this one that matches some of `names`; None when nothing is close.
 
     First every part that fits is kept as written and the first that does not is spelled like
-    what stands there; failing that, the most similar name with `*` for numbers.
+    what stands there; failing that, the most similar name with `*` for numbers, rather one that
+    ends alike.
 
     >>> nearest("layers.{0..3}.atn.wq", ["layers.0.attn.wq", "layers.0.attn.wk", "norm"])
     'layers.{0..3}.attn.wq'
     >>> nearest("layers.*.wq", ["layers.0.attn.wq", "layers.1.attn.wq", "norm"])
     'layers.*.attn.wq'
     """
-    rows = list(dict.fromkeys(tuple(name.split(".")) for name in names))
-    mended = _mend(_parts(pattern), rows)
+    rows = list(dict.fromkeys(tuple(name.split(".")) for name in names if name))
+    parts = _parts(pattern)
+    mended = _mend(parts, rows)
     if mended and mended != pattern:
         return mended
-    general = (".".join("*" if _is_number(part) else part for part in row) for row in rows)
-    return near(pattern, dict.fromkeys(general))
+    general = {".".join("*" if _is_number(part) else part for part in row): row for row in rows}
+    same_end = _fitting(parts[-1], (row[-1] for row in general.values()))
+    ends_alike = [name for name, row in general.items() if row[-1] in same_end]
+    return near(pattern, ends_alike) or near(pattern, general)
 
 
 def near(word: str, words: Iterable[str]) -> str | None:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from meshplan.assign import Assignment, assign
+from meshplan.assign.not_yet import not_yet
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
 from meshplan.mesh import DATA_AXES, Mesh
 from meshplan.spec import Spec
+from meshplan.strategies import resolve_mesh
+
+# Plans and specs travel between processes, and Python does not know how to send their
+# read-only mappings.
+def _read_only(items: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    return MappingProxyType(items)
+
+
+copyreg.pickle(MappingProxyType, lambda mapping: (_read_only, (dict(mapping),)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +100,18 @@ def make_plan(
     assignment = assign(spec, graph, world_size=world_size, gpus_per_node=gpus_per_node)
     accumulate, micro = _batch(spec, assignment.mesh)
     return Plan(spec=spec, graph=graph, assignment=assignment, accumulate=accumulate, micro=micro)
+
+
+def problems_without_model(spec: Spec) -> list[Problem]:
+    """What is wrong with a spec whatever the model is; rules are not matched."""
+    problems = not_yet(spec)
+    try:
+        mesh, _ = resolve_mesh(spec)
+        if not problems:
+            _batch(spec, mesh)
+    except PlanError as error:
+        return [*error.problems, *problems]
+    return problems
 
 
 def _batch(spec: Spec, mesh: Mesh) -> tuple[int, int | None]:

@@ -104,6 +104,7 @@ class _Open:
     """A list or mapping of which the end was not seen yet."""
 
     value: Value
+    mark: Any
     pending: tuple[str, Origin] | None = None
 
 
@@ -131,7 +132,8 @@ class _Composer:
                 if not self._take(event, text):
                     return None
         except yaml.MarkedYAMLError as error:
-            what, fix, mark = _syntax(error, text)
+            brackets = [at.mark for at in self._open if text[at.mark.index] in "[{"]
+            what, fix, mark = _syntax(error, text, brackets[-1] if brackets else None)
             self._found.add(self._at(mark, ""), what, fix)
             return None
         except SpecError:  # is a ValueError too
@@ -157,7 +159,7 @@ class _Composer:
             return self._take_key(event, parent, text)
         value = self._value(event, text)
         if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
-            self._open.append(_Open(value))
+            self._open.append(_Open(value, event.start_mark))
         else:
             self._attach(value)
         self._num_values += 1
@@ -267,8 +269,14 @@ def _star(text: str, index: int) -> tuple[str, str]:
     return "a text that begins with '*' must be in quotes", f'write "{word}"'
 
 
-def _syntax(error: yaml.MarkedYAMLError, text: str) -> tuple[str, str, Any]:
-    """What, fix and place of a text that is no yaml, in our words."""
+def _syntax(error: yaml.MarkedYAMLError, text: str, bracket: Any) -> tuple[str, str, Any]:
+    """What, fix and place of a text that is no yaml, in our words.
+
+    Args:
+        error: What yaml says.
+        text: All of it.
+        bracket: The mark of the innermost '[' or '{' that is still open, None without one.
+    """
     problem, context = error.problem or "", error.context or ""
     mark: Any = error.problem_mark or error.context_mark
     start: Any = error.context_mark or mark
@@ -284,12 +292,12 @@ def _syntax(error: yaml.MarkedYAMLError, text: str) -> tuple[str, str, Any]:
         return "this ':' does not fit here", fix, mark
     if "quoted scalar" in context and "end of stream" in problem:
         return "the quote that opens here is never closed", "close it", start
-    if "flow" in context and not char:
-        return f"the '{text[start.index]}' that opens here is never closed", "close it", start
-    if "flow" in context and char in "{[":
+    if bracket and not char:
+        return f"the '{text[bracket.index]}' that opens here is never closed", "close it", bracket
+    if bracket and char in "{[":
         return f"a text with {char!r} between brackets must be in quotes", "put it in quotes", mark
-    if "flow" in context:
-        opens = f"the '{text[start.index]}' of line {start.line + 1}"
+    if bracket:
+        opens = f"the '{text[bracket.index]}' of line {bracket.line + 1}"
         return f"{char!r} does not fit here", f"close {opens}, or add a comma", mark
     if "<scalar>" in problem:
         fix = "put the whole text in the other kind of quotes"

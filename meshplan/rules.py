@@ -312,7 +312,8 @@ def rule(index: int, value: Value, found: Findings, homes: Mapping[str, str]) ->
     if len(found.problems) == num_before and not any(key in (got or {}) for key in _STATES):
         fix = f"add {join(_STATES)}, or remove the rule"
         found.add(value, "the rule states nothing about what it matches", fix)
-    if got is None or len(found.problems) > num_before:
+    # A match that yaml could not read was noted before: its rule is lost without a word here.
+    if got is None or "match" not in got or len(found.problems) > num_before:
         return None
     if isinstance(got.get("place"), str):
         got["data"] = got.pop("place")

@@ -197,7 +197,7 @@ def _sizes_from_list(spec: Spec, sizes: tuple[int, ...]) -> dict[str, int]:
     axes = STRATEGIES[spec.strategy].axes if spec.strategy else ()
     if len(axes) != len(sizes):
         why = (
-            f"{spec.strategy} has {len(axes)} data axis{'' if len(axes) == 1 else 'es'} "
+            f"{spec.strategy} has {len(axes)} data ax{'is' if len(axes) == 1 else 'es'} "
             f"({', '.join(axes)})"
             if axes
             else "only a strategy could name its axes, and none is stated"
@@ -239,7 +239,7 @@ def _strategy(spec: Spec, sizes: Mapping[str, int]) -> Strategy:
     axes = ", ".join(f"{axis}: N" for axis in strategy.axes)
     raise PlanError(
         Problem(
-            f"strategy {strategy.name} {what} (mesh: {{{stated}}})",
+            f"{strategy.name} {what} (mesh: {{{stated}}})",
             spec.origin("strategy"),
             f"{alternative}, or give the mesh {{{axes}}}",
         )
@@ -248,13 +248,14 @@ def _strategy(spec: Spec, sizes: Mapping[str, int]) -> Strategy:
 
 def _wrong_product(spec: Spec, mesh: Mesh, world_size: int) -> Problem:
     sizes = " x ".join(str(axis.size) for axis in mesh)
+    product = f"{sizes} = {mesh.world_size}" if len(mesh.axes) > 1 else sizes
     data = math.prod(mesh.size(axis) for axis in DATA_AXES)
     rest = mesh.world_size // data
     fix = f"make the product {world_size}"
     if world_size % rest == 0 and len(mesh.present(DATA_AXES)) == 1:
         fix += f", such as {mesh.present(DATA_AXES)[0]}: {world_size // rest}"
     return Problem(
-        f"the mesh has {sizes} = {mesh.world_size} devices, but there are {world_size}",
+        f"the mesh has {product} devices, but there are {world_size}",
         spec.origin("mesh" if spec.mesh is not None else "hardware"),
         fix,
     )

@@ -211,7 +211,7 @@ def _t5() -> nn.Module:
     return T5ForConditionalGeneration(config)
 
 
-_BUILDERS: Final[Mapping[str, Callable[[], nn.Module]]] = {
+BUILDERS: Final[Mapping[str, Callable[[], nn.Module]]] = {
     "own_llama": _own_llama,
     "hf_llama": _hf_llama,
     "hf_llama_tied": functools.partial(_hf_llama, tied=True),
@@ -223,14 +223,14 @@ _BUILDERS: Final[Mapping[str, Callable[[], nn.Module]]] = {
     "resnet": ResNet,
     "odd": Odd,
 }
-NAMES: Final = tuple(_BUILDERS)
+NAMES: Final = tuple(BUILDERS)
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
     """The model on CPU, in train mode, with the same numbers for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _BUILDERS[name]().train()
+        return BUILDERS[name]().train()
 
 
 def batch(name: str, step: int, size: int = 8) -> tuple[Any, Tensor]:

@@ -20,7 +20,7 @@ LEVELS = [
     line.split()
     for line in """
         version errors units
-        mesh hardware
+        mesh hardware recipes
         layout graph spec styles
         match strategies agreement
         values
@@ -45,6 +45,7 @@ LATE = {"torch", "sympy", "networkx", "matplotlib", "rich", "yaml"}
 LATE_BETWEEN = {
     ("__init__", "importlib"),  # it resolves the public names when they are asked for
     ("api", "reader"),  # yaml
+    ("api", "plan"),
     ("api", "runtime"),
     ("api", "interop"),
     ("cli", "render"),

@@ -55,7 +55,7 @@ def assign_tp(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> Te
             _assign_param(spec, mesh, tensor, found, out)
     _check_tied(graph, mesh, out)
     _check_pairs(graph, mesh, out)
-    if not out.cuts and not out.styles and mesh.size("tp") > 1:
+    if mesh.size("tp") > 1 and not any("tp" in rule.place for rule in spec.rules):
         out.problems.append(
             Problem(
                 f"the axis tp of size {mesh.size('tp')} cuts nothing: no rule places a module on it",
@@ -146,10 +146,14 @@ def _cannot_take(graph: ModelGraph, info: ModuleInfo, word: str, spec: Spec, pat
     a = "an" if kinds[0][0] in "aeiou" else "a"
     return Problem(
         f"'{word}' cannot be applied to {name} ({info.type}): it needs {a} "
-        f"{' or '.join(kinds)} module",
+        f"{_either(kinds)} module",
         spec.origin(path),
         fix,
     )
+
+
+def _either(words: tuple[str, ...]) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def _divides(

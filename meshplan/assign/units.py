@@ -205,7 +205,9 @@ class _Builder:
             # Backward begins with the root's parameters, so freeing them would gain nothing.
             reshard = bool(fqn) and "parameter" in self.strategy.cuts
         precision = mode.precision
-        if around is not None and precision != around.precision and precision.output is None:
+        if around is not None and precision == around.precision:
+            precision = replace(precision, output=None)  # That is said of the model's output.
+        elif around is not None and precision.output is None:
             # What comes after the module expects the dtype of the unit around it.
             precision = replace(precision, output=around.precision.param)
         self.out.by_fqn[fqn] = Unit(

@@ -7,13 +7,15 @@ not know activations, gathered parameters or communication buffers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from meshplan.assign import Placed
 from meshplan.graph import DTYPE_BYTES
+from meshplan.layout import Layout
+from meshplan.mesh import Mesh
 from meshplan.plan import Plan
 from meshplan.spec import OPTIMIZER_STATES
 
@@ -47,23 +49,51 @@ def state_bytes(plan: Plan, rank: int = 0) -> StateBytes:
 
     Optimizer state is counted as it is from the second step on.
     """
+    return _sum(_kinds(plan), plan, rank)
+
+
+def state_bytes_by_rank(plan: Plan) -> tuple[StateBytes, ...]:
+    """`state_bytes` of every rank of the mesh."""
+    kinds = _kinds(plan)
+    return tuple(_sum(kinds, plan, rank) for rank in range(plan.mesh.world_size))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What the bytes of a tensor depend on: the hundreds of tensors of a model are of few kinds."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    stored: Layout
+    trainable: bool
+    is_buffer: bool
+
+
+def _kinds(plan: Plan) -> Counter[_Kind]:
+    return Counter(
+        _Kind(p.info.shape, p.dtype, p.stored, p.info.trainable, p.info.is_buffer)
+        for p in plan.assignment.tensors.values()
+    )
+
+
+def _sum(kinds: Mapping[_Kind, int], plan: Plan, rank: int) -> StateBytes:
     parameters = gradients = optimizer = buffers = 0
     kept = OPTIMIZER_STATES[plan.spec.optimizer]
     counters = 4 * _STEP_COUNTERS.get(plan.spec.optimizer, 0)
-    for placed in plan.assignment.tensors.values():
-        if placed.info.is_buffer:
-            buffers += placed.info.num_bytes
+    for kind, count in kinds.items():
+        stored = _stored_numel(kind, plan.mesh, rank) * DTYPE_BYTES[kind.dtype]
+        if kind.is_buffer:
+            buffers += count * stored
             continue
-        stored = _stored_numel(placed, plan, rank) * DTYPE_BYTES[placed.dtype]
-        parameters += stored
-        if placed.info.trainable:
+        parameters += count * stored
+        if kind.trainable:
             # FSDP2 reduces gradients into the padded shard whatever the strategy calls itself.
-            gradients += stored
-            local = placed.stored.local_numel(placed.info.shape, plan.mesh, rank)
-            optimizer += kept * local * DTYPE_BYTES[placed.dtype] + counters
+            gradients += count * stored
+            local = kind.stored.local_numel(kind.shape, plan.mesh, rank)
+            optimizer += count * (kept * local * DTYPE_BYTES[kind.dtype] + counters)
     return StateBytes(parameters, gradients, optimizer, buffers)
 
 
-def _stored_numel(placed: Placed, plan: Plan, rank: int) -> int:
+def _stored_numel(kind: _Kind, mesh: Mesh, rank: int) -> int:
     """Elements of storage: FSDP2 pads what it cuts to equal pieces."""
-    return placed.stored.padded_numel(placed.info.shape, plan.mesh, "dp_shard", rank)
+    return kind.stored.padded_numel(kind.shape, mesh, "dp_shard", rank)

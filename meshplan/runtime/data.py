@@ -5,7 +5,7 @@ Applied last, after tensor parallelism and activation checkpointing.
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshplan.assign import Placed, Unit
 from meshplan.mesh import DATA_AXES
 from meshplan.plan import Plan
-from meshplan.runtime.mesh import local_of, replicate_unit, submesh
+from meshplan.runtime.mesh import device, local_of, replicate_unit, submesh
 from meshplan.spec import Precision
 
 _DDP_WORDS = {"bucket_mb": "bucket_cap_mb"}
@@ -115,21 +115,20 @@ def _reduce_alone(params: set[nn.Parameter], plan: Plan, mesh: DeviceMesh) -> No
         gradient /= ranks
 
     for param in params:
+        param.data = param.data.to(device())  # FSDP2 moves only what it manages.
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(average)
 
 
-def set_gradient_sync(model: nn.Module, plan: Plan, is_last: bool) -> Any:
+def set_gradient_sync(model: nn.Module, plan: Plan, is_last: bool) -> AbstractContextManager[None]:
     """Say whether the coming backward is the last of the step; returns a context manager.
 
     What is synchronized before the last microbatch follows from the layouts: gradients that
     live whole (DDP, ZeRO-1) wait, gradients that live in shards (ZeRO-2 and 3) are reduced at
     once, and across replicas of shards (HSDP) only the last time.
     """
-    from contextlib import nullcontext
-
     if isinstance(model, DistributedDataParallel):
-        return nullcontext() if is_last else model.no_sync()
+        return nullcontext() if is_last else model.no_sync()  # type: ignore[return-value]
     keeps_whole = "gradient" not in plan.assignment.strategy.cuts
     for unit in plan.assignment.units.values():
         module = model.get_submodule(unit.fqn)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -105,6 +106,9 @@ def parallelize(
         values.fill(wrapped, decided)
         check_live(wrapped, decided)
         needs_scale = decided.spec.precision.param == "float16" and decided.spec.precision.is_mixed
+        if dist.get_rank() == 0:
+            for warning in decided.assignment.warnings:
+                warnings.warn(str(warning), stacklevel=2)
         wrapped.meshplan = Applied(decided, mesh, 2.0**16 if needs_scale else 1.0)  # type: ignore[assignment]
     return wrapped
 

@@ -35,6 +35,8 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
         if not placed.computed.axes and not placed.gathered_axes and not owners & styled:
             continue  # R on a parameter that nothing computes on in shards: it stays as it is.
         _distribute(model, placed.info.names, tp, placement(placed.stored, "tp"))
+        if placed.unit is None:
+            _lay_gradient(model.get_parameter(placed.info.fqn))
         if placed.gathered_axes:
             for name in placed.info.names:
                 _gather_at_use(model, name)
@@ -54,6 +56,22 @@ def _distribute(model: nn.Module, names: tuple[str, ...], tp: DeviceMesh, where:
     for name in names:
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, new)
+
+
+def _lay_gradient(param: nn.Parameter) -> None:
+    """Give the gradient the parameter's own layout, as a unit of sharding would.
+
+    Backward of an embedding leaves the whole vocabulary's gradient on every rank, and that of a
+    norm on a part of the sequence leaves addends: the optimizer would keep its state so.
+    """
+
+    def lay(gradient: torch.Tensor) -> torch.Tensor:
+        assert isinstance(gradient, DTensor)
+        assert isinstance(param, DTensor)
+        return gradient.redistribute(placements=param.placements)
+
+    if param.requires_grad:
+        param.register_hook(lay)
 
 
 def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> None:

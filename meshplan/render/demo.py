@@ -1,0 +1,91 @@
+"""`meshplan demo` on paper: losses beside losses, bytes held beside bytes predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshplan.memory import StateBytes
+from meshplan.render.show import states_to_json
+from meshplan.render.text import columns
+
+_MOST_ROWS = 12
+
+
+def losses_to_text(
+    losses: Sequence[float], alone: Sequence[float], num_ranks: int, tolerance: float
+) -> list[str]:
+    """A row for some of the steps, and the verdict on all."""
+    apart = differences(losses, alone)
+    every = -(-len(losses) // _MOST_ROWS)
+    last = len(losses) - 1
+    rows = [("step", _ranks(num_ranks), "1 process", "difference")]
+    rows += [
+        (str(step + 1), f"{losses[step]:.6f}", f"{alone[step]:.6f}", f"{apart[step]:.1e}")
+        for step in range(last + 1)
+        if step in (0, last) or (step + 1) % every == 0
+    ]
+    worst = max(apart)
+    verdict = "ok" if agrees(losses, alone, tolerance) else "DIFFERENT"
+    return [
+        "loss in nats per byte",
+        *columns(rows, ">>>>"),
+        f"largest difference of all {len(losses)} steps: {worst:.1e} of {tolerance:.0e} allowed: "
+        + verdict,
+    ]
+
+
+def bytes_to_text(live: Sequence[StateBytes], predicted: Sequence[StateBytes]) -> list[str]:
+    """A row per rank: what it held, what the plan said, and the difference."""
+    rows = [("rank", "parameters", "gradients", "optimizer", "held", "predicted", "difference")]
+    for rank, (held, said) in enumerate(zip(live, predicted, strict=True)):
+        numbers = (held.parameters_bytes, held.gradients_bytes, held.optimizer_bytes,
+                   held.total_bytes, said.total_bytes)  # fmt: skip
+        apart = _apart(held, said)
+        rows.append((str(rank), *(f"{n:,}" for n in numbers), f"{apart:,}" if apart else "0"))
+    num_apart = sum(held != said for held, said in zip(live, predicted, strict=True))
+    verdict = f"DIFFERENT on {num_apart} ranks" if num_apart else "ok on every rank, to the byte"
+    return [
+        "bytes of state that each rank held before the last optimizer step",
+        *columns(rows, ">>>>>>>"),
+        f"held and predicted: {verdict}",
+    ]
+
+
+def demo_to_json(
+    losses: Sequence[float],
+    alone: Sequence[float],
+    tolerance: float,
+    live: Sequence[StateBytes],
+    predicted: Sequence[StateBytes],
+) -> dict[str, Any]:
+    """The `result` of schema demo/1."""
+    return {
+        "ok": agrees(losses, alone, tolerance) and list(live) == list(predicted),
+        "losses": list(losses),
+        "losses_of_one_process": list(alone),
+        "max_difference": max(differences(losses, alone)),
+        "tolerance": tolerance,
+        "held_bytes": [states_to_json(states) for states in live],
+        "predicted_bytes": [states_to_json(states) for states in predicted],
+    }
+
+
+def differences(losses: Sequence[float], alone: Sequence[float]) -> list[float]:
+    """How far apart the two runs are, step by step."""
+    return [abs(a - b) for a, b in zip(losses, alone, strict=True)]
+
+
+def agrees(losses: Sequence[float], alone: Sequence[float], tolerance: float) -> bool:
+    """Whether no step differs by more than the tolerance; a loss that is not a number does."""
+    return all(apart <= tolerance for apart in differences(losses, alone))
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'' if count == 1 else 's'}"
+
+
+def _apart(held: StateBytes, said: StateBytes) -> int:
+    """The sum of the terms' differences: two mistakes must not cancel each other."""
+    one, other = states_to_json(held), states_to_json(said)
+    return sum(abs(one[term] - other[term]) for term in one if term != "total_bytes")

@@ -1,0 +1,47 @@
+"""`meshplan check` on paper: problems and warnings, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshplan.errors import Origin, Problem
+
+
+def findings_to_text(noun: str, findings: Sequence[Problem]) -> str:
+    """A count, then each finding.
+
+    >>> print(findings_to_text("warning", [Problem("this decides nothing", fix="remove it")]))
+    meshplan: 1 warning
+    this decides nothing
+        fix: remove it
+    """
+    head = f"meshplan: {len(findings)} {noun}{'' if len(findings) == 1 else 's'}"
+    return "\n".join([head, *map(str, findings)])
+
+
+def findings_to_json(
+    problems: Sequence[Problem], warnings: Sequence[Problem] = ()
+) -> dict[str, Any]:
+    """The `result` of schema check/1; what stands nowhere has null for its place."""
+    return {
+        "ok": not problems,
+        "problems": [_finding_to_json(problem) for problem in problems],
+        "warnings": [_finding_to_json(warning) for warning in warnings],
+    }
+
+
+def _finding_to_json(finding: Problem) -> dict[str, Any]:
+    return {"what": finding.what, **place_to_json(finding.origin), "fix": finding.fix}
+
+
+def place_to_json(origin: Origin | None) -> dict[str, Any]:
+    """File, line, column and path, each null where there is none."""
+    if origin is None:
+        return dict.fromkeys(("file", "line", "column", "path"))
+    return {
+        "file": origin.file,
+        "line": origin.line or None,
+        "column": origin.column or None,
+        "path": origin.path or None,
+    }

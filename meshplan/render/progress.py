@@ -1,0 +1,42 @@
+"""Progress on stderr: a bar on a terminal, a few plain lines in a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_NUM_LINES = 8
+
+
+@contextmanager
+def loss_progress(title: str, steps: int, *, is_quiet: bool = False) -> Iterator[Callable[[int, float], None]]:
+    """A function to be told each step's number, counted from 1, and its loss."""
+    if is_quiet:
+        yield lambda step, loss: None
+    elif sys.stderr.isatty():
+        with _bar(title, steps) as told:
+            yield told
+    else:
+        every = max(1, steps // _NUM_LINES)
+
+        def told(step: int, loss: float) -> None:
+            if step in (1, steps) or step % every == 0:
+                print(f"{title}: step {step}/{steps}, loss {loss:.3f}", file=sys.stderr, flush=True)
+
+        yield told
+
+
+@contextmanager
+def _bar(title: str, steps: int) -> Iterator[Callable[[int, float], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    shown = ("[bold]{task.description}", "loss {task.fields[loss]}")
+    bar = Progress(
+        TextColumn(shown[0]), BarColumn(), MofNCompleteColumn(), TextColumn(shown[1]),
+        TimeElapsedColumn(), console=Console(stderr=True),
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task(title, total=steps, loss="-")
+        yield lambda step, loss: bar.update(task, completed=step, loss=f"{loss:.3f}")

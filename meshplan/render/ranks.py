@@ -1,0 +1,68 @@
+"""The mesh as a map: one row per node, one column per device of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshplan.plan import Plan
+from meshplan.render.text import columns
+
+_MOST_ROWS = 8
+_MOST_COLUMNS = 16
+_GAP = "..."
+
+
+def map_of_ranks(plan: Plan) -> list[str]:
+    """Title and map: an axis that varies within every node alike heads the columns, one that
+    tells nodes apart heads the rows, any other is written behind each rank.
+    """
+    mesh, hardware = plan.mesh, plan.spec.hardware
+    world = mesh.world_size
+    if hardware is not None:
+        per_row, noun = hardware.gpus_per_node, "node"
+        where = f"{hardware.nodes} node{'s' if hardware.nodes > 1 else ''} x {per_row}"
+    else:
+        # Nothing says where a node ends: a row per position on the outermost axis.
+        per_row, noun = world // mesh.axes[0].size if len(mesh.axes) > 1 else world, "row"
+        where = "nodes not stated"
+    num_rows = world // per_row
+    at = [mesh.coordinates(rank) for rank in range(world)]
+    of_column = [n for n in mesh.names if all(c[n] == at[r % per_row][n] for r, c in enumerate(at))]
+    of_row = [
+        n
+        for n in mesh.names
+        if n not in of_column and all(c[n] == at[r - r % per_row][n] for r, c in enumerate(at))
+    ]
+    mixed = [name for name in mesh.names if name not in of_column and name not in of_row]
+    rows, cols = _some(num_rows, _MOST_ROWS), _some(per_row, _MOST_COLUMNS)
+
+    def cell(row: int | None, col: int | None) -> str:
+        if row is None or col is None:
+            return _GAP
+        rank = row * per_row + col
+        return ":".join([str(rank), *(str(at[rank][name]) for name in mixed)])
+
+    def label(row: int | None) -> str:
+        if row is None:
+            return ""
+        words = [f"{noun} {row}"] if noun == "node" else []
+        return ", ".join([*words, *(f"{name} {at[row * per_row][name]}" for name in of_row)])
+
+    table = [
+        ["", name, *(_GAP if col is None else str(at[col][name]) for col in cols)]
+        for name in of_column
+    ]
+    head = "rank" if not mixed else f"rank:{':'.join(mixed)}"
+    table += [
+        [label(row), head if number == 0 else "", *(cell(row, col) for col in cols)]
+        for number, row in enumerate(rows)
+    ]
+    title = f"mesh {mesh} = {world} rank{'' if world == 1 else 's'} ({where})"
+    return [title, *("  " + line for line in columns(table, "<>" + ">" * len(cols)))]
+
+
+def _some(count: int, most: int) -> Sequence[int | None]:
+    """All of 0..count-1, or the first few, a gap and the last."""
+    if count <= most:
+        return range(count)
+    return [*range(most - 2), None, count - 1]

@@ -1,0 +1,283 @@
+"""`meshplan show` on paper: the mesh, every layout with the line that decided it, the bytes.
+
+Reads a `Plan`. Blocks that are equal in everything shown here become one (`layers.{0..31}`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshplan.assign import Placed, Reason
+from meshplan.memory import StateBytes, state_bytes_by_rank
+from meshplan.plan import Plan
+from meshplan.render.findings import place_to_json
+from meshplan.render.ranks import map_of_ranks
+from meshplan.render.text import columns, paint
+from meshplan.render.tree import Entry, fold_tree
+from meshplan.units import format_bytes
+
+_WRAPPERS: Mapping[str, str] = {
+    "none": "no data axis",
+    "ddp": "DistributedDataParallel around the whole model",
+    "units": "FSDP2, unit by unit",
+}
+
+
+def plan_to_text(plan: Plan, *, colour: bool = False) -> list[str]:
+    """The whole plan: mesh, settings, tree and resident state."""
+    graph = plan.graph
+    title = f"{graph.name}, {graph.num_params:,} parameters, under {plan.spec.source}"
+    sections = [
+        [paint(title, "bold", colour)],
+        map_of_ranks(plan),
+        columns(_settings(plan), "<<"),
+        _tree(plan),
+        states_to_text(plan),
+    ]
+    return "\n\n".join("\n".join(section) for section in sections).splitlines()
+
+
+def _settings(plan: Plan) -> list[tuple[str, str]]:
+    spec, assignment = plan.spec, plan.assignment
+    stated = spec.strategy is not None
+    source = spec.origin("strategy" if stated else "mesh")
+    strategy = Reason(assignment.strategy.name + ("" if stated else " (implied)"), source)
+    clip = spec.clip_grad_norm
+    precision = spec.precision
+    roles = {"param": precision.param, "reduce": precision.reduce,
+             "output": precision.output, "master": precision.master}  # fmt: skip
+    stated_roles = [f"{role} {dtype}" for role, dtype in roles.items() if dtype]
+    return [
+        ("strategy", f"{_why(strategy, plan)}; applied as {_WRAPPERS[assignment.wrapper]}"),
+        ("precision", ", ".join(stated_roles) or "the model's own"),
+        ("optimizer", spec.optimizer + (f", gradient norm at most {clip:g}" if clip else "")),
+        ("batch", _batch(plan)),
+        *([("tp", "sequence parallel")] if assignment.sequence_parallel else []),
+    ]
+
+
+def _batch(plan: Plan) -> str:
+    seq_len = plan.spec.batch.seq_len
+    each = f" of {seq_len:,} tokens" if seq_len else ""
+    ranks = plan.num_data_ranks
+    if plan.micro is None:
+        return f"{plan.accumulate} x micro (not stated){each} x {ranks} data ranks"
+    samples = plan.micro * plan.accumulate * ranks
+    tokens = f" = {samples * seq_len:,} tokens" if seq_len else ""
+    return (
+        f"micro {plan.micro} x accumulate {plan.accumulate} x {ranks} data rank"
+        f"{'' if ranks == 1 else 's'} = {samples} samples{each}{tokens} per step"
+    )
+
+
+def _tree(plan: Plan) -> list[str]:
+    header = ("module or tensor", "class", "shape", "at rest", "on rank 0", "dtype")
+    rows = [(*header, f"decided by (line:column of {plan.spec.source})")]
+    rows += [
+        ("  " * row.depth + row.name, *row.cells)  # type: ignore[list-item]
+        for row in fold_tree(_entries(plan))
+    ]
+    return columns(rows, "<<<<<<<")
+
+
+def _entries(plan: Plan) -> list[Entry]:
+    """A row per module that is decided upon and per tensor, in definition order."""
+    graph, assignment = plan.graph, plan.assignment
+    notes: dict[str, list[str]] = {fqn: [] for fqn in graph.modules}
+    for fqn, unit in assignment.units.items():
+        notes[fqn].append(f"{_unit(plan, fqn)}: {_why(unit.reason, plan)}")
+        if unit.precision != plan.spec.precision and unit.precision.word:
+            notes[fqn].append(f"precision {unit.precision.word}")
+    for fqn, recompute in assignment.recompute.items():
+        save = f", keeping {', '.join(recompute.policy.save)}" if recompute.policy.save else ""
+        reason = Reason(
+            f"activation_checkpointing: {recompute.policy.mode}{save}", recompute.reason.origin
+        )
+        notes[fqn].append(_why(reason, plan))
+    for fqn, code, reason in assignment.apply:
+        notes[fqn].append(_why(Reason(f"apply: {code}", reason.origin), plan))
+    by_module: dict[str, list[Placed]] = {}
+    for placed in assignment.tensors.values():
+        module = placed.info.module
+        by_module.setdefault(module if module in graph.modules else "", []).append(placed)
+    for fqn, use in assignment.styles.items():
+        if not any(placed.tp_reason == use.reason for placed in by_module.get(fqn, ())):
+            notes[fqn].append(_why(use.reason, plan))
+    pieces: dict[tuple[object, ...], str] = {}
+    out = []
+    for fqn, module in graph.modules.items():
+        if notes[fqn] or not fqn:
+            cells = (module.type, "", "", "", "", "; ".join(notes[fqn]))
+            out.append(Entry(fqn, True, cells))
+        out += [
+            Entry(placed.info.fqn, False, (module.type, *_tensor_cells(plan, placed, pieces)))
+            for placed in by_module.get(fqn, ())
+        ]
+    return out
+
+
+def _unit(plan: Plan, fqn: str) -> str:
+    unit = plan.assignment.units[fqn]
+    if not unit.is_sharded:
+        return "replicated unit"
+    reshard = unit.reshard_after_forward
+    if isinstance(reshard, bool):
+        return "unit freed after forward" if reshard else "unit kept until backward ends"
+    return f"unit cut over {reshard} ranks after forward"
+
+
+def _tensor_cells(
+    plan: Plan, placed: Placed, pieces: dict[tuple[object, ...], str]
+) -> tuple[str, ...]:
+    info, mesh = placed.info, plan.mesh
+    key = (info.shape, placed.stored)
+    if key not in pieces:
+        pieces[key] = _pieces(plan, placed)
+    dtype = placed.dtype
+    if placed.compute_dtype != dtype:
+        dtype += f", computed in {placed.compute_dtype}"
+    # What made the unit, ", repeated block", is said on its own row.
+    data = Reason(placed.data_reason.text.partition(", ")[0], placed.data_reason.origin)
+    why = [_why(r, plan) for r in (placed.tp_reason, data) if r]
+    if not info.is_buffer and not info.trainable:
+        why.append("frozen")
+    if info.aliases:
+        why.append(f"also named {', '.join(info.aliases)}")
+    return _shape(info.shape), placed.stored.spell(mesh), pieces[key], dtype, "; ".join(why)
+
+
+def _pieces(plan: Plan, placed: Placed) -> str:
+    """What rank 0 holds, and the smallest piece where pieces differ."""
+    first = placed.local_shape(plan.mesh)
+    smallest = _smallest(plan, placed)
+    return _shape(first) + (f", least {_shape(smallest)}" if smallest != first else "")
+
+
+def _smallest(plan: Plan, placed: Placed) -> tuple[int, ...]:
+    """The piece with the fewest elements; uneven cuts of cuts need not leave it to the last rank."""
+    shape, mesh = placed.info.shape, plan.mesh
+    ranks = range(mesh.world_size) if placed.stored.axes else range(1)
+    least = min(ranks, key=lambda rank: placed.stored.local_numel(shape, mesh, rank))
+    return placed.local_shape(mesh, least)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def _why(reason: Reason, plan: Plan) -> str:
+    """`13:17 tp: colwise`: the line first; the file only where it is another one."""
+    origin = reason.origin
+    if origin is None:
+        return reason.text
+    here = origin.file == plan.spec.source
+    place = (f"{origin.line}:{origin.column}" if origin.line else "") if here else origin.place
+    return f"{place} {reason.text}" if place else reason.text
+
+
+def states_to_text(plan: Plan) -> list[str]:
+    """The resident bytes of a rank: one row where all are equal, else the fullest and the least."""
+    every = state_bytes_by_rank(plan)
+    totals = [states.total_bytes for states in every]
+    most, least = totals.index(max(totals)), totals.index(min(totals))
+    rows = [("rank", "parameters", "gradients", plan.spec.optimizer, "buffers", "total", "")]
+    if len(set(every)) == 1:
+        rows.append(_states_row("every rank" if len(every) > 1 else "the one rank", every[0]))
+    else:
+        rows.append(_states_row(f"{most} (most)", every[most]))
+        rows.append(_states_row(f"{least} (least)", every[least]))
+    title = "resident state between backward and the optimizer's step, activations apart"
+    return [title, *columns(rows, "<>>>>>>")]
+
+
+def _states_row(name: str, states: StateBytes) -> tuple[str, ...]:
+    parts = (states.parameters_bytes, states.gradients_bytes, states.optimizer_bytes,
+             states.buffers_bytes, states.total_bytes)  # fmt: skip
+    return (name, *map(format_bytes, parts), f"= {states.total_bytes:,} B")
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """The `result` of schema show/1: nothing folded, every rank's bytes."""
+    assignment, spec, mesh = plan.assignment, plan.spec, plan.mesh
+    return {
+        "source": spec.source,
+        "model": plan.graph.name,
+        "num_params": plan.graph.num_params,
+        "mesh": mesh.sizes,
+        "world_size": mesh.world_size,
+        "nodes": spec.hardware.nodes if spec.hardware else None,
+        "strategy": assignment.strategy.name,
+        "wrapper": assignment.wrapper,
+        "sequence_parallel": assignment.sequence_parallel,
+        "optimizer": spec.optimizer,
+        "clip_grad_norm": spec.clip_grad_norm,
+        "batch": {
+            "micro": plan.micro, "accumulate": plan.accumulate,
+            "data_ranks": plan.num_data_ranks, "seq_len": spec.batch.seq_len,
+        },
+        "units": [
+            {
+                "module": unit.fqn,
+                "shard_axes": unit.shard_axes,
+                "replicate_axes": unit.replicate_axes,
+                "reshard_after_forward": unit.reshard_after_forward,
+                "precision": {
+                    "param": unit.precision.param, "reduce": unit.precision.reduce,
+                    "output": unit.precision.output, "master": unit.precision.master,
+                },
+                "decided_by": _reason_to_json(unit.reason),
+            }
+            for unit in assignment.units.values()
+        ],
+        "styles": [
+            {"module": fqn, "style": use.style.name, "axis": use.axis,
+             "decided_by": _reason_to_json(use.reason)}
+            for fqn, use in assignment.styles.items()
+        ],
+        "activation_checkpointing": [
+            {"module": fqn, "mode": recompute.policy.mode, "save": recompute.policy.save,
+             "decided_by": _reason_to_json(recompute.reason)}
+            for fqn, recompute in assignment.recompute.items()
+        ],
+        "apply": [
+            {"module": fqn, "function": code, "decided_by": _reason_to_json(reason)}
+            for fqn, code, reason in assignment.apply
+        ],
+        "tensors": [_tensor_to_json(plan, placed) for placed in assignment.tensors.values()],
+        "state_bytes": [states_to_json(states) for states in state_bytes_by_rank(plan)],
+    }  # fmt: skip
+
+
+def _tensor_to_json(plan: Plan, placed: Placed) -> dict[str, Any]:
+    info = placed.info
+    return {
+        "name": info.fqn,
+        "aliases": info.aliases,
+        "shape": info.shape,
+        "layout": placed.stored.spell(plan.mesh),
+        "local_shape": placed.local_shape(plan.mesh),
+        "dtype": placed.dtype,
+        "compute_dtype": placed.compute_dtype,
+        "is_buffer": info.is_buffer,
+        "trainable": info.trainable,
+        "unit": placed.unit,
+        "decided_by": [
+            _reason_to_json(r) for r in (placed.tp_reason, placed.data_reason) if r is not None
+        ],
+    }
+
+
+def states_to_json(states: StateBytes) -> dict[str, int]:
+    """The bytes of one rank, term by term."""
+    return {
+        "parameters_bytes": states.parameters_bytes,
+        "gradients_bytes": states.gradients_bytes,
+        "optimizer_bytes": states.optimizer_bytes,
+        "buffers_bytes": states.buffers_bytes,
+        "total_bytes": states.total_bytes,
+    }
+
+
+def _reason_to_json(reason: Reason) -> dict[str, Any]:
+    return {"text": reason.text, **place_to_json(reason.origin)}

@@ -1,0 +1,112 @@
+"""A long tree as a short one: equal branches whose names differ in numbers become one row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from meshplan.match import fold
+
+_NUMBERS = re.compile(r"\{([0-9]+)[0-9.,]*\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A module or a tensor, and what is to be shown of it.
+
+    Args:
+        fqn: Its dotted name.
+        is_module: Whether what lies below it is shown inside it.
+        cells: The columns after the name.
+    """
+
+    fqn: str
+    is_module: bool
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line: how deep, its name relative to the row around it, the other columns."""
+
+    depth: int
+    name: str
+    cells: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Node:
+    name: str
+    entry: Entry
+    children: list[_Node] = field(default_factory=list)
+
+
+def fold_tree(entries: Iterable[Entry]) -> list[Row]:
+    """The rows of a tree, equal branches folded.
+
+    Two branches are equal when every cell and every relative name in them is.
+
+    Args:
+        entries: The root module (fqn "") first, then parents before what is in them.
+
+    >>> rows = fold_tree([
+    ...     Entry("", True, ("Net",)),
+    ...     Entry("layers.0.w", False, ("cut",)), Entry("layers.1.w", False, ("cut",)),
+    ...     Entry("layers.2.w", False, ("whole",)),
+    ... ])
+    >>> [(row.depth, row.name, *row.cells) for row in rows]
+    [(0, '(model)', 'Net'), (1, 'layers.{0,1}.w', 'cut'), (1, 'layers.2.w', 'whole')]
+    """
+    root = _grow(entries)
+    shapes: dict[tuple[object, ...], int] = {}
+    return list(_rows(root, "(model)", 0, shapes, _number(root, shapes)))
+
+
+def _grow(entries: Iterable[Entry]) -> _Node:
+    """Hang every entry below the innermost module around it."""
+    modules: dict[str, _Node] = {}
+    for entry in entries:
+        node = _Node(entry.fqn, entry)
+        around = entry.fqn
+        while modules and around not in modules:
+            around = around.rpartition(".")[0]
+        if modules:
+            node.name = entry.fqn[len(around) :].removeprefix(".")
+            modules[around].children.append(node)
+        if entry.is_module:
+            modules[entry.fqn] = node
+    return modules[""]
+
+
+def _number(node: _Node, shapes: dict[tuple[object, ...], int]) -> dict[int, int]:
+    """By node, a number that equal branches share."""
+    out: dict[int, int] = {}
+    todo = [(node, False)]
+    while todo:
+        here, is_done = todo.pop()
+        if not is_done:
+            todo += [(here, True), *((child, False) for child in here.children)]
+            continue
+        below = tuple((child.name, out[id(child)]) for child in here.children)
+        shape = (here.entry.is_module, here.entry.cells, below)
+        out[id(here)] = shapes.setdefault(shape, len(shapes))
+    return out
+
+
+def _rows(
+    node: _Node, name: str, depth: int, shapes: dict[tuple[object, ...], int], of: dict[int, int]
+) -> Iterator[Row]:
+    yield Row(depth, name, node.entry.cells)
+    groups: dict[int, dict[str, _Node]] = {}
+    for child in node.children:
+        groups.setdefault(of[id(child)], {})[child.name] = child
+    order = {child.name: number for number, child in enumerate(node.children)}
+    folded = [
+        (order[first], pattern, group[first])
+        for group in groups.values()
+        for pattern in fold(group)
+        for first in [_NUMBERS.sub(r"\1", pattern)]
+    ]
+    for _, pattern, child in sorted(folded, key=lambda item: item[0]):
+        yield from _rows(child, pattern, depth + 1, shapes, of)

@@ -1,0 +1,154 @@
+"""The demo: train the byte model on real text under a plan, and once more without any plan.
+
+The text is Python's own language reference, which every Python carries. Both runs begin with the
+same numbers and see the same batches, so their losses must agree.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from pydoc_data.topics import topics
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from meshplan.errors import Problem, SpecError
+from meshplan.memory import StateBytes
+from meshplan.plan import Plan
+from meshplan.reader import load_spec
+from meshplan.runtime.demo_model import build, next_byte_loss
+from meshplan.runtime.local_ranks import Send, run_ranks
+from meshplan.runtime.measure import live_bytes
+from meshplan.runtime.parallelize import parallelize
+from meshplan.runtime.train import local_batch, train_step
+
+SEED: Final = 0
+MAX_RANKS: Final = 16
+_MICRO, _SEQ_LEN = 4, 128
+"""Samples per rank and bytes per sample where the plan does not say."""
+
+_OPTIMIZERS: Final[Mapping[str, Callable[..., torch.optim.Optimizer]]] = MappingProxyType(
+    {
+        "adamw": partial(torch.optim.AdamW, lr=3e-3),
+        "adam": partial(torch.optim.Adam, lr=3e-3),
+        "sgd": partial(torch.optim.SGD, lr=0.5),
+        "sgd_momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+        "rmsprop": partial(torch.optim.RMSprop, lr=1e-3),
+    }
+)
+
+Told = Callable[[int, float], None]
+"""Is told each step's number, counted from 1, and its loss."""
+
+
+def check_demo(plan: Plan, steps: int) -> None:
+    """Refuse what the demo cannot run on one machine.
+
+    Raises:
+        SpecError: With every reason.
+    """
+    problems = []
+    if plan.mesh.world_size > MAX_RANKS:
+        what = f"{plan.mesh.world_size} ranks are more than the {MAX_RANKS} that the demo starts"
+        fix = "use a smaller mesh, with --set if need be"
+        problems.append(Problem(what, plan.spec.origin("mesh"), fix))
+    if plan.spec.optimizer not in _OPTIMIZERS:
+        what = f"torch has no optimizer {plan.spec.optimizer}"
+        fix = f"use {', '.join(_OPTIMIZERS)}: --set optimizer=adamw"
+        problems.append(Problem(what, plan.spec.origin("optimizer"), fix))
+    if steps < 2:
+        what = "the demo needs two steps: an optimizer has state from the second one on"
+        problems.append(Problem(what, None, "--steps 2 or more"))
+    if problems:
+        raise SpecError(problems)
+
+
+def tolerance(plan: Plan) -> float:
+    """How far losses may differ: sums in another order, or another precision altogether."""
+    dtypes = {d for p in plan.assignment.tensors.values() for d in (p.dtype, p.compute_dtype)}
+    return 1e-4 if dtypes == {"float32"} else 5e-2
+
+
+def train_under_plan(
+    plan: Plan, overrides: Sequence[str], steps: int, told: Told
+) -> tuple[list[float], list[StateBytes]]:
+    """Train in as many processes as the plan has ranks.
+
+    Returns:
+        The loss of every step, and what each rank really held before the last optimizer step.
+
+    Raises:
+        ApplyError: A rank raised, died or fell silent.
+    """
+    losses: list[float] = []
+    held: dict[int, StateBytes] = {}
+    world, hardware = plan.mesh.world_size, plan.spec.hardware
+    per_node = hardware.gpus_per_node if hardware else world
+    job = (plan.spec.source, tuple(overrides), steps)
+    with closing(run_ranks(world, per_node, _train_rank, *job)) as messages:
+        for rank, message in messages:
+            if isinstance(message, StateBytes):
+                held[rank] = message
+            else:
+                losses.append(message)
+                told(len(losses), message)
+    return losses, [held[rank] for rank in range(world)]
+
+
+def train_alone(plan: Plan, steps: int, told: Told) -> list[float]:
+    """The same training in this process, in plain PyTorch that knows of no plan."""
+    torch.manual_seed(SEED)
+    model = build()
+    optimizer = _OPTIMIZERS[plan.spec.optimizer](model.parameters())
+    losses = []
+    for step, (inputs, targets) in enumerate(_batches(plan, steps)):
+        loss = next_byte_loss(model(inputs), targets)
+        loss.backward()
+        if plan.spec.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), plan.spec.clip_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        told(step + 1, losses[-1])
+    return losses
+
+
+def _train_rank(send: Send, source: str, overrides: Sequence[str], steps: int) -> None:
+    """One rank's part; rank 0 sends the losses, every rank sends what it held."""
+    # FSDP2's advice on modules that hand out views concerns edits in place, which no style makes.
+    warnings.filterwarnings("ignore", message=".*returned a view tensor")
+    torch.manual_seed(SEED)
+    model = parallelize(build(), load_spec(source, overrides))
+    plan: Plan = model.meshplan.plan  # type: ignore[union-attr, assignment]
+    optimizer = _OPTIMIZERS[plan.spec.optimizer](model.parameters())
+    held: list[StateBytes] = []
+
+    def measure(*_: Any) -> None:
+        held.append(live_bytes(model, optimizer))
+
+    for step, batch in enumerate(_batches(plan, steps)):
+        if step == steps - 1:
+            optimizer.register_step_pre_hook(measure)
+        inputs, targets = local_batch(model, batch)
+        loss = train_step(model, optimizer, inputs, targets, next_byte_loss)
+        if torch.distributed.get_rank() == 0:
+            send(loss)
+    send(held[0])
+
+
+def _batches(plan: Plan, steps: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """The global batches of all steps: windows of the text, and the same one byte later."""
+    text = torch.frombuffer(bytearray("".join(topics.values()).encode()), dtype=torch.uint8).long()
+    samples = (plan.micro or _MICRO) * plan.accumulate * plan.num_data_ranks
+    seq_len = plan.spec.batch.seq_len or _SEQ_LEN
+    generator = torch.Generator().manual_seed(SEED)
+    for _ in range(steps):
+        starts = torch.randint(len(text) - seq_len, (samples, 1), generator=generator)
+        window = text[starts + torch.arange(seq_len + 1)]
+        yield window[:, :-1], window[:, 1:]

@@ -1,0 +1,210 @@
+"""Ranks on this machine: real processes with gloo between them, watched until the last is gone.
+
+A small torchrun for CPU: processes are forked from one that imported torch once, so that eight
+of them start in tenths of a second. Whatever happens, none is left: an error, a death or silence
+of one rank ends them all, as do Ctrl-C here and the death of this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from meshplan.errors import ApplyError, MeshplanError, Problem
+
+SILENCE_S: Final = 120.0
+"""How long all ranks together may say nothing before they are ended."""
+_GRACE_S: Final = 1.0
+"""How long other ranks may still report after the first failure: the cause may come second."""
+
+_PRELOAD: Final = (
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "torch._dynamo",
+)
+
+Send = Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    process: BaseProcess
+    connection: Connection
+
+
+def prepare() -> None:
+    """Start importing torch in the background; optional, it only saves time."""
+    # What Ctrl-C does to the ranks is decided here, not by a half-imported process.
+    before = _ignore_interrupts()
+    try:
+        multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOAD))
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+
+
+def run_ranks(
+    world: int, per_node: int, function: Callable[..., Any], *args: Any
+) -> Iterator[tuple[int, Any]]:
+    """Run `function(send, *args)` on every rank of a new process group.
+
+    Args:
+        world: How many ranks.
+        per_node: How many of them count as one node.
+        function: A function of an importable module. torch.distributed is initialised; what it
+            gives to `send` comes out here.
+
+    Yields:
+        (rank, what it sent), as they come, until every rank has returned.
+
+    Raises:
+        ApplyError: A rank raised, died, or nothing was heard for `SILENCE_S`.
+    """
+    prepare()
+    # This process serves the rendezvous: no port is guessed, and no rank's death takes it along.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    ranks: list[_Rank] = []
+    try:
+        for rank in range(world):
+            here, there = context.Pipe()
+            environment = _environment(rank, world, per_node, store.port)
+            process = context.Process(
+                target=_work, args=(there, environment, function, args), daemon=True
+            )
+            process.start()
+            there.close()
+            ranks.append(_Rank(process, here))
+        yield from _listen(ranks)
+    finally:
+        for each in ranks:
+            each.process.kill()
+        for each in ranks:
+            each.process.join()
+            each.connection.close()
+
+
+def _listen(ranks: list[_Rank]) -> Iterator[tuple[int, Any]]:
+    by_connection = {each.connection: number for number, each in enumerate(ranks)}
+    failures: dict[int, Problem] = {}
+    deadline = time.monotonic() + SILENCE_S
+    while by_connection:
+        remaining = deadline - time.monotonic()
+        ready = wait(list(by_connection), max(0.0, remaining))
+        if not ready:
+            break
+        if not failures:
+            deadline = time.monotonic() + SILENCE_S
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = by_connection[connection]
+            try:
+                kind, value = connection.recv()
+            except (EOFError, ConnectionResetError):
+                ranks[rank].process.join()
+                kind, value = "died", ranks[rank].process.exitcode
+            if kind == "sent":
+                yield rank, value
+                continue
+            del by_connection[connection]
+            if kind != "returned":
+                failures[rank] = _problem(rank, kind, value)
+        if failures:
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
+    if failures:
+        # A rank that died makes the collectives of the others raise: its death is the cause.
+        raise ApplyError(min(failures.items(), key=lambda item: ("died" not in item[1].what, item[0]))[1])
+    if by_connection:
+        silent = ", ".join(map(str, sorted(by_connection.values())))
+        raise ApplyError(Problem(f"ranks {silent} said nothing for {SILENCE_S:.0f} s"))
+
+
+def _problem(rank: int, kind: str, value: Any) -> Problem:
+    if kind == "died":
+        how = signal.Signals(-value).name if value and value < 0 else f"exit code {value}"
+        fix = "perhaps memory ran out" if value == -signal.SIGKILL else ""
+        return Problem(f"rank {rank} died ({how})", None, fix)
+    return Problem(f"rank {rank} {value}")
+
+
+def _environment(rank: int, world: int, per_node: int, port: int) -> dict[str, str]:
+    """What torchrun would tell this rank, and that it is to compute on the CPU."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank % per_node),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "GROUP_RANK": str(rank // per_node),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": loopback,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def _work(
+    connection: Connection,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """The life of a rank."""
+    _ignore_interrupts()
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        _join()
+        function(lambda value: connection.send(("sent", value)), *args)
+        connection.send(("returned", None))
+    except MeshplanError as error:
+        connection.send(("raised", f"refused:\n{error}"))
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+        connection.send(("raised", f"raised {type(error).__name__}: {error} ({place})"))
+    with contextlib.suppress(OSError, EOFError):
+        connection.recv()  # Wait to be ended: leaving the group early would upset the others.
+
+
+def _join() -> None:
+    """Meet the others at the store of the process that started them."""
+    timeout = timedelta(seconds=SILENCE_S)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(host, port, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def _ignore_interrupts() -> Any:
+    """Leave Ctrl-C to the process that started the ranks; returns the handler that was."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

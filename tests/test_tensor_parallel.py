@@ -1,0 +1,168 @@
+"""Tensor parallelism beyond the recipes: sequence parallel, placements, vocab, gathered use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import meshplan
+from tests import models, parity
+from tests.test_parity import assert_same
+
+COLWISE = {"match": "**.{wq,wk,wv,w1,w3}", "place": {"tp": "colwise"}}
+ROWWISE = {"match": "**.{wo,w2}", "place": {"tp": "rowwise"}}
+VOCAB = {"match": ["embed", "head"], "place": {"tp": "vocab"}}
+NORMS = {"match": "**.{norm,norm1,norm2}", "place": {"tp": "sequence_parallel"}}
+PLAIN = [COLWISE, ROWWISE, VOCAB]
+TP4: dict[str, Any] = {"version": 1, "mesh": {"tp": 4}}
+TP2: dict[str, Any] = {"version": 1, "mesh": {"dp_shard": 2, "tp": 2}}
+
+
+def rule(match: object, **place: str) -> dict[str, object]:
+    return {"match": match, "place": place}
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sequence parallel": (
+        "own_llama",
+        TP4 | {"sequence_parallel": True, "rules": [*PLAIN, NORMS]},
+    ),
+    "sequence parallel and full_shard": (
+        "own_llama",
+        TP2 | {"sequence_parallel": True, "rules": [*PLAIN, NORMS]},
+    ),
+    "sequence parallel norms in a replicated stream": (
+        "own_llama",
+        TP2 | {"rules": [*PLAIN, NORMS]},
+    ),
+    "S(d) on modules": (
+        "own_llama",
+        TP2
+        | {
+            "rules": [
+                rule("head", tp="S(0)"),
+                rule("embed", tp="S(1)"),
+                rule("layers.*.attn.wq", tp="S(1)"),
+                rule("layers.*.norm1", tp="S(0)"),
+            ]
+        },
+    ),
+    "S(d) and R on parameters": (
+        "own_llama",
+        TP4
+        | {
+            "rules": [
+                rule({"param": "layers.*.ffn.w*.weight"}, tp="S(0)"),
+                rule({"param": "norm.weight"}, tp="S(0)"),
+                rule({"param": "head.weight"}, tp="R"),
+            ]
+        },
+    ),
+    "parameters held by root and block, uneven": (
+        "odd",
+        TP2
+        | {
+            "rules": [
+                rule({"param": "bias"}, tp="S(0)"),
+                rule({"param": "blocks.*.up.weight"}, tp="S(0)"),
+            ]
+        },
+    ),
+    "gathered embedding and colwise head": (
+        "own_llama",
+        TP2
+        | {
+            "rules": [
+                COLWISE,
+                ROWWISE,
+                rule("embed", tp="colwise_gather_output"),
+                rule("head", tp="colwise_gather_output"),
+            ]
+        },
+    ),
+    "conv1d vocab": (
+        "gpt2",
+        TP4
+        | {"rules": models.tp_rules("gpt2") + [rule(["transformer.wte", "lm_head"], tp="vocab")]},
+    ),
+    "rowwise of a replicated input": (
+        "own_llama",
+        TP4 | {"rules": [rule("layers.*.attn.wq", tp="rowwise_split_input")]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parity(pool, case):
+    assert_same(pool(4).run(parity.train, *CASES[case])[0])
+
+
+class Uneven(nn.Module):
+    """A vocabulary and a head that 4 ranks cannot share equally."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(131, 16, padding_idx=3)
+        self.head = nn.Linear(16, 131)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens).tanh())
+
+
+def uneven(plan: dict[str, Any]) -> float:
+    def one(model: nn.Module) -> list[float]:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(3):
+            tokens = torch.arange(48).reshape(4, 12).add(step * 31).remainder(131)
+            loss = models.loss(model(tokens), tokens)
+            loss.backward()
+            sgd.step()
+            sgd.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    torch.manual_seed(1)
+    alone = Uneven()
+    live = meshplan.parallelize(alone, plan)
+    torch.manual_seed(1)
+    return max(abs(a - b) for a, b in zip(one(live), one(Uneven()), strict=True))
+
+
+def test_uneven_vocab(pool):
+    plan = TP4 | {"rules": [rule(["embed", "head"], tp="vocab")]}
+    assert max(pool(4).run(uneven, plan)) <= parity.TOLERANCE
+
+
+def collectives(plan: dict[str, Any]) -> dict[str, int]:
+    """Count the collectives of one backward."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    model = meshplan.parallelize(models.build("own_llama"), plan)
+    inputs, targets = models.batch("own_llama", 0)
+    loss = models.loss(model(inputs), targets)
+    with CommDebugMode() as counted:
+        loss.backward()
+    return {str(op).split(".")[-1]: n for op, n in counted.get_comm_counts().items()}
+
+
+def test_projections_that_read_one_tensor_share_the_gradient_all_reduce(pool):
+    plan = TP2 | {"mesh": {"tp": 2}, "rules": PLAIN}
+    counts = pool(2).run(collectives, plan)[0]
+    # Per block: one for q, k and v together, one for w1 and w3 together; and one for the head.
+    assert counts == {"all_reduce": 2 * 4 + 1}
+
+
+def ties(plan: dict[str, Any]) -> tuple[bool, bool]:
+    model = meshplan.parallelize(models.build("hf_llama_tied"), plan)
+    embed, head = model.model.embed_tokens, model.lm_head
+    return embed.weight is head.weight, isinstance(embed.weight, DTensor)
+
+
+def test_tied_weights_stay_one_tensor(pool):
+    plan = TP2 | {"rules": models.tp_rules("hf_llama_tied")}
+    assert pool(4).run(ties, plan) == [(True, True)] * 4

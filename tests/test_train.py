@@ -1,0 +1,142 @@
+"""The helpers of the loop: batches, accumulation, clipping, the fp16 loss scale."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import meshplan
+from tests import models, parity
+from tests.test_parity import assert_same
+from tests.test_tensor_parallel import NORMS, PLAIN
+
+MIXTURE = [{"match": ["layers.0", "norm"], "place": "replicate"}]
+ACCUMULATE: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("own_llama", {"strategy": "ddp"}),
+    "zero1": ("own_llama", {"strategy": "zero1"}),
+    "zero2": ("own_llama", {"strategy": "zero2"}),
+    "full_shard": ("own_llama", {"strategy": "full_shard"}),
+    "hybrid_shard": ("own_llama", {"strategy": "hybrid_shard", "mesh": [2, 2]}),
+    "mixture": ("own_llama", {"strategy": "hybrid_shard", "mesh": [2, 2], "rules": MIXTURE}),
+    "scalars": ("odd", {"strategy": "zero1"}),
+    "tp and ddp": ("own_llama", {"mesh": {"dp_replicate": 2, "tp": 2}, "rules": PLAIN}),
+}
+
+
+@pytest.mark.parametrize("case", ACCUMULATE)
+def test_accumulation_equals_one_batch(pool, case):
+    name, plan = ACCUMULATE[case]
+    plan = {"version": 1, "batch": {"accumulate": 2}, **plan}
+    assert_same(pool(4).run(parity.train, name, plan)[0])
+
+
+CLIP: dict[str, tuple[str, dict[str, Any]]] = {
+    **{k: ACCUMULATE[k] for k in ("ddp", "zero2", "mixture", "tp and ddp")},
+    "scalars": ("odd", {"strategy": "full_shard"}),
+    "sequence parallel": (
+        "own_llama",
+        {
+            "mesh": {"dp_shard": 2, "tp": 2},
+            "sequence_parallel": True,
+            "rules": [*PLAIN, NORMS],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CLIP)
+def test_clipping_equals_one_process(pool, case):
+    name, plan = CLIP[case]
+    plan = {"version": 1, "clip_grad_norm": 0.1, **plan}
+    assert_same(pool(4).run(parity.train, name, plan, clip=0.1)[0])
+
+
+def norms(plan: dict[str, Any], p: float) -> tuple[float, float]:
+    """The norm that clipping reports, and that of one process."""
+    model = meshplan.parallelize(models.build("own_llama"), plan)
+    inputs, targets = meshplan.local_batch(model, models.batch("own_llama", 0))
+    models.loss(model(inputs), targets).backward()
+    live = meshplan.clip_grad_norm_(model, float("inf"), norm_type=p)
+    alone = models.build("own_llama")
+    inputs, targets = models.batch("own_llama", 0)
+    models.loss(alone(inputs), targets).backward()
+    expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1e9, norm_type=p)
+    return live.item(), expected.item()
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])
+def test_norm_counts_every_element_once(pool, p):
+    plan = {"version": 1, "mesh": {"dp_shard": 2, "tp": 2}, "rules": PLAIN}
+    for live, expected in pool(4).run(norms, plan, p):
+        assert live == pytest.approx(expected, rel=1e-5)
+
+
+class Pair(NamedTuple):
+    tokens: torch.Tensor
+    weight: float
+
+
+def batches() -> list[Any]:
+    model = meshplan.parallelize(
+        models.build("own_llama"),
+        {"version": 1, "mesh": {"dp_replicate": 2, "tp": 2}, "rules": PLAIN},
+    )
+    tokens = torch.arange(8)
+    cut = meshplan.local_batch(model, {"a": tokens, "b": (tokens, [tokens])})
+    pair = meshplan.local_batch(model, Pair(tokens, 0.5))
+    try:
+        meshplan.local_batch(model, torch.zeros(7))
+    except meshplan.ApplyError as error:
+        message = str(error)
+    scalar = meshplan.local_batch(model, torch.tensor(3.0))
+    as_list = [cut["a"].tolist(), cut["b"][0].tolist(), cut["b"][1][0].tolist()]
+    return [as_list, type(cut["b"]).__name__, pair.tokens.tolist(), pair.weight, message, scalar]
+
+
+def test_local_batch_follows_the_data_axes_only(pool):
+    results = pool(4).run(batches)
+    for rank, (cut, kind, pair, weight, message, scalar) in enumerate(results):
+        half = [0, 1, 2, 3] if rank < 2 else [4, 5, 6, 7]  # tp ranks read the same samples
+        assert cut == [half, half, half]
+        assert (kind, pair, weight, scalar) == ("tuple", half, 0.5, torch.tensor(3.0))
+        assert message == (
+            "meshplan: 1 problem\n"
+            "a batch of 7 samples does not divide into 2 data ranks\n"
+            "    fix: use a multiple of 2"
+        )
+
+
+def overflow() -> tuple[bool, float, float]:
+    """One step whose gradients overflow fp16: it must be skipped on every rank."""
+    plan = {"version": 1, "strategy": "full_shard", "precision": "16-mixed"}
+    model = meshplan.parallelize(models.build("own_llama"), plan)
+    before = {n: p.to_local().clone() for n, p in model.named_parameters()}
+    sgd = models.optimizer(model)
+    first = model.meshplan.loss_scale
+    inputs, targets = meshplan.local_batch(model, models.batch("own_llama", 0))
+    on_rank_0 = 1e6 if torch.distributed.get_rank() == 0 else 1.0
+    meshplan.train_step(model, sgd, inputs, targets, lambda o, t: models.loss(o, t) * on_rank_0)
+    same = all(torch.equal(p.to_local(), before[n]) for n, p in model.named_parameters())
+    return same, first, model.meshplan.loss_scale
+
+
+def test_fp16_overflow_on_one_rank_skips_the_step_on_all(pool):
+    assert pool(2).run(overflow) == [(True, 65536.0, 32768.0)] * 2
+
+
+def strangers() -> str:
+    try:
+        meshplan.local_batch(torch.nn.Linear(2, 2), torch.zeros(2))
+    except meshplan.ApplyError as error:
+        return str(error)
+    return ""
+
+
+def test_helpers_need_a_parallelized_model():
+    assert strangers() == (
+        "meshplan: 1 problem\n"
+        "this Linear was not parallelized by meshplan\n"
+        "    fix: use the module that meshplan.parallelize returned"
+    )
