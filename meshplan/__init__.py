@@ -8,6 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshplan.api import check_plan as check_plan
+    from meshplan.api import decide as decide
     from meshplan.api import estimate_states as estimate_states
     from meshplan.errors import ApplyError as ApplyError
     from meshplan.errors import MeshplanError as MeshplanError
@@ -35,6 +37,8 @@ _ROOMS = {
     "full_state_dict": "meshplan.runtime.state",
     # know it beforehand
     "estimate_states": "meshplan.api",
+    "check_plan": "meshplan.api",
+    "decide": "meshplan.api",
     "load_spec": "meshplan.reader",
     "make_plan": "meshplan.plan",
     # the values that pass between them

@@ -40,21 +40,43 @@ def _devices(spec: Spec) -> Iterator[Problem]:
 
 
 def _batch(spec: Spec) -> Iterator[Problem]:
-    """The sizes of a batch must agree, as far as they are known."""
-    batch, ranks = spec.batch, _data_ranks(spec)
-    if batch.global_ is None or not isinstance(batch.micro, int) or ranks is None:
-        return
+    ranks = _data_ranks(spec)
+    if ranks is not None:
+        yield from split_batch(spec, ranks)[2]
+
+
+def split_batch(spec: Spec, num_data_ranks: int) -> tuple[int, int | None, list[Problem]]:
+    """(accumulate, micro, problems) from any two of micro, accumulate and global.
+
+    Args:
+        num_data_ranks: Ranks that read different samples.
+
+    Returns:
+        Micro is None when the plan does not say; what is `auto` counts as not stated.
+    """
+    batch, ranks = spec.batch, num_data_ranks
+    micro = batch.micro if isinstance(batch.micro, int) else None
+    accumulate = batch.accumulate if isinstance(batch.accumulate, int) else None
+    if batch.global_ is None:
+        return accumulate or 1, micro, []
+    per_microbatch = (micro or 1) * ranks * (accumulate or 1)
+    counted, rest = divmod(batch.global_, per_microbatch)
+    words = [f"micro {micro}"] if micro else []
+    words += [f"accumulate {accumulate}"] if accumulate else []
+    words += [f"{ranks} data ranks"]
+    product = " x ".join(words) + (f" = {per_microbatch}" if len(words) > 1 else "")
     origin = spec.origin("batch.global")
-    if isinstance(batch.accumulate, int):
-        product = batch.micro * batch.accumulate * ranks
-        words = f"micro {batch.micro} x accumulate {batch.accumulate} x {ranks} data ranks"
-        if product != batch.global_:
-            yield Problem(
-                f"{batch.global_} is not {words} = {product}", origin, "leave one of them out"
-            )
-    elif batch.accumulate is None and batch.global_ % (batch.micro * ranks):
-        words = f"micro {batch.micro} x {ranks} data ranks = {batch.micro * ranks}"
-        yield Problem(f"{batch.global_} is not a multiple of {words}", origin, "change one of them")
+    if micro and accumulate and (rest or counted != 1):
+        what = f"{batch.global_} is not {product}"
+        return accumulate, micro, [Problem(what, origin, "leave one of them out")]
+    if rest:
+        near = max(1, counted) * per_microbatch
+        what = f"{batch.global_} is not a multiple of {product}"
+        fix = f"use {near} or {near + per_microbatch}"
+        return accumulate or 1, micro, [Problem(what, origin, fix)]
+    if micro is None:
+        return accumulate or 1, counted, []
+    return accumulate or counted, micro, []
 
 
 def _data_ranks(spec: Spec) -> int | None:

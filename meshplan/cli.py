@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from meshplan import api
 from meshplan.errors import MeshplanError, Problem, SpecError
+from meshplan.recipes import find_plan
 from meshplan.render.estimate import estimate_to_json, estimate_to_text
 from meshplan.render.text import envelope, wants_colour
 from meshplan.solve import STATES_ONLY
@@ -104,8 +105,8 @@ def _check(args: argparse.Namespace) -> int:
             if findings:
                 print(findings_to_text(noun, findings))
         if checked.is_ok:
-            what = f"{checked.plan.graph.name} on {checked.plan.mesh}" if checked.plan else "as such"
-            print(f"{path}: ok, {what}")
+            plan = checked.plan
+            print(f"{path}: ok" + (f", {plan.graph.name} on {plan.mesh}" if plan else ""))
         _print_notes(args, checked.notes)
     return YES if checked.is_ok else NO
 
@@ -128,12 +129,13 @@ def _show(args: argparse.Namespace) -> int:
 
 def _demo_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", metavar="PLAN", help="a recipe's name or a plan file, as -f")
-    parser.add_argument("--steps", metavar="N", type=int, default=_DEMO_STEPS, help="training steps")
+    parser.add_argument(
+        "--steps", metavar="N", type=int, default=_DEMO_STEPS, help="training steps"
+    )
 
 
 def _demo(args: argparse.Namespace) -> int:
     from meshplan.memory import state_bytes_by_rank
-    from meshplan.recipes import find_plan
     from meshplan.render.demo import agrees, bytes_to_text, demo_to_json, losses_to_text
     from meshplan.render.progress import loss_progress
     from meshplan.render.show import plan_to_text
@@ -151,7 +153,7 @@ def _demo(args: argparse.Namespace) -> int:
     world, steps = plan.mesh.world_size, args.steps
     _print_notes(args, [f"{world} processes on the CPU of this machine, and gloo between them"])
     with loss_progress(f"{world} ranks", steps, is_quiet=args.quiet) as told:
-        losses, live = demo.train_under_plan(plan, args.set, steps, told)
+        losses, live = demo.train_under_plan(plan, steps, told)
     with loss_progress("1 process", steps, is_quiet=args.quiet) as told:
         alone = demo.train_alone(plan, steps, told)
     tolerance, predicted = demo.tolerance(plan), state_bytes_by_rank(plan)

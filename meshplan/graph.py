@@ -112,6 +112,15 @@ class ModelGraph:
     modules: Mapping[str, ModuleInfo]
     tensors: Mapping[str, TensorInfo]
     config: Mapping[str, int] = field(default_factory=dict)
+    _owned: Mapping[str, tuple[TensorInfo, ...]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        owned: dict[str, list[TensorInfo]] = {}
+        for tensor in self.tensors.values():
+            for module in dict.fromkeys(name.rpartition(".")[0] for name in tensor.names):
+                owned.setdefault(module, []).append(tensor)
+        by_module = {module: tuple(tensors) for module, tensors in owned.items()}
+        object.__setattr__(self, "_owned", by_module)
 
     @property
     def parameters(self) -> Iterator[TensorInfo]:
@@ -124,11 +133,7 @@ class ModelGraph:
 
     def owned(self, module: str) -> tuple[TensorInfo, ...]:
         """The tensors held by exactly this module, tied ones included."""
-        return tuple(
-            t
-            for t in self.tensors.values()
-            if any(name.rpartition(".")[0] == module for name in t.names)
-        )
+        return self._owned.get(module, ())
 
     def children(self, module: str) -> tuple[ModuleInfo, ...]:
         """Direct children, in definition order."""

@@ -26,7 +26,8 @@ class Layout:
         cuts: One tuple of axis names per tensor dim; `()` for a whole dim.
         partial: Axes along which the true value is the sum of what the ranks hold.
 
-    >>> Layout((("tp", "dp_shard"), ())).local_shape((9600, 3200), Mesh.of({"dp_shard": 4, "tp": 2}))
+    >>> mesh = Mesh.of({"dp_shard": 4, "tp": 2})
+    >>> Layout((("tp", "dp_shard"), ())).local_shape((9600, 3200), mesh)
     (1200, 3200)
     """
 

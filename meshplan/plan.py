@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from meshplan.agreement import split_batch
 from meshplan.assign import Assignment, assign
 from meshplan.assign.not_yet import not_yet
 from meshplan.errors import PlanError, Problem
@@ -17,6 +18,7 @@ from meshplan.graph import ModelGraph
 from meshplan.mesh import DATA_AXES, Mesh
 from meshplan.spec import Spec
 from meshplan.strategies import resolve_mesh
+
 
 # Plans and specs travel between processes, and Python does not know how to send their
 # read-only mappings.
@@ -98,7 +100,9 @@ def make_plan(
         PlanError: With every problem found.
     """
     assignment = assign(spec, graph, world_size=world_size, gpus_per_node=gpus_per_node)
-    accumulate, micro = _batch(spec, assignment.mesh)
+    accumulate, micro, problems = split_batch(spec, assignment.mesh.size(*DATA_AXES))
+    if problems:
+        raise PlanError(problems)
     return Plan(spec=spec, graph=graph, assignment=assignment, accumulate=accumulate, micro=micro)
 
 
@@ -107,49 +111,7 @@ def problems_without_model(spec: Spec) -> list[Problem]:
     problems = not_yet(spec)
     try:
         mesh, _ = resolve_mesh(spec)
-        if not problems:
-            _batch(spec, mesh)
+        problems += split_batch(spec, mesh.size(*DATA_AXES))[2]
     except PlanError as error:
         return [*error.problems, *problems]
     return problems
-
-
-def _batch(spec: Spec, mesh: Mesh) -> tuple[int, int | None]:
-    """(accumulate, micro) from any two of micro, accumulate and global."""
-    batch, ranks = spec.batch, mesh.size(*DATA_AXES)
-    assert not isinstance(batch.micro, str), "auto is refused by assign"
-    micro = batch.micro
-    accumulate = batch.accumulate if isinstance(batch.accumulate, int) else None
-    if batch.global_ is None:
-        return accumulate or 1, micro
-    per_rank, rest = divmod(batch.global_, ranks)
-    if rest:
-        raise PlanError(
-            Problem(
-                f"a global batch of {batch.global_} does not divide over {ranks} data ranks",
-                spec.origin("batch.global"),
-                f"use {max(1, per_rank) * ranks} or {(per_rank + 1) * ranks}",
-            )
-        )
-    if micro is None:
-        micro, rest = divmod(per_rank, accumulate or 1)
-        if rest:
-            raise PlanError(
-                Problem(
-                    f"{per_rank} samples per rank do not divide into {accumulate} microbatches",
-                    spec.origin("batch.accumulate"),
-                    "change accumulate or global so that they do",
-                )
-            )
-        return accumulate or 1, micro
-    derived, rest = divmod(per_rank, micro)
-    if rest or (accumulate is not None and derived != accumulate):
-        stated = f"micro {micro} x accumulate {accumulate or '?'} x {ranks} data ranks"
-        raise PlanError(
-            Problem(
-                f"global {batch.global_} does not agree with {stated}",
-                spec.origin("batch.global"),
-                f"make global {micro * (accumulate or max(1, derived)) * ranks}",
-            )
-        )
-    return derived, micro

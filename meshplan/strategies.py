@@ -75,7 +75,8 @@ def resolve_mesh(
         PlanError: The words contradict each other or the job, or leave a choice open.
     """
     hardware = spec.hardware
-    if hardware is not None and world_size is None:
+    if hardware is not None and world_size in (None, hardware.world_size):
+        # The plan's word on nodes goes before the launcher's: 2 x 4 can be tried on one machine.
         world_size, gpus_per_node = hardware.world_size, hardware.gpus_per_node
     _refuse_auto(spec)
     sizes = _sizes(spec, world_size, gpus_per_node)

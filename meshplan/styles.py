@@ -49,19 +49,24 @@ def _rows() -> dict[tuple[str, str], Style]:
         for kind in kinds.split():
             out[name, kind] = Style(name=name, kind=kind, cut_dim=cut, input=input, output=output)
 
-    whole, split = ("outside", "R"), ("S(-1)", "S(-1)")
-    # name                     kinds            cut      input               output
-    row("colwise", "linear conv1d", "out", whole, split)
-    row("colwise", "embedding", "embed", ("R", "R"), split)
-    row("colwise_gather_output", "linear conv1d", "out", whole, ("S(-1)", "R"))
-    row("colwise_gather_output", "embedding", "embed", ("R", "R"), ("S(-1)", "R"))
-    row("rowwise", "linear conv1d", "in", split, ("P", "outside"))
-    row("rowwise_split_input", "linear conv1d", "in", ("outside", "S(-1)"), ("P", "outside"))
-    row("vocab", "embedding", "vocab", ("R", "R"), ("P", "outside"))
-    row("vocab", "linear", "out", whole, ("S(-1)", "R"))
-    row("sequence_parallel", "norm", None, ("outside", "S(1)"), ("S(1)", "outside"))
-    row("replicated_with_grad_allreduce", "norm", None, ("S(-2)", "S(-2)"), ("S(-2)", "S(-2)"))
-    return out  # fmt: skip
+    # Flows: (layout outside, layout computed with) in, (layout computed, layout outside) out.
+    whole, ready, cut = ("outside", "R"), ("R", "R"), ("S(-1)", "S(-1)")
+    scatter, gather, add = ("outside", "S(-1)"), ("S(-1)", "R"), ("P", "outside")
+    into_seq, from_seq, heads = ("outside", "S(1)"), ("S(1)", "outside"), ("S(-2)", "S(-2)")
+    # fmt: off
+    #   name                              kinds            cut dim  input     output
+    row("colwise",                        "linear conv1d", "out",   whole,    cut)
+    row("colwise",                        "embedding",     "embed", ready,    cut)
+    row("colwise_gather_output",          "linear conv1d", "out",   whole,    gather)
+    row("colwise_gather_output",          "embedding",     "embed", ready,    gather)
+    row("rowwise",                        "linear conv1d", "in",    cut,      add)
+    row("rowwise_split_input",            "linear conv1d", "in",    scatter,  add)
+    row("vocab",                          "embedding",     "vocab", ready,    add)
+    row("vocab",                          "linear",        "out",   whole,    gather)
+    row("sequence_parallel",              "norm",          None,    into_seq, from_seq)
+    row("replicated_with_grad_allreduce", "norm",          None,    heads,    heads)
+    # fmt: on
+    return out
 
 
 STYLES: Final[Mapping[tuple[str, str], Style]] = MappingProxyType(_rows())

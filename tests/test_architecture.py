@@ -48,6 +48,7 @@ LATE_BETWEEN = {
     ("api", "plan"),
     ("api", "runtime"),
     ("api", "interop"),
+    ("cli", "memory"),
     ("cli", "render"),
     ("cli", "runtime"),
 }

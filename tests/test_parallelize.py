@@ -202,7 +202,7 @@ def test_path_mapping_spec_and_plan_mean_the_same(pool, tmp_path):
     spec = meshplan.load_spec(path)
     results = [pool(2).run(shapes, p)[0] for p in (path, str(path), SHARD, spec, as_plan(spec))]
     assert results == [results[0]] * 5
-    assert results[0]["wq"] == (64, 128)
+    assert results[0]["wq"] == (32, 64)
 
 
 def test_a_plan_for_another_model_is_refused(pool):
@@ -279,5 +279,3 @@ def batchnorm() -> str:
         warnings.simplefilter("always")
         meshplan.parallelize(model, {"version": 1, "strategy": "ddp"})
     return "".join(str(w.message) for w in caught)
-
-

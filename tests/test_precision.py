@@ -1,4 +1,5 @@
 """Precision words and roles, observed on the live model."""
+# ruff: noqa: E501 - a table of cases
 
 from __future__ import annotations
 

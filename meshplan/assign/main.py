@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -90,7 +89,13 @@ def assign(
         recompute=MappingProxyType(recompute),
         apply=apply,
         sequence_parallel=spec.sequence_parallel,
-        warnings=(*cascade.shadowed(), *tp.warnings, *units.notes, *_batchnorm(graph, mesh)),
+        warnings=(
+            *cascade.shadowed(),
+            *tp.warnings,
+            *units.notes,
+            *_other_size(spec, world_size),
+            *_batchnorm(graph, mesh),
+        ),
     )
 
 
@@ -202,11 +207,25 @@ def _data_cut(
             Problem(
                 f"{tensor.fqn}: dim {dim} of size {size} does not divide by dp_shard "
                 f"{mesh.size('dp_shard')}, and only dim 0 may be uneven",
-                stated and spec.origin(stated.path),
+                spec.origin(stated.path) if stated else None,
                 "use S(0)",
             )
         )
     return False, dim, reason
+
+
+def _other_size(spec: Spec, world_size: int | None) -> list[Problem]:
+    """A plan without a mesh runs on any number of devices, but not silently."""
+    if spec.hardware is None or world_size in (None, spec.hardware.world_size):
+        return []
+    return [
+        Problem(
+            f"hardware states {spec.hardware.world_size} devices, but this job has {world_size}: "
+            "the plan is spread over those",
+            spec.origin("hardware"),
+            f"launch {spec.hardware.world_size} ranks, or correct hardware",
+        )
+    ]
 
 
 def _batchnorm(graph: ModelGraph, mesh: Mesh) -> list[Problem]:

@@ -52,7 +52,7 @@ def not_yet(spec: Spec) -> list[Problem]:
         if word != "R":
             problems.append(
                 Problem(
-                    f"dp_replicate holds replicas by definition, so '{word}' cannot be placed on it",
+                    f"dp_replicate holds replicas by definition: '{word}' cannot be placed on it",
                     spec.origin(f"rules[{rule.index}].place.dp_replicate"),
                     "place it on dp_shard",
                 )

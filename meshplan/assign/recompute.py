@@ -50,7 +50,7 @@ def assign_recompute(
         if not graph.modules[fqn].has_forward:
             problems.append(
                 Problem(
-                    f"'{fqn}' is a {graph.modules[fqn].type}, which is never called itself, so it "
+                    f"'{fqn}' is a {graph.modules[fqn].type}, never called itself, so it "
                     "cannot be recomputed",
                     origin,
                     f"match its children, such as '{fqn}.*'",

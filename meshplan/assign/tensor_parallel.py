@@ -11,7 +11,7 @@ from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
 from meshplan.layout import Layout
 from meshplan.mesh import Mesh
 from meshplan.spec import AUTO, Spec
-from meshplan.styles import dims_of, kinds_of, parse_placement, style_for
+from meshplan.styles import PLANNED_STYLES, dims_of, kinds_of, parse_placement, style_for
 
 _FIELD = "place.tp"
 
@@ -58,7 +58,8 @@ def assign_tp(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> Te
     if mesh.size("tp") > 1 and not any("tp" in rule.place for rule in spec.rules):
         out.problems.append(
             Problem(
-                f"the axis tp of size {mesh.size('tp')} cuts nothing: no rule places a module on it",
+                f"the axis tp of size {mesh.size('tp')} cuts nothing: "
+                "no rule places a module on it",
                 spec.origin("mesh.tp"),
                 "add rules such as {match: 'layers.*.attn.wq', place: {tp: colwise}}, "
                 "or drop the axis",
@@ -90,6 +91,8 @@ def _assign_module(
 ) -> None:
     path, reason = _origin(spec, statement)
     word = str(statement.value)
+    if word in PLANNED_STYLES:
+        return  # Refused by `not_yet`.
     if word == AUTO:
         _report(out, Problem(
             "'tp: auto' is not available yet in this version",
@@ -145,8 +148,7 @@ def _cannot_take(graph: ModelGraph, info: ModuleInfo, word: str, spec: Spec, pat
         fix = "remove the placement, or state 'R'"
     a = "an" if kinds[0][0] in "aeiou" else "a"
     return Problem(
-        f"'{word}' cannot be applied to {name} ({info.type}): it needs {a} "
-        f"{_either(kinds)} module",
+        f"'{word}' cannot be applied to {name} ({info.type}): it needs {a} {_either(kinds)} module",
         spec.origin(path),
         fix,
     )
@@ -244,12 +246,17 @@ def _cut_param(
         _report(out, Problem(
             f"{tensor.fqn} has shape {list(tensor.shape)}, which has no dim {dim}",
             spec.origin(path),
-            f"use S(0){' to S(%d)' % (len(tensor.shape) - 1) if len(tensor.shape) > 1 else ''}"
-            if tensor.shape else "a scalar cannot be cut: use R",
+            _dims_fix(len(tensor.shape)),
         ))  # fmt: skip
         return
     layout = Layout.whole(len(tensor.shape)).cut("tp", dim)
     _record(out, tensor, TensorCut(layout, True, reason), spec, path)
+
+
+def _dims_fix(ndim: int) -> str:
+    if ndim == 0:
+        return "a scalar cannot be cut: use R"
+    return "use S(0)" if ndim == 1 else f"use S(0) to S({ndim - 1})"
 
 
 def _record(out: TensorParallel, tensor: TensorInfo, cut: TensorCut, spec: Spec, path: str) -> None:

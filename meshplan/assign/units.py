@@ -98,7 +98,7 @@ class _Builder:
         wanted = self._wants_unit(fqn)
         differs = around is not None and mode != around
         if around is None or ((wanted or differs) and info.has_forward and wanted is not False):
-            if wanted is not None and wanted.origin and not differs:
+            if isinstance(wanted, Reason) and wanted.origin and not differs:
                 reason = wanted
             elif fqn in self.blocks and not differs:
                 reason = replace(reason, text=f"{reason.text}, {_DEFAULT_BLOCK}")
@@ -128,7 +128,7 @@ class _Builder:
                 kind = self.graph.modules[fqn].type
                 self.out.problems.append(
                     Problem(
-                        f"'{fqn}' is a {kind}, which is never called itself, so it cannot be a unit",
+                        f"'{fqn}' is a {kind}, never called itself, so it cannot be a unit",
                         origin,
                         f"match its children, such as '{fqn}.*'",
                     )
@@ -169,7 +169,8 @@ class _Builder:
             )
         elif stated.rule.data == "hybrid_shard" and "dp_replicate" not in self.mesh.names:
             self._report(
-                f"'hybrid_shard' needs the axes dp_replicate and dp_shard (the mesh has {self.mesh})",
+                "'hybrid_shard' needs the axes dp_replicate and dp_shard "
+                f"(the mesh has {self.mesh})",
                 origin,
                 "say place: shard, or add dp_replicate to the mesh",
             )
@@ -251,7 +252,7 @@ def _merge_tied(spec: Spec, graph: ModelGraph, out: Units) -> None:
             del out.by_fqn[fqn]
             out.notes.append(
                 Problem(
-                    f"'{fqn}' shares {tensor.fqn} with other modules, so it is not a unit of its own",
+                    f"'{fqn}' shares {tensor.fqn} with other modules: it is not a unit of its own",
                     spec.origin(""),
                     "",
                 )

@@ -37,7 +37,8 @@ def losses_to_text(
 
 def bytes_to_text(live: Sequence[StateBytes], predicted: Sequence[StateBytes]) -> list[str]:
     """A row per rank: what it held, what the plan said, and the difference."""
-    rows = [("rank", "parameters", "gradients", "optimizer", "held", "predicted", "difference")]
+    header = ("rank", "parameters", "gradients", "optimizer", "held", "predicted", "difference")
+    rows: list[tuple[str, ...]] = [header]
     for rank, (held, said) in enumerate(zip(live, predicted, strict=True)):
         numbers = (held.parameters_bytes, held.gradients_bytes, held.optimizer_bytes,
                    held.total_bytes, said.total_bytes)  # fmt: skip

@@ -10,7 +10,9 @@ _NUM_LINES = 8
 
 
 @contextmanager
-def loss_progress(title: str, steps: int, *, is_quiet: bool = False) -> Iterator[Callable[[int, float], None]]:
+def loss_progress(
+    title: str, steps: int, *, is_quiet: bool = False
+) -> Iterator[Callable[[int, float], None]]:
     """A function to be told each step's number, counted from 1, and its loss."""
     if is_quiet:
         yield lambda step, loss: None

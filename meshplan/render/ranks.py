@@ -13,8 +13,10 @@ _GAP = "..."
 
 
 def map_of_ranks(plan: Plan) -> list[str]:
-    """Title and map: an axis that varies within every node alike heads the columns, one that
-    tells nodes apart heads the rows, any other is written behind each rank.
+    """Title and map.
+
+    An axis that varies within every node alike heads the columns, one that tells nodes apart
+    heads the rows, any other is written behind each rank.
     """
     mesh, hardware = plan.mesh, plan.spec.hardware
     world = mesh.world_size

@@ -72,13 +72,10 @@ def _batch(plan: Plan) -> str:
 
 
 def _tree(plan: Plan) -> list[str]:
-    header = ("module or tensor", "class", "shape", "at rest", "on rank 0", "dtype")
-    rows = [(*header, f"decided by (line:column of {plan.spec.source})")]
-    rows += [
-        ("  " * row.depth + row.name, *row.cells)  # type: ignore[list-item]
-        for row in fold_tree(_entries(plan))
-    ]
-    return columns(rows, "<<<<<<<")
+    header: tuple[str, ...] = ("class", "shape", "at rest", "on rank 0", "dtype")
+    header = ("module or tensor", *header, f"decided by (line:column of {plan.spec.source})")
+    rows = [("  " * row.depth + row.name, *row.cells) for row in fold_tree(_entries(plan))]
+    return columns([header, *rows], "<<<<<<<")
 
 
 def _entries(plan: Plan) -> list[Entry]:
@@ -95,12 +92,12 @@ def _entries(plan: Plan) -> list[Entry]:
             f"activation_checkpointing: {recompute.policy.mode}{save}", recompute.reason.origin
         )
         notes[fqn].append(_why(reason, plan))
-    for fqn, code, reason in assignment.apply:
-        notes[fqn].append(_why(Reason(f"apply: {code}", reason.origin), plan))
+    for fqn, code, stated in assignment.apply:
+        notes[fqn].append(_why(Reason(f"apply: {code}", stated.origin), plan))
     by_module: dict[str, list[Placed]] = {}
     for placed in assignment.tensors.values():
-        module = placed.info.module
-        by_module.setdefault(module if module in graph.modules else "", []).append(placed)
+        holder = placed.info.module
+        by_module.setdefault(holder if holder in graph.modules else "", []).append(placed)
     for fqn, use in assignment.styles.items():
         if not any(placed.tp_reason == use.reason for placed in by_module.get(fqn, ())):
             notes[fqn].append(_why(use.reason, plan))
@@ -155,7 +152,7 @@ def _pieces(plan: Plan, placed: Placed) -> str:
 
 
 def _smallest(plan: Plan, placed: Placed) -> tuple[int, ...]:
-    """The piece with the fewest elements; uneven cuts of cuts need not leave it to the last rank."""
+    """The piece with the fewest elements: with two cuts of a dim not always the last rank's."""
     shape, mesh = placed.info.shape, plan.mesh
     ranks = range(mesh.world_size) if placed.stored.axes else range(1)
     least = min(ranks, key=lambda rank: placed.stored.local_numel(shape, mesh, rank))
@@ -181,7 +178,8 @@ def states_to_text(plan: Plan) -> list[str]:
     every = state_bytes_by_rank(plan)
     totals = [states.total_bytes for states in every]
     most, least = totals.index(max(totals)), totals.index(min(totals))
-    rows = [("rank", "parameters", "gradients", plan.spec.optimizer, "buffers", "total", "")]
+    header = ("rank", "parameters", "gradients", plan.spec.optimizer, "buffers", "total", "")
+    rows: list[tuple[str, ...]] = [header]
     if len(set(every)) == 1:
         rows.append(_states_row("every rank" if len(every) > 1 else "the one rank", every[0]))
     else:

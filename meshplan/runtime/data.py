@@ -43,7 +43,9 @@ def apply_data_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Mo
     alone = {model.get_parameter(fqn) for fqn, p in assignment.tensors.items() if p.reduced_alone}
     for unit in assignment.units.values():
         _wrap_unit(model.get_submodule(unit.fqn), unit, model, plan, mesh, alone)
-    _reduce_alone(alone, plan, mesh)
+    for param in alone:
+        if not param.is_meta:
+            param.data = param.data.to(device())  # FSDP2 moves only what it manages.
     return model
 
 
@@ -98,12 +100,15 @@ def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
     )
 
 
-def _reduce_alone(params: set[nn.Parameter], plan: Plan, mesh: DeviceMesh) -> None:
-    """Average these gradients over the data axes as soon as they are there.
+def reduce_alone(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Average the gradients that no unit reduces over the data axes, as soon as they are there.
 
     Averaging what is averaged already changes nothing, so accumulation stays right.
+
+    Assumes: the model has its memory. A parameter that is moved from meta drops its hooks.
     """
-    if not params:
+    alone = [fqn for fqn, placed in plan.assignment.tensors.items() if placed.reduced_alone]
+    if not alone:
         return
     group = submesh(mesh, DATA_AXES, flat=True).get_group()
     ranks = plan.num_data_ranks
@@ -114,8 +119,8 @@ def _reduce_alone(params: set[nn.Parameter], plan: Plan, mesh: DeviceMesh) -> No
         dist.all_reduce(gradient, group=group)  # gloo has no AVG.
         gradient /= ranks
 
-    for param in params:
-        param.data = param.data.to(device())  # FSDP2 moves only what it manages.
+    for fqn in alone:
+        param = model.get_parameter(fqn)
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(average)
 
@@ -128,7 +133,7 @@ def set_gradient_sync(model: nn.Module, plan: Plan, is_last: bool) -> AbstractCo
     once, and across replicas of shards (HSDP) only the last time.
     """
     if isinstance(model, DistributedDataParallel):
-        return nullcontext() if is_last else model.no_sync()  # type: ignore[return-value]
+        return nullcontext() if is_last else model.no_sync()
     keeps_whole = "gradient" not in plan.assignment.strategy.cuts
     for unit in plan.assignment.units.values():
         module = model.get_submodule(unit.fqn)

@@ -7,7 +7,7 @@ same numbers and see the same batches, so their losses must agree.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from pydoc_data.topics import topics
@@ -20,12 +20,12 @@ from torch import nn
 from meshplan.errors import Problem, SpecError
 from meshplan.memory import StateBytes
 from meshplan.plan import Plan
-from meshplan.reader import load_spec
 from meshplan.runtime.demo_model import build, next_byte_loss
 from meshplan.runtime.local_ranks import Send, run_ranks
 from meshplan.runtime.measure import live_bytes
-from meshplan.runtime.parallelize import parallelize
+from meshplan.runtime.parallelize import applied, parallelize
 from meshplan.runtime.train import local_batch, train_step
+from meshplan.spec import Spec
 
 SEED: Final = 0
 MAX_RANKS: Final = 16
@@ -76,7 +76,7 @@ def tolerance(plan: Plan) -> float:
 
 
 def train_under_plan(
-    plan: Plan, overrides: Sequence[str], steps: int, told: Told
+    plan: Plan, steps: int, told: Told
 ) -> tuple[list[float], list[StateBytes]]:
     """Train in as many processes as the plan has ranks.
 
@@ -90,8 +90,7 @@ def train_under_plan(
     held: dict[int, StateBytes] = {}
     world, hardware = plan.mesh.world_size, plan.spec.hardware
     per_node = hardware.gpus_per_node if hardware else world
-    job = (plan.spec.source, tuple(overrides), steps)
-    with closing(run_ranks(world, per_node, _train_rank, *job)) as messages:
+    with closing(run_ranks(world, per_node, _train_rank, plan.spec, steps)) as messages:
         for rank, message in messages:
             if isinstance(message, StateBytes):
                 held[rank] = message
@@ -119,13 +118,13 @@ def train_alone(plan: Plan, steps: int, told: Told) -> list[float]:
     return losses
 
 
-def _train_rank(send: Send, source: str, overrides: Sequence[str], steps: int) -> None:
+def _train_rank(send: Send, spec: Spec, steps: int) -> None:
     """One rank's part; rank 0 sends the losses, every rank sends what it held."""
     # FSDP2's advice on modules that hand out views concerns edits in place, which no style makes.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     torch.manual_seed(SEED)
-    model = parallelize(build(), load_spec(source, overrides))
-    plan: Plan = model.meshplan.plan  # type: ignore[union-attr, assignment]
+    model = parallelize(build(), spec)
+    plan = applied(model).plan
     optimizer = _OPTIMIZERS[plan.spec.optimizer](model.parameters())
     held: list[StateBytes] = []
 

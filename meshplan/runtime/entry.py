@@ -54,12 +54,12 @@ def graph_of_entry(entry: str, origin: Origin) -> ModelGraph:
             found = getattr(found, part)
         if not isinstance(found, nn.Module):
             if not callable(found):
-                what = f"'{entry}' is a {type(found).__name__}, which cannot be called"
+                what = f"'{entry}' is {type(found).__name__}, which cannot be called"
                 raise SpecError(Problem(what, origin, "name a function that returns the model"))
             with torch.device("meta"), _told(f"calling '{entry}'", origin, _ON_META):
                 found = found()
     if not isinstance(found, nn.Module):
-        what = f"'{entry}' returned a {type(found).__name__}, not an nn.Module"
+        what = f"'{entry}' returned {type(found).__name__}, not an nn.Module"
         raise SpecError(Problem(what, origin, "return the model"))
     return graph_of(found)
 

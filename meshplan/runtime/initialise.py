@@ -48,9 +48,7 @@ def initialise(
     """
     _share_random_state()
     on_meta = {
-        fqn: tensor
-        for fqn in names
-        if (tensor := _held(model, fqn)) is not None and tensor.is_meta
+        fqn: tensor for fqn in names if (tensor := _held(model, fqn)) is not None and tensor.is_meta
     }
     steps = _watched(model, on_meta)
     last = {fqn: number for number, step in enumerate(steps) for fqn in step.writes}

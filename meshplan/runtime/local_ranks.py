@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -63,7 +63,7 @@ def prepare() -> None:
 
 def run_ranks(
     world: int, per_node: int, function: Callable[..., Any], *args: Any
-) -> Iterator[tuple[int, Any]]:
+) -> Generator[tuple[int, Any], None, None]:
     """Run `function(send, *args)` on every rank of a new process group.
 
     Args:
@@ -131,7 +131,9 @@ def _listen(ranks: list[_Rank]) -> Iterator[tuple[int, Any]]:
             deadline = min(deadline, time.monotonic() + _GRACE_S)
     if failures:
         # A rank that died makes the collectives of the others raise: its death is the cause.
-        raise ApplyError(min(failures.items(), key=lambda item: ("died" not in item[1].what, item[0]))[1])
+        raise ApplyError(
+            min(failures.items(), key=lambda item: ("died" not in item[1].what, item[0]))[1]
+        )
     if by_connection:
         silent = ", ".join(map(str, sorted(by_connection.values())))
         raise ApplyError(Problem(f"ranks {silent} said nothing for {SILENCE_S:.0f} s"))

@@ -37,7 +37,7 @@ class Values:
         with torch.no_grad():
             for fqn, value in self.local.items():
                 name = fqn if fqn in params or fqn in buffers else f"module.{fqn}"
-                local_of(params.get(name, buffers.get(name))).copy_(value)  # type: ignore[arg-type]
+                local_of(params.get(name, buffers.get(name))).copy_(value)
 
 
 def agree_on_values(model: nn.Module, plan: Plan) -> Values:
@@ -140,4 +140,4 @@ def _holder(model: nn.Module, name: str) -> dict[str, Any]:
     """The table of the module that holds the tensor of this name."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    return module._parameters if leaf in module._parameters else module._buffers  # type: ignore[return-value]
+    return module._parameters if leaf in module._parameters else module._buffers

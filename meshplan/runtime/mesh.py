@@ -6,6 +6,8 @@ here behind a function, with the reason.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -62,6 +64,19 @@ def ensure_process_group() -> None:
         dist.init_process_group(backend, timeout=JOIN_TIMEOUT)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """End the group that `ensure_process_group` made, before the interpreter goes.
+
+    gloo's threads would otherwise meet the destructors of static objects, and some runs would
+    end in "terminate called without an active exception".
+    """
+    _meshes.clear()
+    gc.collect()  # Wrapped models are cycles, and hold groups.
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def ranks_per_node() -> int | None:

@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshplan.errors import ApplyError, MeshplanError, PlanError, Problem
+from meshplan.errors import ApplyError, MeshplanError, Origin, PlanError, Problem
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from meshplan.runtime.check import check_live
-from meshplan.runtime.data import apply_data_parallel
+from meshplan.runtime.data import apply_data_parallel, reduce_alone
 from meshplan.runtime.materialize import agree_on_values
 from meshplan.runtime.mesh import device, device_mesh, ensure_process_group, ranks_per_node
 from meshplan.runtime.recompute import apply_recompute
-from meshplan.runtime.shard import apply_tensor_parallel
+from meshplan.runtime.shard import apply_tensor_parallel, lay_gradients
 from meshplan.runtime.trace import graph_of
 from meshplan.spec import Spec
 
@@ -105,11 +105,13 @@ def parallelize(
         wrapped = apply_data_parallel(model, decided, mesh)
         values.fill(wrapped, decided)
         check_live(wrapped, decided)
+        lay_gradients(wrapped, decided)
+        reduce_alone(wrapped, decided, mesh)
         needs_scale = decided.spec.precision.param == "float16" and decided.spec.precision.is_mixed
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
                 warnings.warn(str(warning), stacklevel=2)
-        wrapped.meshplan = Applied(decided, mesh, 2.0**16 if needs_scale else 1.0)  # type: ignore[assignment]
+        wrapped.meshplan = Applied(decided, mesh, 2.0**16 if needs_scale else 1.0)
     return wrapped
 
 
@@ -150,25 +152,27 @@ def _decide(model: nn.Module, plan: PlanLike, allow_code: bool) -> Plan:
                 "make it anew with make_plan, or pass its spec",
             )
         )
-    problems = []
-    for _, code, reason in decided.assignment.apply:
-        if not allow_code:
-            problems.append(
-                Problem(f"the plan runs code ('{code}'), and allow_code is False", reason.origin,
-                        "remove 'apply', or pass allow_code=True")
-            )  # fmt: skip
-        else:
-            try:
-                _function(code)
-            except (ImportError, AttributeError, ValueError) as error:
-                problems.append(Problem(f"'{code}' cannot be imported: {error}", reason.origin,
-                                        "name an importable function as 'pkg.mod:function'"))  # fmt: skip
-    for name, parameter in model.named_parameters():
-        if type(parameter.data) is not torch.Tensor and not isinstance(parameter, nn.Parameter):
-            problems.append(Problem(f"{name} is a {type(parameter).__name__} already"))
+    problems = [
+        problem
+        for _, code, reason in decided.assignment.apply
+        if (problem := _code_problem(code, reason.origin, allow_code))
+    ]
     if problems:
         raise PlanError(problems)
     return decided
+
+
+def _code_problem(code: str, origin: Origin | None, allow_code: bool) -> Problem | None:
+    """Why this code of the plan may not or cannot run."""
+    if not allow_code:
+        what = f"the plan runs code ('{code}'), and allow_code is False"
+        return Problem(what, origin, "remove 'apply', or pass allow_code=True")
+    try:
+        _function(code)
+    except (ImportError, AttributeError, ValueError) as error:
+        what = f"'{code}' cannot be imported: {error}"
+        return Problem(what, origin, "name an importable function as 'pkg.mod:function'")
+    return None
 
 
 def _function(code: str) -> Callable[[nn.Module], object]:
@@ -176,7 +180,7 @@ def _function(code: str) -> Callable[[nn.Module], object]:
     found = getattr(importlib.import_module(module), name)
     if not callable(found):
         raise ValueError(f"{name} is not a function")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _agree(decide: Callable[[], Plan]) -> Plan:

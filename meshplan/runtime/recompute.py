@@ -51,7 +51,7 @@ def apply_recompute(model: nn.Module, plan: Plan) -> None:
             context["context_fn"] = partial(
                 create_selective_checkpoint_contexts, partial(_policy, saved)
             )
-        module.forward = _recomputed(module.forward, context)  # type: ignore[method-assign]
+        module.forward = _recomputed(module.forward, context)
 
 
 def _recomputed(forward: Callable[..., Any], context: dict[str, Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ before the data axes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,8 +36,6 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
         if not placed.computed.axes and not placed.gathered_axes and not owners & styled:
             continue  # R on a parameter that nothing computes on in shards: it stays as it is.
         _distribute(model, placed.info.names, tp, placement(placed.stored, "tp"))
-        if placed.unit is None:
-            _lay_gradient(model.get_parameter(placed.info.fqn))
         if placed.gathered_axes:
             for name in placed.info.names:
                 _gather_at_use(model, name)
@@ -58,20 +57,26 @@ def _distribute(model: nn.Module, names: tuple[str, ...], tp: DeviceMesh, where:
         setattr(model.get_submodule(module), leaf, new)
 
 
-def _lay_gradient(param: nn.Parameter) -> None:
-    """Give the gradient the parameter's own layout, as a unit of sharding would.
+def lay_gradients(model: nn.Module, plan: Plan) -> None:
+    """Give gradients that no unit of sharding reduces the layout of their parameter.
 
     Backward of an embedding leaves the whole vocabulary's gradient on every rank, and that of a
-    norm on a part of the sequence leaves addends: the optimizer would keep its state so.
+    norm on a part of the sequence leaves addends: the optimizer would keep its state like that.
+
+    Assumes: the model has its memory. Moving a DTensor parameter drops its hooks.
     """
 
-    def lay(gradient: torch.Tensor) -> torch.Tensor:
+    def lay(gradient: torch.Tensor, placements: tuple[Placement, ...]) -> torch.Tensor:
         assert isinstance(gradient, DTensor)
-        assert isinstance(param, DTensor)
-        return gradient.redistribute(placements=param.placements)
+        return gradient.redistribute(placements=placements)
 
-    if param.requires_grad:
-        param.register_hook(lay)
+    if plan.mesh.size("tp") == 1:
+        return
+    for fqn, placed in plan.assignment.tensors.items():
+        if placed.unit is None and placed.info.trainable:
+            param = model.get_parameter(fqn)
+            if isinstance(param, DTensor):
+                param.register_hook(partial(lay, placements=param.placements))
 
 
 def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> None:
@@ -117,7 +122,7 @@ def _as_dtensor(
     made: tuple[Any, DTensor] | None = getattr(x, "_meshplan_dtensor", None)
     if made is None or made[0] != key:
         made = (key, DTensor.from_local(x, tp, [arrives], run_check=False))
-        x._meshplan_dtensor = made  # type: ignore[attr-defined]
+        x._meshplan_dtensor = made
     return made[1]
 
 
@@ -127,7 +132,7 @@ def _gather_at_use(model: nn.Module, name: str) -> None:
 
     def gather(module: nn.Module, args: Any) -> None:
         # An instance attribute hides the parameter of the same name from `self.<leaf>`.
-        module.__dict__[leaf] = module._parameters[leaf].full_tensor()  # type: ignore[union-attr]
+        module.__dict__[leaf] = module._parameters[leaf].full_tensor()
 
     def drop(module: nn.Module, args: Any, output: Any) -> None:
         module.__dict__.pop(leaf, None)

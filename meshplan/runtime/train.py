@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import DATA_AXES
@@ -97,7 +96,11 @@ def _split(value: Any, count: int) -> list[Any]:
     """`value` as `count` equal microbatches."""
     if count == 1:
         return [value]
-    return [_map(value, lambda t, i=i: _chunk(t, count, "microbatches")[i]) for i in range(count)]
+
+    def part(number: int) -> Any:
+        return _map(value, lambda tensor: _chunk(tensor, count, "microbatches")[number])
+
+    return [part(number) for number in range(count)]
 
 
 def _chunk(tensor: torch.Tensor, count: int, what: str) -> tuple[torch.Tensor, ...]:
