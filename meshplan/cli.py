@@ -156,7 +156,8 @@ def _demo(args: argparse.Namespace) -> int:
         losses, live = demo.train_under_plan(plan, steps, told)
     with loss_progress("1 process", steps, is_quiet=args.quiet) as told:
         alone = demo.train_alone(plan, steps, told)
-    tolerance, predicted = demo.tolerance(plan), state_bytes_by_rank(plan)
+    tolerance = demo.tolerance(plan)
+    predicted = state_bytes_by_rank(plan.assignment, plan.spec.optimizer)
     if args.json:
         result = demo_to_json(losses, alone, tolerance, live, predicted)
         print(envelope("demo/1", {"plan": str(path), **result}))

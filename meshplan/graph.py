@@ -113,8 +113,11 @@ class ModelGraph:
     tensors: Mapping[str, TensorInfo]
     config: Mapping[str, int] = field(default_factory=dict)
     _owned: Mapping[str, tuple[TensorInfo, ...]] = field(init=False, repr=False, compare=False)
+    _first_name: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        aliases = {alias: m.fqn for m in self.modules.values() for alias in m.aliases}
+        object.__setattr__(self, "_first_name", aliases)
         owned: dict[str, list[TensorInfo]] = {}
         for tensor in self.tensors.values():
             for module in dict.fromkeys(name.rpartition(".")[0] for name in tensor.names):
@@ -130,6 +133,10 @@ class ModelGraph:
     def num_params(self) -> int:
         """Parameters, each tied one counted once."""
         return sum(t.numel for t in self.parameters)
+
+    def first_name(self, module: str) -> str:
+        """The fqn of a module known by this or another name."""
+        return self._first_name.get(module, module)
 
     def owned(self, module: str) -> tuple[TensorInfo, ...]:
         """The tensors held by exactly this module, tied ones included."""

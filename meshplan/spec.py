@@ -107,7 +107,7 @@ class Precision:
     reduce: str | None = None
     output: str | None = None
     master: str | None = None
-    word: str = ""
+    word: str = field(default="", compare=False, repr=False)
 
     @property
     def is_mixed(self) -> bool:

@@ -158,6 +158,16 @@ def _sizes(spec: Spec, world_size: int | None, gpus_per_node: int | None) -> dic
             )
         else:
             sizes[axis] = world_size // known
+    spread = [axis for axis in sizes if axis in DATA_AXES and sizes[axis] > 1]
+    if spread == list(reversed(DATA_AXES)):
+        swapped = {**{axis: sizes[axis] for axis in DATA_AXES}, **sizes}
+        problems.append(
+            Problem(
+                "dp_shard stands before dp_replicate, but shards of one replica lie side by side",
+                spec.origin("mesh"),
+                f"write mesh: {{{', '.join(f'{axis}: {n}' for axis, n in swapped.items())}}}",
+            )
+        )
     if problems:
         raise PlanError(problems)
     return sizes
@@ -184,13 +194,21 @@ def _sizes_from_strategy(
     if nodes < 2 or world_size % per_node:
         raise PlanError(
             Problem(
-                f"{strategy.name} shards inside a node and replicates across nodes, but the "
-                f"{world_size} devices are on one node",
+                f"{strategy.name} shards inside a node and replicates across nodes, but "
+                + _not_nodes(world_size, per_node),
                 origin,
                 "state both sizes, such as mesh: {dp_replicate: 2, dp_shard: 4}, or use full_shard",
             )
         )
     return {"dp_replicate": nodes, "dp_shard": per_node}
+
+
+def _not_nodes(world_size: int, per_node: int) -> str:
+    if world_size == 1:
+        return "there is one device"
+    if world_size <= per_node:
+        return f"the {world_size} devices are on one node"
+    return f"{world_size} devices are no whole number of nodes of {per_node}"
 
 
 def _sizes_from_list(spec: Spec, sizes: tuple[int, ...]) -> dict[str, int]:

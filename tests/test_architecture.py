@@ -27,7 +27,8 @@ LEVELS = [
         rules source
         schema
         blueprint reader assign formulas
-        solve sizing memory cost
+        solve sizing
+        memory cost
         plan
         planner render runtime
         interop api

@@ -38,7 +38,7 @@ def test_the_demo():
     assert held == list("01234567")
     assert done.stderr.splitlines() == [
         "note: 8 processes on the CPU of this machine, and gloo between them",
-        *(f"{who}: step {step}/3, loss {rows[step - 1][1][:5]}"
+        *(f"{who}: step {step}/3, loss {float(rows[step - 1][1]):.3f}"
           for who in ("8 ranks", "1 process") for step in (1, 2, 3)),
     ]  # fmt: skip
 
@@ -141,7 +141,7 @@ def test_bytes_that_cancel_out_still_differ():
     held, said = StateBytes(100, 200, 300, 0), StateBytes(100, 201, 299, 0)
     lines = bytes_to_text([said, held], [said, said])
     assert lines[-2].split() == ["1", "100", "200", "300", "600", "600", "2"]
-    assert lines[-1] == "held and predicted: DIFFERENT on 1 ranks"
+    assert lines[-1] == "held and predicted: DIFFERENT on 1 rank"
 
 
 def test_long_runs_are_shown_in_a_dozen_rows():

@@ -60,7 +60,10 @@ def test_every_rank_knows_its_place():
             "is killed",
             "meshplan: 1 problem\nrank 1 died (SIGKILL)\n    fix: perhaps memory ran out",
         ),
-        ("raises", "meshplan: 1 problem\nrank 1 raised ValueError: out of luck (test_local_ranks.py"),
+        (
+            "raises",
+            "meshplan: 1 problem\nrank 1 raised ValueError: out of luck (test_local_ranks.py",
+        ),
         (
             "refuses",
             "meshplan: 1 problem\nrank 1 refused:\nmeshplan: 1 problem\nthis does not fit\n"
@@ -72,10 +75,9 @@ def test_every_rank_knows_its_place():
 def test_one_bad_rank_ends_all(monkeypatch, how, message):
     monkeypatch.setattr(local_ranks, "SILENCE_S", 3.0 if how == "is silent" else 60.0)
     began = time.monotonic()
-    pids = []
+    pids: list[int] = []
     with pytest.raises(ApplyError) as caught:
-        for _, pid in run_ranks(2, 2, fail, how):
-            pids.append(pid)
+        pids.extend(pid for _, pid in run_ranks(2, 2, fail, how))
     assert str(caught.value).startswith(message)
     assert time.monotonic() - began < 30
     assert len(pids) == 2

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+import meshplan
 from meshplan import decide
 from meshplan.cli import main
 from meshplan.errors import SpecError
 from meshplan.recipes import find_plan, recipe_names, recipe_path
+from meshplan.runtime.demo_model import build, next_byte_loss
 
 ROOT = Path(__file__).parent.parent
 
@@ -60,6 +63,40 @@ def test_a_recipe_checks_and_shows(name, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert out.startswith(f"ByteLlama, 803,968 parameters, under {path}\n")
     assert err == ""
+
+
+def run_as_it_is(path: str) -> tuple[float, float]:
+    """Three steps of the recipe's own model and batch against one process: largest differences."""
+    torch.manual_seed(0)
+    model = meshplan.parallelize(build(), path)
+    torch.manual_seed(0)
+    alone = build()
+    clip = model.meshplan.plan.spec.clip_grad_norm
+    pair = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, alone)]
+    apart = 0.0
+    for step in range(3):
+        text = torch.arange(32 * 17).mul(step * 7 + 11).remainder(251).view(32, 17)[:, :17]
+        inputs, targets = text[:, :-1], text[:, 1:]
+        mine = meshplan.local_batch(model, (inputs, targets))
+        loss = meshplan.train_step(model, pair[0], *mine, next_byte_loss)
+        expected = next_byte_loss(alone(inputs), targets)
+        expected.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(alone.parameters(), clip)
+        pair[1].step()
+        pair[1].zero_grad()
+        apart = max(apart, abs(loss - expected.item()))
+    live = meshplan.full_state_dict(model)
+    state = [(live[n] - t).abs().max().item() for n, t in alone.state_dict().items() if live]
+    return apart, max(state, default=0.0)
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_a_recipe_trains_as_one_process_does(pool, name):
+    world = 4 if name == "tp" else 8
+    loss, state = pool(world).run(run_as_it_is, str(recipe_path(name)))[0]
+    assert loss <= 1e-6
+    assert state <= 1e-6
 
 
 def test_auto_waits_for_the_planner(monkeypatch, capsys):

@@ -1,4 +1,7 @@
-"""`meshplan show`: literal text, and nothing unequal folded. `python -m tests.test_show` refreshes."""
+"""`meshplan show`: literal text, and nothing unequal folded.
+
+`python -m tests.test_show` refreshes `golden/`.
+"""
 
 from __future__ import annotations
 
@@ -113,8 +116,9 @@ def test_what_the_ranks_hold_adds_up(name):
             for rank in range(mesh.world_size)
         )
         assert held == placed.info.numel * placed.stored.num_replicas(mesh)
-    every = state_bytes_by_rank(plan)
-    assert every == tuple(state_bytes(plan, rank) for rank in range(mesh.world_size))
+    states, optimizer = plan.assignment, plan.spec.optimizer
+    every = state_bytes_by_rank(states, optimizer)
+    assert every == tuple(state_bytes(states, optimizer, r) for r in range(mesh.world_size))
     assert [states["total_bytes"] for states in plan_to_json(plan)["state_bytes"]] == [
         states.total_bytes for states in every
     ]
@@ -151,7 +155,9 @@ UNEVEN = {
 def test_uneven_pieces_and_unequal_ranks_are_shown():
     spec = load_spec({"version": 1, "mesh": {"dp_shard": 8}, "strategy": "full_shard"})
     text = "\n".join(plan_to_text(make_plan(spec, from_mapping(UNEVEN))))
-    assert re.search(r"embed_tokens.weight +Embedding +\(10, 12\) .* \(2, 12\), least \(0, 12\)", text)
+    assert re.search(
+        r"embed_tokens.weight +Embedding +\(10, 12\) .* \(2, 12\), least \(0, 12\)", text
+    )
     assert "also named lm_head.weight" in text
     assert "model.layers.{0..2}" in text
     assert "0 (most)" in text

@@ -62,6 +62,10 @@ def plan_of(world: int, model: str, layout: str, more: dict[str, Any]) -> dict[s
     return {**plan, **{k: v for k, v in more.items() if k != "more rules"}, "rules": rules}
 
 
+def predicted(plan: Plan) -> tuple[StateBytes, ...]:
+    return state_bytes_by_rank(plan.assignment, plan.spec.optimizer)
+
+
 def decide(world: int, model: str, plan: dict[str, Any]) -> Plan:
     return make_plan(load_spec(plan), graph_of(models.build(model)), world_size=world)
 
@@ -92,7 +96,7 @@ def test_live_bytes_are_the_predicted_bytes(pool: Any, cell: Any) -> None:
     world, model, layout, more = cell
     plan = plan_of(world, model, layout, more)
     ranks = pool(world).run(train, model, plan)
-    assert tuple(live for live, _ in ranks) == state_bytes_by_rank(decide(world, model, plan))
+    assert tuple(live for live, _ in ranks) == predicted(decide(world, model, plan))
     assert [otherwise for _, otherwise in ranks] == [[]] * world
 
 
@@ -102,7 +106,7 @@ def test_live_bytes_are_the_predicted_bytes(pool: Any, cell: Any) -> None:
 def test_a_model_from_meta_holds_the_same_bytes(pool: Any, layout: str, more: list[Any]) -> None:
     plan = plan_of(4, "own_llama", layout, SGD | {"more rules": more})
     ranks = pool(4).run(train, "own_llama", plan, on_meta=True)
-    assert tuple(live for live, _ in ranks) == state_bytes_by_rank(decide(4, "own_llama", plan))
+    assert tuple(live for live, _ in ranks) == predicted(decide(4, "own_llama", plan))
     assert [otherwise for _, otherwise in ranks] == [[]] * 4
 
 
@@ -115,7 +119,7 @@ def test_it_can_fail(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         "_stored_numel",
         lambda kind, mesh, rank: kind.stored.local_numel(kind.shape, mesh, rank),
     )
-    wrong = state_bytes_by_rank(decide(4, "odd", plan))
+    wrong = predicted(decide(4, "odd", plan))
     assert [a == b for a, b in zip(live, wrong, strict=True)] == [True, True, True, False]
 
 
@@ -123,16 +127,16 @@ def test_what_the_numbers_are() -> None:
     """Odd, added up by hand."""
     # Shared 24x24 + 24; each block 24 + 37x24 + 37 + 24x37; bias; temperature; head 8x24 + 8.
     trainable, frozen, buffers = 600 + 2 * 1837 + 24 + 1 + 200, 600, 72
-    whole = state_bytes_by_rank(decide(2, "odd", {"version": 1, "strategy": "ddp"} | SGD))
+    whole = predicted(decide(2, "odd", {"version": 1, "strategy": "ddp"} | SGD))
     assert whole[0] == whole[1] == StateBytes(
         4 * (trainable + frozen), 4 * trainable, 4 * trainable, 4 * buffers
     )  # fmt: skip
     # 14 trainable tensors: one float32 step counter each.
-    adam = state_bytes_by_rank(decide(2, "odd", {"version": 1, "strategy": "ddp"} | ADAM))
+    adam = predicted(decide(2, "odd", {"version": 1, "strategy": "ddp"} | ADAM))
     assert adam[0].optimizer_bytes == 8 * trainable + 4 * 14
     assert adam[0].total_bytes == 16 * trainable + 4 * (frozen + buffers) + 56
     # Every tensor but the scalar is halved; `up` has 37 rows: 19 and 18, stored as 19 and 19.
-    halves = state_bytes_by_rank(decide(2, "odd", {"version": 1, "strategy": "full_shard"} | SGD))
+    halves = predicted(decide(2, "odd", {"version": 1, "strategy": "full_shard"} | SGD))
     padding = 2 * (24 + 1)
     stored = 1 + (trainable - 1 + padding) // 2
     assert [h.gradients_bytes for h in halves] == [4 * stored] * 2

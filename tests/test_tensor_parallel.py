@@ -166,3 +166,22 @@ def ties(plan: dict[str, Any]) -> tuple[bool, bool]:
 def test_tied_weights_stay_one_tensor(pool):
     plan = TP2 | {"rules": models.tp_rules("hf_llama_tied")}
     assert pool(4).run(ties, plan) == [(True, True)] * 4
+
+
+def odd_length() -> str:
+    plan = TP2 | {"sequence_parallel": True, "rules": [*PLAIN, NORMS]}
+    model = meshplan.parallelize(models.build("own_llama"), plan)
+    try:
+        model(torch.zeros(2, 15, dtype=torch.int64))
+    except meshplan.ApplyError as error:
+        return str(error)
+    return ""
+
+
+def test_a_sequence_that_tp_does_not_divide_is_refused_on_every_rank(pool):
+    expected = (
+        "meshplan: 1 problem\n"
+        "a sequence of 15 does not divide by tp 2, and sequence_parallel cuts it\n"
+        "    fix: pad it to a multiple of 2"
+    )
+    assert pool(4).run(odd_length) == [expected] * 4

@@ -63,7 +63,7 @@ class Cascade:
         self._spec = spec
         self._modules: dict[str, dict[str, Stated]] = {}
         self._params: dict[str, dict[str, Stated]] = {}
-        self._alias = {name: m.fqn for m in graph.modules.values() for name in m.aliases}
+        self._graph = graph
         self._used: set[int] = set()
         self._hit: set[int] = set()
         self.problems: list[Problem] = []
@@ -113,7 +113,7 @@ class Cascade:
     def _ancestors(self, fqn: str) -> Iterator[str]:
         """The module itself, then outwards to the root; through first names of shared ones."""
         while True:
-            fqn = self._alias.get(fqn, fqn)
+            fqn = self._graph.first_name(fqn)
             yield fqn
             if not fqn:
                 return

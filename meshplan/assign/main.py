@@ -8,7 +8,7 @@ from typing import Literal
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.not_yet import not_yet
 from meshplan.assign.recompute import assign_recompute
-from meshplan.assign.tensor_parallel import TensorParallel, assign_tp
+from meshplan.assign.tensor_parallel import TensorParallel, assign_tp, no_dim
 from meshplan.assign.types import Assignment, Placed, Reason, Unit
 from meshplan.assign.units import PLACE, Units, assign_units
 from meshplan.errors import PlanError, Problem
@@ -75,6 +75,15 @@ def assign(
                 "'sequence_parallel' has no effect without a tp axis",
                 spec.origin("sequence_parallel"),
                 "add tp to the mesh, or remove it",
+            )
+        )
+    if spec.sequence_parallel and (spec.batch.seq_len or 0) % mesh.size("tp"):
+        problems.append(
+            Problem(
+                f"a sequence of {spec.batch.seq_len} does not divide by tp {mesh.size('tp')}, and "
+                "sequence_parallel cuts it",
+                spec.origin("batch.seq_len"),
+                f"use a multiple of {mesh.size('tp')}",
             )
         )
     if problems:
@@ -170,6 +179,9 @@ def _data_cut(
     around = cascade.inherited(tensor.module, PLACE)
     reason = unit.reason
     if not tensor.shape:
+        asked = parse_placement(str(own.value)) if own else None
+        if own is not None and asked is not None:
+            units.report(no_dim(tensor, asked, spec.origin(own.path)))
         return bool(mesh.present(DATA_AXES)), None, Reason("a scalar cannot be cut")
     if own is not None:
         origin = spec.origin(own.path)
@@ -177,7 +189,7 @@ def _data_cut(
         if own.value == "R":
             return unit.is_sharded, None, reason
         if not unit.is_sharded:
-            units.problems.append(
+            units.report(
                 Problem(
                     f"{tensor.fqn} cannot be sharded alone: the module around it is replicated",
                     origin,
@@ -191,19 +203,13 @@ def _data_cut(
     dim = (parse_placement(str(stated.value)) if stated else None) or 0
     if not -len(tensor.shape) <= dim < len(tensor.shape):
         if own is not None:
-            units.problems.append(
-                Problem(
-                    f"{tensor.fqn} has shape {list(tensor.shape)}, which has no dim {dim}",
-                    reason.origin,
-                    f"use S(0) to S({len(tensor.shape) - 1})",
-                )
-            )
+            units.report(no_dim(tensor, dim, reason.origin))
         dim = 0  # A module's S(1) is about its weight; its bias has only one dim.
     dim %= len(tensor.shape)
     size = tp_layout.local_shape(tensor.shape, mesh)[dim]
     if dim and size % mesh.size("dp_shard"):
         # FSDP2 pads dim 0 only.
-        units.problems.append(
+        units.report(
             Problem(
                 f"{tensor.fqn}: dim {dim} of size {size} does not divide by dp_shard "
                 f"{mesh.size('dp_shard')}, and only dim 0 may be uneven",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from meshplan.assign.cascade import Cascade, Stated
 from meshplan.assign.types import Reason, StyleUse
-from meshplan.errors import Problem
+from meshplan.errors import Origin, Problem
 from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
 from meshplan.layout import Layout
 from meshplan.mesh import Mesh
@@ -14,6 +16,37 @@ from meshplan.spec import AUTO, Spec
 from meshplan.styles import PLANNED_STYLES, dims_of, kinds_of, parse_placement, style_for
 
 _FIELD = "place.tp"
+
+
+@dataclass(frozen=True, slots=True)
+class _Partner:
+    """The style that must stand near another, and what is amiss without it."""
+
+    style: str
+    what: str
+    fix: str
+    is_error: bool = False
+
+
+_PARTNERS: Final[Mapping[str, _Partner]] = {
+    "colwise": _Partner(
+        "rowwise",
+        "leaves its output cut, but no rowwise module near it takes it up",
+        "make the projection that consumes it rowwise, or use colwise_gather_output",
+    ),
+    "rowwise": _Partner(
+        "colwise",
+        "expects its input cut, but no colwise module near it leaves one",
+        "make the projections that feed it colwise, or use rowwise_split_input",
+    ),
+    # Without parts the sum would count every gradient once per rank, silently.
+    "replicated_with_grad_allreduce": _Partner(
+        "colwise",
+        "adds up gradients of parts, but no colwise module near it leaves parts",
+        "make the projections that feed it colwise, or remove the placement",
+        is_error=True,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +87,7 @@ def assign_tp(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> Te
         if found:
             _assign_param(spec, mesh, tensor, found, out)
     _check_tied(graph, mesh, out)
-    _check_pairs(graph, mesh, out)
+    _check_pairs(mesh, out)
     if mesh.size("tp") > 1 and not any("tp" in rule.place for rule in spec.rules):
         out.problems.append(
             Problem(
@@ -243,20 +276,21 @@ def _cut_param(
 ) -> None:
     """S(d) on a parameter: stored cut, gathered each time its module runs."""
     if not -len(tensor.shape) <= dim < len(tensor.shape):
-        _report(out, Problem(
-            f"{tensor.fqn} has shape {list(tensor.shape)}, which has no dim {dim}",
-            spec.origin(path),
-            _dims_fix(len(tensor.shape)),
-        ))  # fmt: skip
+        _report(out, no_dim(tensor, dim, spec.origin(path)))
         return
     layout = Layout.whole(len(tensor.shape)).cut("tp", dim)
     _record(out, tensor, TensorCut(layout, True, reason), spec, path)
 
 
-def _dims_fix(ndim: int) -> str:
-    if ndim == 0:
-        return "a scalar cannot be cut: use R"
-    return "use S(0)" if ndim == 1 else f"use S(0) to S({ndim - 1})"
+def no_dim(tensor: TensorInfo, dim: int, origin: Origin | None) -> Problem:
+    """A parameter is to be cut along a dim that it does not have."""
+    ndim = len(tensor.shape)
+    fix = "use S(0)" if ndim == 1 else f"use S(0) to S({ndim - 1})"
+    return Problem(
+        f"{tensor.fqn} has shape {list(tensor.shape)}, which has no dim {dim}",
+        origin,
+        fix if ndim else "a scalar cannot be cut: use R",
+    )
 
 
 def _record(out: TensorParallel, tensor: TensorInfo, cut: TensorCut, spec: Spec, path: str) -> None:
@@ -281,7 +315,7 @@ def _check_tied(graph: ModelGraph, mesh: Mesh, out: TensorParallel) -> None:
             continue
         for name in tensor.names:
             module = name.rpartition(".")[0]
-            if module not in out.styles and not _is_shared(graph, module, out):
+            if graph.first_name(module) not in out.styles:
                 _report(out, Problem(
                     f"{' and '.join(tensor.names)} are one tensor, but only "
                     f"{_styled(tensor, out)} has a tp style",
@@ -290,45 +324,44 @@ def _check_tied(graph: ModelGraph, mesh: Mesh, out: TensorParallel) -> None:
                 ))  # fmt: skip
 
 
-def _is_shared(graph: ModelGraph, module: str, out: TensorParallel) -> bool:
-    return any(module in info.aliases and fqn in out.styles for fqn, info in graph.modules.items())
-
-
 def _styled(tensor: TensorInfo, out: TensorParallel) -> str:
     modules = (name.rpartition(".")[0] for name in tensor.names)
     return ", ".join(m for m in modules if m in out.styles)
 
 
-def _check_pairs(graph: ModelGraph, mesh: Mesh, out: TensorParallel) -> None:
-    """A colwise module leaves its output cut; warn when no rowwise sibling takes it up."""
+def _check_pairs(mesh: Mesh, out: TensorParallel) -> None:
+    """What one module leaves cut, another near it must take up, and the other way round."""
     if mesh.size("tp") == 1:
         return
-    parents: dict[str, list[str]] = {}
-    for fqn, use in out.styles.items():
-        parents.setdefault(fqn.rpartition(".")[0], []).append(use.style.name)
+    inside = _styles_inside(out)
     seen: set[object] = set()
     for fqn, use in out.styles.items():
-        if use.style.name != "colwise" or use.style.kind == "embedding":
+        name = use.style.name
+        partner = _PARTNERS.get(name)
+        if partner is None or use.style.kind == "embedding" or use.reason in seen:
             continue
-        around = fqn.rpartition(".")[0]
         # Attention blocks such as BERT's keep q, k, v one level below their output projection.
+        around = fqn.rpartition(".")[0]
         levels = (around, around.rpartition(".")[0])
-        takers = [
-            s
-            for parent, names in parents.items()
-            for s in names
-            if any(parent == level or parent.startswith(level + ".") for level in levels)
-        ]
-        if "rowwise" not in takers and use.reason not in seen:
-            seen.add(use.reason)
-            out.warnings.append(
-                Problem(
-                    f"{fqn} is colwise and leaves its output cut, but no rowwise module near it "
-                    "takes it up",
-                    use.reason.origin,
-                    "make the projection that consumes it rowwise, or use colwise_gather_output",
-                )
-            )
+        if any(partner.style in inside.get(level, ()) for level in levels):
+            continue
+        seen.add(use.reason)
+        problem = Problem(f"{fqn} is {name} and {partner.what}", use.reason.origin, partner.fix)
+        if partner.is_error:
+            _report(out, problem)
+        else:
+            out.warnings.append(problem)
+
+
+def _styles_inside(out: TensorParallel) -> dict[str, set[str]]:
+    """By module: the styles of everything below it; the root knows its children's only."""
+    inside: dict[str, set[str]] = {}
+    for fqn, use in out.styles.items():
+        parent = fqn.rpartition(".")[0]
+        inside.setdefault(parent, set()).add(use.style.name)
+        while parent := parent.rpartition(".")[0]:
+            inside.setdefault(parent, set()).add(use.style.name)
+    return inside
 
 
 def _report(out: TensorParallel, problem: Problem) -> None:

@@ -31,12 +31,16 @@ class Units:
     problems: list[Problem] = field(default_factory=list)
     notes: list[Problem] = field(default_factory=list)
 
+    def report(self, problem: Problem) -> None:
+        """One mistake, one message: a rule that hits 32 layers reports the first."""
+        if not any(known.origin == problem.origin for known in self.problems):
+            self.problems.append(problem)
+
     def of(self, name: str, graph: ModelGraph) -> str:
         """The unit that owns the tensor of this name: the innermost one around it."""
-        aliases = {a: m.fqn for m in graph.modules.values() for a in m.aliases}
         module = name.rpartition(".")[0]
         while module:
-            unit = aliases.get(module, module)
+            unit = graph.first_name(module)
             if unit in self.by_fqn:
                 return unit
             module = module.rpartition(".")[0]
@@ -105,7 +109,7 @@ class _Builder:
             self._add(fqn, mode, around, reason)
             around = mode
         elif differs and wanted is False:
-            self.out.problems.append(
+            self.out.report(
                 Problem(
                     f"'{fqn}' is placed otherwise than the module around it, so it must be a unit",
                     self.spec.origin(f"rules[{self._unit_rule(fqn)}].unit"),
@@ -126,7 +130,7 @@ class _Builder:
             origin = self.spec.origin(stated.path)
             if stated.value and not self.graph.modules[fqn].has_forward:
                 kind = self.graph.modules[fqn].type
-                self.out.problems.append(
+                self.out.report(
                     Problem(
                         f"'{fqn}' is a {kind}, never called itself, so it cannot be a unit",
                         origin,
@@ -162,40 +166,44 @@ class _Builder:
     def _check_place(self, stated: Stated) -> None:
         origin = self.spec.origin(stated.path)
         if stated.value != "R" and "dp_shard" not in self.mesh.names:
-            self._report(
-                f"'{stated.text}' has no axis dp_shard to cut over (the mesh has {self.mesh})",
-                origin,
-                "add dp_shard to the mesh, or remove the placement",
+            self.out.report(
+                Problem(
+                    f"'{stated.text}' has no axis dp_shard to cut over (the mesh has {self.mesh})",
+                    origin,
+                    "add dp_shard to the mesh, or remove the placement",
+                )
             )
         elif stated.rule.data == "hybrid_shard" and "dp_replicate" not in self.mesh.names:
-            self._report(
-                "'hybrid_shard' needs the axes dp_replicate and dp_shard "
-                f"(the mesh has {self.mesh})",
-                origin,
-                "say place: shard, or add dp_replicate to the mesh",
+            self.out.report(
+                Problem(
+                    "'hybrid_shard' needs the axes dp_replicate and dp_shard "
+                    f"(the mesh has {self.mesh})",
+                    origin,
+                    "say place: shard, or add dp_replicate to the mesh",
+                )
             )
 
     def _check_reshard(self, stated: Stated, is_sharded: bool) -> None:
         size, value = self.mesh.size("dp_shard"), stated.value
         origin = self.spec.origin(stated.path)
         if not is_sharded:
-            self._report(
-                "reshard_after_forward has no effect on parameters that are not sharded",
-                origin,
-                "remove it, or shard the module",
+            self.out.report(
+                Problem(
+                    "reshard_after_forward has no effect on parameters that are not sharded",
+                    origin,
+                    "remove it, or shard the module",
+                )
             )
         elif not isinstance(value, bool) and (size % value or not 1 < value < size):
             divisors = [d for d in range(2, size) if size % d == 0]
-            self._report(
-                f"reshard_after_forward: {value} is not a divisor of dp_shard {size} between "
-                f"1 and {size}",
-                origin,
-                f"use {' or '.join(map(str, divisors))}" if divisors else "use true or false",
+            self.out.report(
+                Problem(
+                    f"reshard_after_forward: {value} is not a divisor of dp_shard {size} between "
+                    f"1 and {size}",
+                    origin,
+                    f"use {' or '.join(map(str, divisors))}" if divisors else "use true or false",
+                )
             )
-
-    def _report(self, what: str, origin: object, fix: str) -> None:
-        if not any(p.origin == origin for p in self.out.problems):
-            self.out.problems.append(Problem(what, origin, fix))  # type: ignore[arg-type]
 
     def _add(self, fqn: str, mode: _Mode, around: _Mode | None, reason: Reason) -> None:
         present = self.mesh.present(DATA_AXES)
@@ -240,12 +248,13 @@ def _merge_tied(spec: Spec, graph: ModelGraph, out: Units) -> None:
                 continue
             unit = out.by_fqn[fqn]
             if _DEFAULT_BLOCK not in unit.reason.text:
-                out.problems.append(
+                out.report(
                     Problem(
                         f"{' and '.join(tensor.names)} are one tensor, but '{fqn}' is a unit of "
                         "its own, which would split it in two",
                         unit.reason.origin,
-                        "place all modules that share the tensor alike, or remove the rule",
+                        f"place the tensor itself: match: {{param: {tensor.fqn}}}, or a module "
+                        "around all that share it",
                     )
                 )
                 continue

@@ -67,6 +67,7 @@ class Builder:
             kind=kind,
             head_dim=head_dim,
             packed=packed,
+            has_forward=type != "ModuleList",
         )
 
     def parameter(

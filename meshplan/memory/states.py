@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from meshplan.assign import Assignment
 from meshplan.graph import DTYPE_BYTES
 from meshplan.layout import Layout
 from meshplan.mesh import Mesh
-from meshplan.plan import Plan
 from meshplan.spec import OPTIMIZER_STATES
 
 _STEP_COUNTERS: Final[Mapping[str, int]] = MappingProxyType(
@@ -44,18 +44,20 @@ class StateBytes:
         )
 
 
-def state_bytes(plan: Plan, rank: int = 0) -> StateBytes:
+def state_bytes(assignment: Assignment, optimizer: str, rank: int = 0) -> StateBytes:
     """What `rank` holds right after backward of the last microbatch, before the optimizer step.
 
-    Optimizer state is counted as it is from the second step on.
+    Args:
+        optimizer: A word of `spec.OPTIMIZER_STATES`; its state is counted as it is from the
+            second step on.
     """
-    return _sum(_kinds(plan), plan, rank)
+    return _sum(_kinds(assignment), assignment.mesh, optimizer, rank)
 
 
-def state_bytes_by_rank(plan: Plan) -> tuple[StateBytes, ...]:
+def state_bytes_by_rank(assignment: Assignment, optimizer: str) -> tuple[StateBytes, ...]:
     """`state_bytes` of every rank of the mesh."""
-    kinds = _kinds(plan)
-    return tuple(_sum(kinds, plan, rank) for rank in range(plan.mesh.world_size))
+    kinds, mesh = _kinds(assignment), assignment.mesh
+    return tuple(_sum(kinds, mesh, optimizer, rank) for rank in range(mesh.world_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +71,18 @@ class _Kind:
     is_buffer: bool
 
 
-def _kinds(plan: Plan) -> Counter[_Kind]:
+def _kinds(assignment: Assignment) -> Counter[_Kind]:
     return Counter(
         _Kind(p.info.shape, p.dtype, p.stored, p.info.trainable, p.info.is_buffer)
-        for p in plan.assignment.tensors.values()
+        for p in assignment.tensors.values()
     )
 
 
-def _sum(kinds: Mapping[_Kind, int], plan: Plan, rank: int) -> StateBytes:
-    parameters = gradients = optimizer = buffers = 0
-    kept = OPTIMIZER_STATES[plan.spec.optimizer]
-    counters = 4 * _STEP_COUNTERS.get(plan.spec.optimizer, 0)
+def _sum(kinds: Mapping[_Kind, int], mesh: Mesh, optimizer: str, rank: int) -> StateBytes:
+    parameters = gradients = states = buffers = 0
+    kept, counters = OPTIMIZER_STATES[optimizer], 4 * _STEP_COUNTERS.get(optimizer, 0)
     for kind, count in kinds.items():
-        stored = _stored_numel(kind, plan.mesh, rank) * DTYPE_BYTES[kind.dtype]
+        stored = _stored_numel(kind, mesh, rank) * DTYPE_BYTES[kind.dtype]
         if kind.is_buffer:
             buffers += count * stored
             continue
@@ -89,9 +90,9 @@ def _sum(kinds: Mapping[_Kind, int], plan: Plan, rank: int) -> StateBytes:
         if kind.trainable:
             # FSDP2 reduces gradients into the padded shard whatever the strategy calls itself.
             gradients += count * stored
-            local = kind.stored.local_numel(kind.shape, plan.mesh, rank)
-            optimizer += count * (kept * local * DTYPE_BYTES[kind.dtype] + counters)
-    return StateBytes(parameters, gradients, optimizer, buffers)
+            local = kind.stored.local_numel(kind.shape, mesh, rank)
+            states += count * (kept * local * DTYPE_BYTES[kind.dtype] + counters)
+    return StateBytes(parameters, gradients, states, buffers)
 
 
 def _stored_numel(kind: _Kind, mesh: Mesh, rank: int) -> int:

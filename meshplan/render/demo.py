@@ -45,7 +45,7 @@ def bytes_to_text(live: Sequence[StateBytes], predicted: Sequence[StateBytes]) -
         apart = _apart(held, said)
         rows.append((str(rank), *(f"{n:,}" for n in numbers), f"{apart:,}" if apart else "0"))
     num_apart = sum(held != said for held, said in zip(live, predicted, strict=True))
-    verdict = f"DIFFERENT on {num_apart} ranks" if num_apart else "ok on every rank, to the byte"
+    verdict = f"DIFFERENT on {_ranks(num_apart)}" if num_apart else "ok on every rank, to the byte"
     return [
         "bytes of state that each rank held before the last optimizer step",
         *columns(rows, ">>>>>>>"),

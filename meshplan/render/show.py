@@ -175,7 +175,7 @@ def _why(reason: Reason, plan: Plan) -> str:
 
 def states_to_text(plan: Plan) -> list[str]:
     """The resident bytes of a rank: one row where all are equal, else the fullest and the least."""
-    every = state_bytes_by_rank(plan)
+    every = state_bytes_by_rank(plan.assignment, plan.spec.optimizer)
     totals = [states.total_bytes for states in every]
     most, least = totals.index(max(totals)), totals.index(min(totals))
     header = ("rank", "parameters", "gradients", plan.spec.optimizer, "buffers", "total", "")
@@ -243,7 +243,10 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             for fqn, code, reason in assignment.apply
         ],
         "tensors": [_tensor_to_json(plan, placed) for placed in assignment.tensors.values()],
-        "state_bytes": [states_to_json(states) for states in state_bytes_by_rank(plan)],
+        "state_bytes": [
+            states_to_json(states)
+            for states in state_bytes_by_rank(plan.assignment, plan.spec.optimizer)
+        ],
     }  # fmt: skip
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from meshplan.assign import Placed
 from meshplan.errors import ApplyError, Problem
+from meshplan.mesh import Mesh
 from meshplan.plan import Plan
-from meshplan.runtime.mesh import local_of, shard_axes
+from meshplan.runtime.mesh import cut_dims, local_of
 
 
 def check_live(model: nn.Module, plan: Plan) -> None:
@@ -19,12 +22,13 @@ def check_live(model: nn.Module, plan: Plan) -> None:
     Raises:
         ApplyError: With every tensor that differs, or that is missing, or that was not planned.
     """
-    live = dict(model.named_parameters()) | dict(model.named_buffers())
-    live = {name.removeprefix("module."): tensor for name, tensor in live.items()}
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    live = dict(inner.named_parameters()) | dict(inner.named_buffers())
     planned = plan.assignment.tensors
     problems = [
         Problem(f"{fqn} is in the plan but not in the live model")
-        for fqn in planned.keys() - live.keys()
+        for fqn in planned
+        if fqn not in live
     ]
     for fqn, tensor in live.items():
         placed = planned.get(fqn)
@@ -42,18 +46,22 @@ def _differences(fqn: str, tensor: torch.Tensor, placed: Placed, plan: Plan) -> 
         "shape": placed.info.shape,
         "local shape": placed.local_shape(mesh, dist.get_rank()),
         "dtype": placed.dtype,
-        "cut by": sorted(a for a in placed.stored.axes if mesh.size(a) > 1),
+        "cut": _spell({a: placed.stored.dim_of(a) for a in placed.stored.axes}, mesh),
     }
     found = {
         "shape": tuple(tensor.shape),
         "local shape": tuple(local_of(tensor).shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
-        "cut by": sorted(a for a in shard_axes(tensor) if mesh.size(a) > 1),
+        "cut": _spell(cut_dims(tensor), mesh),
     }
-    if isinstance(tensor, DTensor) and tensor.device_mesh.size() > mesh.world_size:
-        return [Problem(f"{fqn} lies on a mesh larger than the plan's")]
     return [
         Problem(f"{fqn}: {what} is {found[what]}, but the plan says {expected[what]}")
         for what in expected
         if found[what] != expected[what]
     ]
+
+
+def _spell(cuts: Mapping[str, int | None], mesh: Mesh) -> str:
+    """`dp_shard on dim 0, tp on dim 1`; axes of one rank cut nothing."""
+    words = sorted(f"{axis} on dim {dim}" for axis, dim in cuts.items() if mesh.size(axis) > 1)
+    return ", ".join(words) or "nowhere"

@@ -75,9 +75,7 @@ def tolerance(plan: Plan) -> float:
     return 1e-4 if dtypes == {"float32"} else 5e-2
 
 
-def train_under_plan(
-    plan: Plan, steps: int, told: Told
-) -> tuple[list[float], list[StateBytes]]:
+def train_under_plan(plan: Plan, steps: int, told: Told) -> tuple[list[float], list[StateBytes]]:
     """Train in as many processes as the plan has ranks.
 
     Returns:

@@ -20,6 +20,9 @@ from meshplan.plan import Plan
 from meshplan.runtime.initialise import initialise
 from meshplan.runtime.mesh import device, local_of
 
+_PIECE = 1 << 22
+"""Elements that a checksum looks at together: 32 MiB of int64."""
+
 
 @dataclass(slots=True)
 class Values:
@@ -107,10 +110,19 @@ def _take_from_rank_0(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """A sum of the bits, position-weighted so that a permutation shows."""
-    bits = tensor.contiguous().view(-1).view(torch.uint8).to(torch.int64)
-    weight = torch.arange(bits.numel(), device=bits.device).remainder_(8191).add_(1)
-    return int((bits * weight).sum())
+    """A sum of the bits, weighted by position so that a permutation shows.
+
+    In pieces: the whole of a large embedding in int64 would not fit beside it.
+    """
+    bits = tensor.contiguous().view(-1).view(torch.uint8)
+    if bits.numel() % 4 == 0:
+        bits = bits.view(torch.int32)
+    total = 0
+    for piece in bits.split(_PIECE):
+        weight = torch.arange(1, piece.numel() + 1, device=piece.device)
+        # Overflow wraps, alike on every rank.
+        total = (total * 1_000_003 + int((piece * weight).sum())) % 2**62
+    return total
 
 
 def _receive(tensors: dict[str, torch.Tensor], plan: Plan, source: int) -> Values:

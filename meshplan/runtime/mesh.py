@@ -136,17 +136,22 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def shard_axes(tensor: torch.Tensor) -> tuple[str, ...]:
-    """The mesh axes that cut a live tensor."""
+def cut_dims(tensor: torch.Tensor) -> dict[str, int]:
+    """The mesh axes that cut a live tensor, each with the dim it cuts."""
     if not isinstance(tensor, DTensor):
-        return ()
+        return {}
     names = tensor.device_mesh.mesh_dim_names or ()
     # FSDP2 marks a dim that tp cut before with _StridedShard, which is not always a Shard.
-    return tuple(
-        name
+    return {
+        name: p.dim
         for name, p in zip(names, tensor.placements, strict=True)
         if not isinstance(p, Replicate | Partial)
-    )
+    }
+
+
+def shard_axes(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The mesh axes that cut a live tensor."""
+    return tuple(cut_dims(tensor))
 
 
 def without_partial(tensor: torch.Tensor) -> torch.Tensor:

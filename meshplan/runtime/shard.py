@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from meshplan.assign import StyleUse
+from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import activation_placement, placement, submesh
 
@@ -98,10 +99,27 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
         return args, {**kwargs, first: _as_dtensor(kwargs[first], tp, arrives, wanted)}
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: DTensor) -> torch.Tensor:
+        _check_even(output, leaves, tp)
         return output.redistribute(placements=[leaves], async_op=True).to_local()
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave)
+
+
+def _check_even(x: torch.Tensor, wanted: Placement, tp: DeviceMesh) -> None:
+    """Refuse a sequence that cannot be cut into equal parts.
+
+    gloo aborts the process on uneven ones, and between modules nobody knows the whole length.
+    Every rank of tp sees the same one, so every rank raises.
+    """
+    if wanted == Shard(1) and x.shape[1] % tp.size():
+        raise ApplyError(
+            Problem(
+                f"a sequence of {x.shape[1]} does not divide by tp {tp.size()}, and "
+                "sequence_parallel cuts it",
+                fix=f"pad it to a multiple of {tp.size()}",
+            )
+        )
 
 
 def _as_dtensor(
@@ -116,6 +134,7 @@ def _as_dtensor(
     if isinstance(x, DTensor):
         return x.redistribute(placements=[wanted], async_op=True)
     if arrives != wanted:
+        _check_even(x, wanted, tp)
         whole = DTensor.from_local(x, tp, [arrives], run_check=False)
         return whole.redistribute(placements=[wanted], async_op=True)
     key = (tp, arrives, x._version, torch.is_grad_enabled())
