@@ -1,0 +1,141 @@
+"""Real launches: a user's script under torchrun, on one node and on two.
+
+The very script that torchrun starts also runs as plain `python`, as a job of one: its losses are
+what the others must find.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+TIMEOUT_S = 120
+
+SCRIPT = """
+import json, sys
+import torch
+import meshplan
+from meshplan.runtime.demo_model import ByteLlama, next_byte_loss
+
+torch.manual_seed(0)
+model = meshplan.parallelize(ByteLlama(), json.loads(sys.argv[1]))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+text = torch.randint(256, (8, 33), generator=torch.Generator().manual_seed(1))
+x, y = meshplan.local_batch(model, (text[:, :-1], text[:, 1:]))
+losses = [meshplan.train_step(model, optimizer, x, y, next_byte_loss) for step in range(3)]
+if torch.distributed.get_rank() == 0:
+    print(json.dumps({"losses": losses, "mesh": model.meshplan.plan.mesh.sizes}))
+"""
+
+pytestmark = [pytest.mark.torchrun, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("user") / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def start(*command: object) -> subprocess.Popen[str]:
+    """A command in a clean environment: what a pool of the tests has set must not reach it."""
+    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {key: value for key, value in os.environ.items() if key not in ours}
+    environment |= {
+        "PYTHONPATH": str(ROOT),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return subprocess.Popen(
+        [str(word) for word in command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def result_of(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, errors = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks before it goes
+        out, errors = process.communicate()
+        pytest.fail(f"no end after {TIMEOUT_S} s:\n{errors}")
+    return process.returncode, out, errors
+
+
+def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    code, out, errors = result_of(process)
+    assert code == 0, errors
+    line: dict[str, Any] = json.loads(out)
+    return line
+
+
+@pytest.fixture(scope="module")
+def one_process(script: Path) -> list[float]:
+    """The losses of plain `python train.py`."""
+    answered = answer(start(sys.executable, script, '{"version": 1, "strategy": "full_shard"}'))
+    assert answered["mesh"] == {"dp_shard": 1}
+    return list(answered["losses"])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_two_ranks(script: Path, one_process: list[float]) -> None:
+    plan = '{"version": 1, "strategy": "full_shard"}'
+    answered = answer(start(*TORCHRUN, "--standalone", "--nproc-per-node", 2, script, plan))
+    assert answered["mesh"] == {"dp_shard": 2}
+    assert answered["losses"] == pytest.approx(one_process, abs=1e-6)
+    assert one_process[2] < one_process[0]
+
+
+def test_two_nodes_of_four_are_seen_as_such(script: Path, one_process: list[float]) -> None:
+    """No mesh is stated: hybrid_shard reads from the launchers what one node is."""
+    port = free_port()
+    nodes = [
+        start(
+            *TORCHRUN,
+            *("--nnodes", 2, "--node-rank", node, "--nproc-per-node", 4),
+            *("--master-addr", "127.0.0.1", "--master-port", port),
+            *(script, '{"version": 1, "strategy": "hybrid_shard"}'),
+        )
+        for node in range(2)
+    ]
+    try:
+        answered = answer(nodes[0])
+        code, out, errors = result_of(nodes[1])
+    finally:
+        for node in nodes:
+            node.terminate()
+    assert (code, out) == (0, ""), errors
+    assert answered["mesh"] == {"dp_replicate": 2, "dp_shard": 4}
+    assert answered["losses"] == pytest.approx(one_process, abs=1e-6)
+
+
+def test_a_plan_for_another_number_of_ranks_ends_the_job(script: Path) -> None:
+    plan = '{"version": 1, "mesh": {"dp_shard": 3}}'
+    code, out, errors = result_of(
+        start(*TORCHRUN, "--standalone", "--nproc-per-node", 2, script, plan)
+    )
+    assert (code, out) == (1, "")
+    assert (
+        "meshplan: 1 problem\n"
+        "<mapping>: mesh: the mesh has 3 devices, but there are 2\n"
+        "    fix: make the product 2, such as dp_shard: 2\n"
+    ) in "\n".join(line.removeprefix("[rank0]: ") for line in errors.split("\n"))
