@@ -106,7 +106,7 @@ class Cascade:
             Problem(
                 f"'{text}' matches no {noun} of {graph.name}",
                 self._spec.origin(f"rules[{rule.index}].match{many}"),
-                f"did you mean '{near}'?" if near else "or say optional: true",
+                f"did you mean '{near}'?" if near else "correct it, or say optional: true",
             )
         )
 

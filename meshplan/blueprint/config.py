@@ -17,7 +17,6 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "num_experts": ("num_local_experts",),
         "hidden_size": ("n_embd",),
-        "intermediate_size": ("n_inner",),
         "num_hidden_layers": ("n_layer",),
         "num_attention_heads": ("n_head",),
         "max_position_embeddings": ("n_positions",),

@@ -203,7 +203,7 @@ def build_gpt2(facts: Facts, build: Builder) -> None:
     positions = facts.size("max_position_embeddings")
     num_layers = facts.size("num_hidden_layers", most=_MAX_LAYERS)
     _, _, head_dim = attention_sizes(facts)
-    mlp = facts.size("intermediate_size", 4 * hidden)
+    mlp = facts.size("n_inner", 4 * hidden)
     tied = facts.flag("tie_word_embeddings", True)
     if facts.flag("add_cross_attention"):
         facts.problem("add_cross_attention", "cross attention is not supported", "remove the key")
