@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from meshplan.errors import ApplyError, MeshplanError, Origin, PlanError, Problem
 from meshplan.plan import Plan, make_plan
@@ -27,6 +28,7 @@ from meshplan.runtime.data import apply_data_parallel, reduce_alone
 from meshplan.runtime.materialize import agree_on_values
 from meshplan.runtime.mesh import device, device_mesh, ensure_process_group, ranks_per_node
 from meshplan.runtime.recompute import apply_recompute
+from meshplan.runtime.selftest import watch_first_step
 from meshplan.runtime.shard import apply_tensor_parallel, lay_gradients
 from meshplan.runtime.trace import graph_of
 from meshplan.spec import Spec
@@ -107,6 +109,7 @@ def parallelize(
         check_live(wrapped, decided)
         lay_gradients(wrapped, decided)
         reduce_alone(wrapped, decided, mesh)
+        watch_first_step(wrapped, decided, mesh)
         needs_scale = decided.spec.precision.param == "float16" and decided.spec.precision.is_mixed
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
@@ -157,9 +160,41 @@ def _decide(model: nn.Module, plan: PlanLike, allow_code: bool) -> Plan:
         for _, code, reason in decided.assignment.apply
         if (problem := _code_problem(code, reason.origin, allow_code))
     ]
+    problems += _state_problems(model, decided)
     if problems:
         raise PlanError(problems)
     return decided
+
+
+def _state_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    """What a live model brings along that wrapping would lose without a word."""
+    by_storage: dict[int, str] = {}
+    keeps_parameters = plan.assignment.wrapper == "ddp"
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter.data, DTensor):
+            yield Problem(
+                f"{name} is a DTensor already",
+                fix="pass the model as one process has it; the plan does the rest",
+            )
+            continue
+        if parameter.grad is not None:
+            yield Problem(f"{name} has a gradient already", fix="call model.zero_grad() before")
+        if (parameter._backward_hooks or parameter._post_accumulate_grad_hooks) and not (
+            keeps_parameters
+        ):
+            yield Problem(
+                f"{name} has a gradient hook, which would be lost when it is cut",
+                fix="register it after parallelize, on the parameter that the model has then",
+            )
+        if parameter.is_meta or not parameter.numel() or keeps_parameters:
+            continue
+        storage = parameter.untyped_storage().data_ptr()
+        other = by_storage.setdefault(storage, name)
+        if other != name:
+            yield Problem(
+                f"{name} and {other} share memory but are two parameters, which would part ways",
+                fix="make them one parameter, or give each memory of its own (.clone())",
+            )
 
 
 def _code_problem(code: str, origin: Origin | None, allow_code: bool) -> Problem | None:

@@ -1,0 +1,163 @@
+"""Replicas that compute on parts are found before the first update; others are left in peace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshplan
+from tests import models
+from tests.test_tensor_parallel import NORMS, PLAIN, TP2, rule
+
+COLUMNS = rule("**.{wk,wv,w1,w3}", tp="colwise")
+QUERIES = rule("**.wq", tp="colwise")
+
+
+def first_step(name: str, plan: dict[str, Any]) -> tuple[str, bool]:
+    """(what the first step raises, whether the parameters are still as they were)."""
+    model = meshplan.parallelize(BUILD[name](), plan)
+    before = [p.detach().clone() for p in model.parameters()]
+    sgd = models.optimizer(model)
+    inputs, targets = BATCH[name]()
+    text = ""
+    try:
+        meshplan.train_step(model, sgd, *meshplan.local_batch(model, (inputs, targets)), LOSS[name])
+    except meshplan.ApplyError as error:
+        text = str(error)
+    same = all(torch.equal(a.detach(), b) for a, b in zip(model.parameters(), before, strict=True))
+    return text, same
+
+
+class Gated(nn.Module):
+    """A parameter between the two projections: it computes on cut features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.gate = nn.PReLU(init=0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate(self.up(x)))
+
+
+def numbers() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(8, 16, generator=generator) for _ in range(2))
+
+
+def squared(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (output - targets).square().mean()
+
+
+ZOO = ("own_llama", "hf_llama", "qwen3")
+BUILD = {name: lambda name=name: models.build(name) for name in ZOO} | {"gated": Gated}
+BATCH = {name: lambda name=name: models.batch(name, 0) for name in ZOO} | {"gated": numbers}
+LOSS = dict.fromkeys(ZOO, models.loss) | {"gated": squared}
+
+_QWEN3 = [r for r in models.tp_rules("qwen3") if "norm" not in r["match"]]
+_NO_LAST_NORM = [*PLAIN, rule("**.{norm1,norm2}", tp="sequence_parallel")]
+MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "norms of cut heads": ("qwen3", TP2 | {"rules": _QWEN3}, "self_attn.q_norm.weight"),
+    "a parameter on cut features": (
+        "gated",
+        TP2 | {"rules": [rule("up", tp="colwise"), rule("down", tp="rowwise")]},
+        "gate.weight",
+    ),
+    "whole keys under cut queries": (
+        "hf_llama",
+        TP2 | {"rules": [rule("**.q_proj", tp="colwise"), rule("**.o_proj", tp="rowwise")]},
+        "self_attn.k_proj.weight",
+    ),
+    "a norm on a part of the sequence": (
+        "own_llama",
+        TP2 | {"sequence_parallel": True, "rules": _NO_LAST_NORM},
+        "norm.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_replicas_on_parts_are_refused_before_the_update(pool, case):
+    name, plan, parameter = MISTAKES[case]
+    for text, same in pool(4).run(first_step, name, plan):
+        assert f"{parameter} is whole on every rank of tp, but its gradients differ" in text
+        assert same
+
+
+RIGHT: dict[str, dict[str, Any]] = {
+    "tp": TP2 | {"rules": PLAIN},
+    "sequence parallel": TP2 | {"sequence_parallel": True, "rules": [*PLAIN, NORMS]},
+    "half precision": TP2 | {"precision": "bf16-mixed", "rules": PLAIN},
+    "parts of the model only": TP2
+    | {"rules": [COLUMNS, QUERIES, rule("**.{wo,w2}", tp="rowwise")]},
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_true_replicas_are_left_in_peace(pool, case):
+    for text, same in pool(4).run(first_step, "own_llama", RIGHT[case]):
+        assert text == ""
+        assert not same
+
+
+def plain_loop() -> str:
+    model = meshplan.parallelize(BUILD["gated"](), MISTAKES["a parameter on cut features"][1])
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, targets = numbers()
+    squared(model(inputs), targets).backward()
+    try:
+        sgd.step()
+    except meshplan.ApplyError as error:
+        return str(error)
+    return ""
+
+
+def test_the_plain_loop_is_watched_too(pool):
+    assert "gate.weight is whole on every rank of tp" in pool(4).run(plain_loop)[0]
+
+
+class Twins(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+def sharing() -> nn.Module:
+    model = Twins()
+    model.b.weight = nn.Parameter(model.a.weight.data)
+    return model
+
+
+def with_gradient() -> nn.Module:
+    model = Twins()
+    model.b(model.a(torch.ones(1, 8))).sum().backward()
+    return model
+
+
+def with_hook() -> nn.Module:
+    model = Twins()
+    model.a.weight.register_hook(lambda gradient: gradient * 3)
+    return model
+
+
+def refused(make: Any) -> str:
+    try:
+        meshplan.parallelize(make(), {"version": 1, "strategy": "full_shard"})
+    except meshplan.PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (sharing, "b.weight and a.weight share memory but are two parameters"),
+        (with_gradient, "a.weight has a gradient already"),
+        (with_hook, "a.weight has a gradient hook, which would be lost when it is cut"),
+    ],
+)
+def test_what_wrapping_would_lose_is_refused(pool, make, text):
+    assert all(text in result for result in pool(2).run(refused, make))
