@@ -10,7 +10,7 @@ from torch import nn
 
 import meshplan
 from tests import models
-from tests.test_tensor_parallel import NORMS, PLAIN, TP2, rule
+from tests.test_tensor_parallel import COLWISE, NORMS, PLAIN, ROWWISE, TP2, rule
 
 COLUMNS = rule("**.{wk,wv,w1,w3}", tp="colwise")
 QUERIES = rule("**.wq", tp="colwise")
@@ -84,6 +84,14 @@ def test_replicas_on_parts_are_refused_before_the_update(pool, case):
     name, plan, parameter = MISTAKES[case]
     for text, same in pool(4).run(first_step, name, plan):
         assert f"{parameter} is whole on every rank of tp, but its gradients differ" in text
+        assert same
+
+
+def test_the_loss_of_a_part_is_refused_before_the_update(pool):
+    """Targets below half of the vocabulary: no index betrays that rank 0 has half the logits."""
+    plan = TP2 | {"rules": [COLWISE, ROWWISE, rule("head", tp="colwise")]}
+    for text, same in pool(4).run(first_step, "own_llama", plan):
+        assert "the output of the model is cut, and each rank takes the loss of its part" in text
         assert same
 
 

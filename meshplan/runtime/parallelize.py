@@ -45,12 +45,14 @@ class Applied:
         mesh: The live DeviceMesh, with the plan's axis names.
         loss_scale: Present scale of the loss under fp16, 1.0 otherwise.
         steps_without_overflow: Steps since the scale last changed.
+        is_tested: Whether the first loss was compared along tp.
     """
 
     plan: Plan
     mesh: DeviceMesh
     loss_scale: float = field(default=1.0)
     steps_without_overflow: int = 0
+    is_tested: bool = False
 
 
 def parallelize(

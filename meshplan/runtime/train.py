@@ -16,6 +16,7 @@ from meshplan.mesh import DATA_AXES
 from meshplan.runtime.data import set_gradient_sync
 from meshplan.runtime.mesh import device, local_of, shard_axes, submesh, without_partial
 from meshplan.runtime.parallelize import Applied, applied
+from meshplan.runtime.selftest import check_loss
 
 _SCALE_WINDOW = 2000
 """Steps without overflow after which the fp16 loss scale doubles (torch.amp.GradScaler's)."""
@@ -71,6 +72,10 @@ def train_step(
             (loss * (state.loss_scale / count)).backward()
         # Kept at least as wide as float32: half precision would round the mean.
         total = total + loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+    if not state.is_tested and state.plan.mesh.size("tp") > 1:
+        assert isinstance(total, torch.Tensor)
+        check_loss(total, state.plan, state.mesh)
+    state.is_tested = True
     if state.loss_scale == 1.0 or _unscale(model, state):
         if state.plan.spec.clip_grad_norm is not None:
             clip_grad_norm_(model, state.plan.spec.clip_grad_norm)
