@@ -78,6 +78,7 @@ class Cascade:
             matcher = compile_selector(selector)
             found: list[str] = []
             if selector.kind == "param":
+                self._only_places(stated)
                 for tensor in graph.parameters:
                     if any(matcher.matches(name) for name in tensor.names):
                         self._params.setdefault(tensor.fqn, {}).update(stated)
@@ -93,6 +94,18 @@ class Cascade:
                 self._unmatched(rule, selector.kind, selector.text, many, graph)
             hits += found
         self.hits[rule.index] = tuple(dict.fromkeys(hits))
+
+    def _only_places(self, stated: dict[str, Stated]) -> None:
+        """A parameter can be placed; everything else is a matter of modules."""
+        for field, statement in stated.items():
+            if not field.startswith("place."):
+                self.problems.append(
+                    Problem(
+                        f"'{field}' cannot be stated for a parameter, only for a module",
+                        self._spec.origin(statement.path),
+                        "match the module that holds it",
+                    )
+                )
 
     def _unmatched(self, rule: Rule, kind: str, text: str, many: str, graph: ModelGraph) -> None:
         if kind == "param":
@@ -154,7 +167,8 @@ class Cascade:
         """
         out = []
         for rule in self._spec.rules:
-            if rule.index in self._used or not self.hits.get(rule.index):
+            says_nothing_new = set(fields_of(rule)) == {"place.dp_replicate"}
+            if rule.index in self._used or not self.hits.get(rule.index) or says_nothing_new:
                 continue
             winner = self._winner(rule)
             by = f" by rules[{winner.index}]" if winner else ""

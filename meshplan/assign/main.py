@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal
 
@@ -44,14 +45,15 @@ def assign(
         mesh, strategy = resolve_mesh(spec, world_size, gpus_per_node)
     except PlanError as error:
         raise PlanError([*error.problems, *problems]) from None
-    if spec.precision.is_mixed and not mesh.present(DATA_AXES):
+    precisions = (spec.precision, *(rule.precision for rule in spec.rules if rule.precision))
+    if any(p.is_mixed for p in precisions) and not mesh.present(DATA_AXES):
         # FSDP2 does the casting; along an axis of one rank it does nothing else.
         mesh = Mesh((Axis("dp_replicate", 1), *mesh.axes))
 
     tp = assign_tp(spec, graph, cascade, mesh)
     units = assign_units(spec, graph, cascade, mesh, strategy)
     recompute, recompute_problems = assign_recompute(spec, graph, cascade)
-    wrapper = _wrapper(mesh, units, tp, strategy)
+    wrapper = _wrapper(graph, mesh, units, tp, strategy)
     tensors = {
         tensor.fqn: _place(spec, graph, cascade, mesh, strategy, tp, units, wrapper, tensor)
         for tensor in graph.tensors.values()
@@ -61,6 +63,9 @@ def assign(
         for fqn, stated in cascade.modules_with("apply")
     )
     problems += tp.problems + units.problems + recompute_problems
+    problems += _one_dtype(units, tensors) if wrapper == "units" else _no_units(spec, cascade)
+    problems += _no_empty_parts(mesh, tensors)
+    problems += _no_such_dim(spec, graph, cascade)
     if spec.ddp and wrapper != "ddp":
         problems.append(
             Problem(
@@ -109,7 +114,7 @@ def assign(
 
 
 def _wrapper(
-    mesh: Mesh, units: Units, tp: TensorParallel, strategy: Strategy
+    graph: ModelGraph, mesh: Mesh, units: Units, tp: TensorParallel, strategy: Strategy
 ) -> Literal["none", "ddp", "units"]:
     """DDP proper where the whole model is plain replicas; FSDP2's units for everything else.
 
@@ -117,7 +122,7 @@ def _wrapper(
     precisions, so tp and mixed precision go through units even where nothing is sharded.
     """
     mixed = any(unit.precision.is_mixed for unit in units.by_fqn.values())
-    if not mesh.present(DATA_AXES):
+    if not mesh.present(DATA_AXES) or not any(t.trainable for t in graph.parameters):
         return "none"
     sharded = any(unit.is_sharded for unit in units.by_fqn.values())
     if sharded or mixed or tp.cuts or tp.styles or strategy.cuts:
@@ -178,6 +183,8 @@ def _data_cut(
     own = cascade.param(tensor, PLACE)
     around = cascade.inherited(tensor.module, PLACE)
     reason = unit.reason
+    if not tensor.numel:
+        return bool(mesh.present(DATA_AXES)), None, Reason("there is nothing to cut")
     if not tensor.shape:
         asked = parse_placement(str(own.value)) if own else None
         if own is not None and asked is not None:
@@ -232,6 +239,66 @@ def _other_size(spec: Spec, world_size: int | None) -> list[Problem]:
             f"launch {spec.hardware.world_size} ranks, or correct hardware",
         )
     ]
+
+
+def _one_dtype(units: Units, tensors: Mapping[str, Placed]) -> Iterator[Problem]:
+    """FSDP2 reduces the gradients of a unit as one tensor, so they must be of one dtype."""
+    first: dict[str, Placed] = {}
+    told: set[str] = set()
+    for fqn, placed in tensors.items():
+        if placed.unit is None or not placed.info.trainable:
+            continue
+        other = first.setdefault(placed.unit, placed)
+        if placed.dtype != other.dtype and placed.unit not in told:
+            told.add(placed.unit)
+            yield Problem(
+                f"{other.info.fqn} is {other.dtype} and {fqn} is {placed.dtype}, but one unit "
+                f"('{placed.unit}') reduces their gradients together",
+                units.by_fqn[placed.unit].reason.origin,
+                "state precision: {master: fp32}, or make one of the modules a unit (unit: true)",
+            )
+
+
+def _no_units(spec: Spec, cascade: Cascade) -> Iterator[Problem]:
+    """`unit: true` where nothing is applied unit by unit."""
+    for _, stated in cascade.modules_with("unit"):
+        yield Problem(
+            "'unit' has no effect: this plan does not shard, so it has no units",
+            spec.origin(stated.path),
+            "remove it, or use a strategy that shards",
+        )
+        return
+
+
+def _no_empty_parts(mesh: Mesh, tensors: Mapping[str, Placed]) -> Iterator[Problem]:
+    """FSDP2 cannot reduce a gradient of which a rank of tp holds nothing."""
+    tp = mesh.size("tp")
+    for fqn, placed in tensors.items():
+        dim = placed.stored.dim_of("tp")
+        if dim is None or placed.unit is None or placed.tp_reason is None:
+            continue
+        size = placed.info.shape[dim]
+        if -(-size // tp) * (tp - 1) >= size:
+            yield Problem(
+                f"{fqn}: its dim {dim} of size {size} leaves the last rank of tp {tp} nothing",
+                placed.tp_reason.origin,
+                "leave it out of tp",
+            )
+
+
+def _no_such_dim(spec: Spec, graph: ModelGraph, cascade: Cascade) -> Iterator[Problem]:
+    """`dp_shard: S(d)` on a module none of whose parameters has a dim d."""
+    told: set[str] = set()
+    for fqn, stated in cascade.modules_with(PLACE):
+        dim = parse_placement(str(stated.value))
+        if dim is None or stated.path in told:
+            continue
+        inside = [t for t in graph.parameters if not fqn or t.fqn.startswith(fqn + ".")]
+        if inside and not any(-len(t.shape) <= dim < len(t.shape) for t in inside):
+            told.add(stated.path)
+            yield Problem(
+                f"no parameter of '{fqn}' has a dim {dim}", spec.origin(stated.path), "use S(0)"
+            )
 
 
 def _batchnorm(graph: ModelGraph, mesh: Mesh) -> list[Problem]:

@@ -68,4 +68,5 @@ def assign_recompute(
             )
             continue
         out[fqn] = Recompute(stated.value, Reason(f"{_FIELD}: {stated.value.mode}", origin))
-    return out, problems
+    by_origin = {problem.origin: problem for problem in reversed(problems)}
+    return out, list(reversed(by_origin.values()))

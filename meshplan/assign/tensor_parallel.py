@@ -13,7 +13,14 @@ from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
 from meshplan.layout import Layout
 from meshplan.mesh import Mesh
 from meshplan.spec import AUTO, Spec
-from meshplan.styles import PLANNED_STYLES, dims_of, kinds_of, parse_placement, style_for
+from meshplan.styles import (
+    PLANNED_STYLES,
+    WEIGHT_DIMS,
+    dims_of,
+    kinds_of,
+    parse_placement,
+    style_for,
+)
 
 _FIELD = "place.tp"
 
@@ -85,7 +92,7 @@ def assign_tp(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> Te
     for tensor in graph.parameters:
         found = cascade.param(tensor, _FIELD)
         if found:
-            _assign_param(spec, mesh, tensor, found, out)
+            _assign_param(spec, graph, tensor, found, out)
     _check_tied(graph, mesh, out)
     _check_pairs(mesh, out)
     if mesh.size("tp") > 1 and not any("tp" in rule.place for rule in spec.rules):
@@ -144,7 +151,7 @@ def _assign_module(
         dim = parse_placement(word)
         if dim is not None and owned and info.kind not in ("linear", "conv1d", "embedding"):
             for tensor in owned:
-                _cut_param(spec, mesh, tensor, dim, reason, path, out)
+                _cut_param(spec, graph, tensor, dim, reason, path, out)
             return
         _report(out, _cannot_take(graph, info, word, spec, path))
         return
@@ -169,6 +176,11 @@ def _dims(tensor: TensorInfo, owner: ModuleInfo) -> tuple[str, ...]:
 
 def _cannot_take(graph: ModelGraph, info: ModuleInfo, word: str, spec: Spec, path: str) -> Problem:
     name = info.fqn or "the root module"
+    dim = parse_placement(word)
+    if dim is not None and info.kind in WEIGHT_DIMS:
+        ndim = len(WEIGHT_DIMS[info.kind])
+        what = f"the weight of {name} has {ndim} dims, so it has no dim {dim}"
+        return Problem(what, spec.origin(path), f"use S(0) to S({ndim - 1})")
     kinds = kinds_of(word) or ("linear", "conv1d", "embedding")
     below = [
         m.fqn
@@ -208,7 +220,13 @@ def _divides(
     tp = mesh.size("tp")
     weight = next((t for t in graph.owned(info.fqn) if cut_dim in _dims(t, info)), None)
     if weight is None:
-        return True
+        _report(out, Problem(
+            f"{info.fqn} ({info.type}) has no parameter with a dim '{cut_dim}': its weight is "
+            "computed from others (weight_norm and its likes)",
+            spec.origin(path),
+            "leave this module out of tp",
+        ))  # fmt: skip
+        return False
     size = weight.shape[_dims(weight, info).index(cut_dim)]
     word = str(statement.value)
     style = style_for(word, info.kind)
@@ -227,13 +245,13 @@ def _divides(
         problem = Problem(
             f"{info.fqn}: {heads} heads of {info.head_dim} do not divide by tp {tp}",
             spec.origin(path),
-            _divisor_fix(heads, tp),
+            _divisor_fix(heads, tp, "q, k, v and the output projection"),
         )
     elif pieces_are_seen and size % tp:
         problem = Problem(
             f"{info.fqn}: its dim '{cut_dim}' of size {size} does not divide by tp {tp}",
             spec.origin(path),
-            _divisor_fix(size, tp),
+            _divisor_fix(size, tp, "this module and its counterparts"),
         )
     if problem is None:
         return True
@@ -241,13 +259,13 @@ def _divides(
     return False
 
 
-def _divisor_fix(size: int, tp: int) -> str:
+def _divisor_fix(size: int, tp: int, whole: str) -> str:
     divisor = max(d for d in range(1, tp) if size % d == 0)
-    return f"use tp: {divisor}" if divisor > 1 else "leave this module out of tp"
+    return f"use tp: {divisor}" if divisor > 1 else f"leave {whole} out of tp together"
 
 
 def _assign_param(
-    spec: Spec, mesh: Mesh, tensor: TensorInfo, statement: Stated, out: TensorParallel
+    spec: Spec, graph: ModelGraph, tensor: TensorInfo, statement: Stated, out: TensorParallel
 ) -> None:
     path, reason = _origin(spec, statement)
     word = str(statement.value)
@@ -256,7 +274,7 @@ def _assign_param(
         whole = Layout.whole(len(tensor.shape))
         out.cuts[tensor.fqn] = TensorCut(whole, False, reason)
     elif dim is not None:
-        _cut_param(spec, mesh, tensor, dim, reason, path, out)
+        _cut_param(spec, graph, tensor, dim, reason, path, out)
     else:
         _report(out, Problem(
             f"'{word}' is a style for modules, not a placement of one parameter",
@@ -267,7 +285,7 @@ def _assign_param(
 
 def _cut_param(
     spec: Spec,
-    mesh: Mesh,
+    graph: ModelGraph,
     tensor: TensorInfo,
     dim: int,
     reason: Reason,
@@ -275,6 +293,15 @@ def _cut_param(
     out: TensorParallel,
 ) -> None:
     """S(d) on a parameter: stored cut, gathered each time its module runs."""
+    owner = graph.modules[graph.first_name(tensor.module)]
+    if not owner.has_forward:
+        _report(out, Problem(
+            f"{tensor.fqn} cannot be cut: {owner.type} is never called itself, so nothing says "
+            "when to gather it",
+            spec.origin(path),
+            "leave it whole",
+        ))  # fmt: skip
+        return
     if not -len(tensor.shape) <= dim < len(tensor.shape):
         _report(out, no_dim(tensor, dim, spec.origin(path)))
         return

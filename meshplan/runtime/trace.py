@@ -59,7 +59,7 @@ def _modules(model: nn.Module) -> dict[str, ModuleInfo]:
             kind=kind,
             head_dim=_head_dim(parent) if is_projection and parent is not module else None,
             packed=_PACKED_NAMES.get(fqn.rpartition(".")[2], 1) if is_projection else 1,
-            has_forward=not isinstance(module, nn.ModuleList | nn.ModuleDict),
+            has_forward=type(module).forward is not nn.Module.forward and not _is_bypassed(module),
             aliases=tuple(aliases),
         )
     return out
@@ -95,11 +95,10 @@ def _tensors(model: nn.Module, modules: dict[str, ModuleInfo]) -> dict[str, Tens
 def _kind(module: nn.Module) -> str:
     """What styles may do with it (`ModuleInfo.kind`)."""
     name = type(module).__name__
-    weight = getattr(module, "weight", None)
+    weight = module._parameters.get("weight")  # An attribute may be computed: it is not read.
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return "container"
-    if isinstance(module, nn.Linear) and name != "NonDynamicallyQuantizableLinear":
-        # That subclass is nn.MultiheadAttention's out_proj, whose forward is never called.
+    if isinstance(module, nn.Linear) and not _is_bypassed(module):
         return "linear"
     if isinstance(module, nn.Embedding):
         return "embedding"
@@ -112,10 +111,15 @@ def _kind(module: nn.Module) -> str:
     return "other"
 
 
+def _is_bypassed(module: nn.Module) -> bool:
+    """nn.MultiheadAttention's out_proj: its weight is used, its forward is never called."""
+    return type(module).__name__ == "NonDynamicallyQuantizableLinear"
+
+
 def _head_dim(parent: nn.Module) -> int | None:
     """The size of one attention head, where the module around a projection states it."""
     for attribute in _HEAD_DIM_ATTRIBUTES:
-        value = getattr(parent, attribute, None)
+        value = vars(parent).get(attribute)  # Not a property: that would run user code.
         if isinstance(value, int) and value > 0:
             return value
     return None
