@@ -126,8 +126,11 @@ REFUSALS: dict[str, tuple[Any, str, str]] = {
                 {"match": "norm", "apply": "tests.test_parallelize:explode"},
             ]
         },
-        "RuntimeError",
-        "the user's code failed",
+        "ApplyError",
+        "meshplan: 1 problem\n"
+        "<mapping>: rules[1].apply: 'tests.test_parallelize:explode' failed on 'norm': "
+        "RuntimeError: the user's code failed\n"
+        "    fix: mend the function",
     ),
     "ranks that read different plans": (
         [SHARD, SHARD, SHARD | {"strategy": "zero2"}, SHARD],

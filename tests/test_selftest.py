@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -83,7 +84,8 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_replicas_on_parts_are_refused_before_the_update(pool, case):
     name, plan, parameter = MISTAKES[case]
     for text, same in pool(4).run(first_step, name, plan):
-        assert f"{parameter} is whole on every rank of tp, but its gradients differ" in text
+        assert "whole on every rank of tp, but with gradients that differ there" in text
+        assert parameter in text
         assert same
 
 
@@ -111,6 +113,85 @@ def test_true_replicas_are_left_in_peace(pool, case):
         assert not same
 
 
+class Late(Gated):
+    """Its last layer starts at zero, so nothing behind it has a gradient at the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.down.weight)
+
+
+def steps_until_refused() -> int:
+    model = meshplan.parallelize(Late(), MISTAKES["a parameter on cut features"][1])
+    sgd = models.optimizer(model)
+    batch = meshplan.local_batch(model, numbers())
+    for step in range(4):
+        try:
+            meshplan.train_step(model, sgd, *batch, squared)
+        except meshplan.ApplyError:
+            return step
+    return -1
+
+
+def test_a_gradient_of_zero_settles_nothing(pool):
+    assert pool(4).run(steps_until_refused) == [1] * 4
+
+
+def whole_sequence() -> str:
+    plan = TP2 | {"sequence_parallel": True, "rules": [*PLAIN[:2], NORMS]}
+    model = meshplan.parallelize(models.build("own_llama"), plan)
+    inputs, _ = meshplan.local_batch(model, models.batch("own_llama", 0))
+    try:
+        model(inputs)
+    except meshplan.ApplyError as error:
+        return str(error)
+    return ""
+
+
+def test_a_sequence_that_arrives_whole_is_refused(pool):
+    assert "the whole arrives on all of them" in pool(4).run(whole_sequence)[0]
+
+
+def old_optimizer() -> str:
+    model = models.build("own_llama")
+    sgd = models.optimizer(model)
+    model = meshplan.parallelize(model, {"version": 1, "strategy": "full_shard"})
+    batch = meshplan.local_batch(model, models.batch("own_llama", 0))
+    try:
+        meshplan.train_step(model, sgd, *batch, models.loss)
+    except meshplan.ApplyError as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_made_too_early_is_refused(pool):
+    assert "it was made before parallelize" in pool(2).run(old_optimizer)[0]
+
+
+def repaired() -> bool:
+    """A wrapping that fails half way leaves nothing behind: the next one works."""
+    plan = {"version": 1, "strategy": "full_shard"}
+    model = models.build("own_llama")
+    room = importlib.import_module("meshplan.runtime.parallelize")
+    proof, room.check_live = room.check_live, fail
+    try:
+        meshplan.parallelize(model, plan)
+        return False
+    except RuntimeError:
+        pass
+    finally:
+        room.check_live = proof
+    return hasattr(meshplan.parallelize(model, plan), "meshplan")
+
+
+def fail(*args: Any) -> None:
+    raise RuntimeError("half way")
+
+
+def test_a_failed_wrapping_can_be_repeated(pool):
+    assert pool(2).run(repaired) == [True, True]
+
+
 def plain_loop() -> str:
     model = meshplan.parallelize(BUILD["gated"](), MISTAKES["a parameter on cut features"][1])
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -124,7 +205,7 @@ def plain_loop() -> str:
 
 
 def test_the_plain_loop_is_watched_too(pool):
-    assert "gate.weight is whole on every rank of tp" in pool(4).run(plain_loop)[0]
+    assert "gradients that differ there: gate.weight (" in pool(4).run(plain_loop)[0]
 
 
 class Twins(nn.Module):

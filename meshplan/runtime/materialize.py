@@ -81,12 +81,13 @@ def agree_on_values(model: nn.Module, plan: Plan) -> Values:
 
 def _tensors(model: nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
     found = dict(model.named_parameters()) | dict(model.named_buffers())
-    return {fqn: found[fqn].detach() for fqn in plan.assignment.tensors}
+    return {fqn: found[fqn] for fqn in plan.assignment.tensors}
 
 
 def _part(value: torch.Tensor, fqn: str, plan: Plan) -> torch.Tensor:
     """This rank's part of a full value, in the dtype it is stored in."""
     placed = plan.assignment.tensors[fqn]
+    value = value.detach()
     slices = placed.stored.slices(placed.info.shape, plan.mesh, dist.get_rank())
     dtype = getattr(torch, placed.dtype)
     part = value[slices].to(dtype=dtype)
@@ -104,9 +105,10 @@ def _take_from_rank_0(tensors: dict[str, torch.Tensor]) -> None:
     differs = (low != high).tolist()
     for tensor, different in zip(tensors.values(), differs, strict=True):
         if different:
-            sent = tensor.to(device()).contiguous()
+            sent = tensor.detach().to(device(), copy=True).contiguous()
             dist.broadcast(sent, src=0)
-            tensor.copy_(sent)
+            # New memory, not a copy into the old: what raises later can put the old back.
+            tensor.data = sent.to(tensor.device)
 
 
 def _checksum(tensor: torch.Tensor) -> int:
@@ -114,7 +116,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 
     In pieces: the whole of a large embedding in int64 would not fit beside it.
     """
-    bits = tensor.contiguous().view(-1).view(torch.uint8)
+    bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if bits.numel() % 4 == 0:
         bits = bits.view(torch.int32)
     total = 0
@@ -131,7 +133,7 @@ def _receive(tensors: dict[str, torch.Tensor], plan: Plan, source: int) -> Value
     is_source = dist.get_rank() == source
     for fqn, tensor in tensors.items():
         if is_source:
-            full = tensor.to(device()).contiguous()
+            full = tensor.detach().to(device()).contiguous()
         else:
             full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device())
         dist.broadcast(full, src=source)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -193,3 +193,15 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
             tensor = tensor.redistribute(placements=placements)
     assert isinstance(tensor, DTensor)
     return tensor.to_local()
+
+
+def forget_units(modules: Iterable[nn.Module]) -> None:
+    """Let modules be wrapped again after a wrapping that failed.
+
+    torch keeps the state of `fully_shard` and `replicate` in a private table of its own, and
+    refuses a module that is in it already.
+    """
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for module in modules:
+        _module_state_mapping.pop(module, None)

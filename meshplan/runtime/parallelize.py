@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from meshplan.errors import ApplyError, MeshplanError, Origin, PlanError, Problem
 from meshplan.plan import Plan, make_plan
@@ -26,7 +28,13 @@ from meshplan.reader import load_spec
 from meshplan.runtime.check import check_live
 from meshplan.runtime.data import apply_data_parallel, reduce_alone
 from meshplan.runtime.materialize import agree_on_values
-from meshplan.runtime.mesh import device, device_mesh, ensure_process_group, ranks_per_node
+from meshplan.runtime.mesh import (
+    device,
+    device_mesh,
+    ensure_process_group,
+    forget_units,
+    ranks_per_node,
+)
 from meshplan.runtime.recompute import apply_recompute
 from meshplan.runtime.selftest import watch_first_step
 from meshplan.runtime.shard import apply_tensor_parallel, lay_gradients
@@ -84,20 +92,13 @@ def parallelize(
     The process group is the caller's if there is one, else torchrun's, else a group of one.
     Whatever raises, the model is as it was before.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"parallelize needs an nn.Module, not {type(model).__name__}")
-    if hasattr(model, "meshplan"):
-        raise ApplyError(
-            Problem("this model is parallelized already", fix="build it anew, then parallelize it")
-        )
     ensure_process_group()
     decided = _agree(lambda: _decide(model, plan, allow_code))
     mesh = device_mesh(decided.mesh)
     with _untouched_on_error(model):
         values = agree_on_values(model, decided)
         _cast(model, decided)
-        for fqn, code, _ in decided.assignment.apply:
-            _function(code)(model.get_submodule(fqn))
+        _apply_code(model, decided)
         apply_tensor_parallel(model, decided, mesh)
         apply_recompute(model, decided)
         if decided.assignment.wrapper != "units" and not values.local:
@@ -139,6 +140,9 @@ def applied(model: nn.Module) -> Applied:
 
 def _decide(model: nn.Module, plan: PlanLike, allow_code: bool) -> Plan:
     """Read and decide, without touching the model or talking to another rank."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"parallelize needs an nn.Module, not {type(model).__name__}")
+    _check_kind(model)
     graph = graph_of(model)
     if isinstance(plan, Plan):
         spec = plan.spec
@@ -168,6 +172,24 @@ def _decide(model: nn.Module, plan: PlanLike, allow_code: bool) -> Plan:
     return decided
 
 
+def _check_kind(model: nn.Module) -> None:
+    """Refuse models that cannot be wrapped whatever the plan says."""
+    what, fix = "", ""
+    if hasattr(model, "meshplan"):
+        what, fix = "this model is parallelized already", "build it anew, then parallelize it"
+    elif isinstance(model, DistributedDataParallel):
+        what, fix = "this model is in DistributedDataParallel already", "pass model.module"
+    elif isinstance(model, torch.jit.ScriptModule):
+        what, fix = "this model is a ScriptModule, which cannot be wrapped", "pass the nn.Module"
+    else:
+        lazy = [n for n, p in model.named_parameters() if is_lazy(p)]
+        if lazy:
+            what = f"{lazy[0]} has no shape yet"
+            fix = "run the model once, so that its lazy modules are made"
+    if what:
+        raise ApplyError(Problem(what, fix=fix))
+
+
 def _state_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     """What a live model brings along that wrapping would lose without a word."""
     by_storage: dict[int, str] = {}
@@ -179,6 +201,8 @@ def _state_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
                 fix="pass the model as one process has it; the plan does the rest",
             )
             continue
+        if not parameter.is_contiguous() and not keeps_parameters:
+            yield Problem(f"{name} is not contiguous", fix="assign param.data = param.contiguous()")
         if parameter.grad is not None:
             yield Problem(f"{name} has a gradient already", fix="call model.zero_grad() before")
         if (parameter._backward_hooks or parameter._post_accumulate_grad_hooks) and not (
@@ -220,6 +244,33 @@ def _function(code: str) -> Callable[[nn.Module], object]:
     return found
 
 
+def _apply_code(model: nn.Module, plan: Plan) -> None:
+    """Run the functions that the plan names; what raises on one rank raises on all."""
+    if not plan.assignment.apply:
+        return
+    failure: Exception | None = None
+    problem = Problem("")
+    for fqn, code, reason in plan.assignment.apply:
+        try:
+            _function(code)(model.get_submodule(fqn))
+        except Exception as error:  # The user's code may raise anything.
+            what = f"'{code}' failed on '{fqn}': {type(error).__name__}: {error}"
+            failure, problem = error, Problem(what, reason.origin, "mend the function")
+            break
+    outcomes = _exchange(("error" if failure else "", str(problem)))
+    if failure is not None:
+        raise ApplyError(problem) from failure
+    _raise_told(outcomes)
+
+
+def _raise_told(outcomes: list[tuple[str, str]]) -> None:
+    """Raise here what another rank could not do."""
+    failed = [rank for rank, (kind, _) in enumerate(outcomes) if kind == "error"]
+    if failed:
+        text = outcomes[failed[0]][1].replace("\n", "\n    ")
+        raise ApplyError(Problem(f"rank {failed[0]} cannot apply its plan: {text}"))
+
+
 def _agree(decide: Callable[[], Plan]) -> Plan:
     """Decide on every rank, then make sure that all decided, and alike.
 
@@ -240,10 +291,7 @@ def _agree(decide: Callable[[], Plan]) -> Plan:
     if error is not None:
         raise error
     assert decided is not None
-    failed = [rank for rank, (kind, _) in enumerate(outcomes) if kind == "error"]
-    if failed:
-        text = outcomes[failed[0]][1].replace("\n", "\n    ")
-        raise ApplyError(Problem(f"rank {failed[0]} cannot apply its plan: {text}"))
+    _raise_told(outcomes)
     digests = [text for _, text in outcomes]
     other = next((rank for rank, text in enumerate(digests) if text != digests[0]), None)
     if other is not None:
@@ -283,14 +331,15 @@ def _untouched_on_error(model: nn.Module) -> Iterator[None]:
          {k: type(v)(v) for k, v in vars(m).items() if isinstance(v, dict) and type(v) is not dict})
         for m in model.modules()
     ]  # fmt: skip
-    data = [(p, p.data) for p in model.parameters()]
+    data = [(t, t.data) for t in (*model.parameters(), *model.buffers())]
     try:
         yield
     except BaseException:
+        forget_units(module for module, _, _, _ in modules)
         for module, cls, plain, others in modules:
-            module.__class__ = cls
+            object.__setattr__(module, "__class__", cls)  # Past a user's own __setattr__.
             vars(module).clear()
             vars(module).update(plain | others)
-        for parameter, value in data:
-            parameter.data = value
+        for tensor, value in data:
+            tensor.data = value
         raise

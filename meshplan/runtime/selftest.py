@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,13 +30,15 @@ _TOLERANCE: Final = (1e-2, 5e-2)
 sum do [Empirical]: in a dozen wrong plans on small models the parts differed by 0.1 and more."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Watch:
-    """A model whose first step is still to come."""
+    """A model some of whose replicas have shown no gradient yet."""
 
     model: weakref.ref[nn.Module]
     plan: Plan
     mesh: DeviceMesh
+    waiting: set[str]
+    steps: int = 0
 
 
 _watches: list[_Watch] = []
@@ -46,7 +49,12 @@ def watch_first_step(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     if plan.mesh.size("tp") == 1:
         return
     _register()
-    _watches.append(_Watch(weakref.ref(model), plan, mesh))
+    waiting = {
+        fqn
+        for fqn, placed in plan.assignment.tensors.items()
+        if placed.info.trainable and placed.stored.dim_of("tp") is None
+    }
+    _watches.append(_Watch(weakref.ref(model), plan, mesh, waiting))
 
 
 @functools.cache
@@ -63,39 +71,49 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             continue
         own = {id(p) for p in model.parameters()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            _watches.remove(watch)
-            check_replicas(model, watch.plan, watch.mesh)
+            watch.steps += 1
+            if watch.steps & (watch.steps - 1):
+                continue  # Steps 1, 2, 4, 8, ...: what stays without gradient costs ever less.
+            watch.waiting -= check_replicas(model, watch.plan, watch.mesh, watch.waiting)
+            if not watch.waiting:
+                _watches.remove(watch)
 
 
-def check_replicas(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Every parameter that tp does not cut has one gradient on all ranks of tp.
+def check_replicas(
+    model: nn.Module, plan: Plan, mesh: DeviceMesh, names: Collection[str]
+) -> set[str]:
+    """The parameters of these names have one gradient on all ranks of tp.
+
+    Returns:
+        Those that had one: a gradient of zero says nothing, as in a block whose last layer
+        starts at zero.
 
     Raises:
         ApplyError: On every rank, with each parameter whose gradient differs.
     """
     tp = submesh(mesh, ("tp",))
-    names, gradients = _replicas(model, plan)
+    found_names, gradients = _replicas(model, names)
     present = torch.tensor([g is not None for g in gradients], dtype=torch.int32, device=device())
     dist.all_reduce(present, op=dist.ReduceOp.MIN)
     found = [
         (name, *_difference(without_partial(gradient), tp))
-        for name, gradient, everywhere in zip(names, gradients, present.tolist(), strict=True)
+        for name, gradient, everywhere in zip(found_names, gradients, present.tolist(), strict=True)
         if everywhere and gradient is not None
     ]
     if not found:
-        return
+        return set()
     apart, norms = (torch.stack(column) for column in list(zip(*found, strict=True))[1:])
     # A gradient that is zero but for rounding may differ by all of itself.
     noise = norms.max() * torch.finfo(_dtype(plan)).eps
     verdict = torch.where(apart > noise, apart / norms.clamp(min=1e-30), 0.0)
+    # All ranks must come to one answer: a shard of a gradient may be zero where another is not.
     dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
-    problems = [
-        _problem(name, share)
-        for (name, _, _), share in zip(found, verdict.tolist(), strict=True)
-        if share > _tolerance(plan)
-    ]
-    if problems:
-        raise ApplyError(problems)
+    dist.all_reduce(norms, op=dist.ReduceOp.MAX)
+    shares = zip((name for name, _, _ in found), verdict.tolist(), strict=True)
+    wrong = sorted(((s, n) for n, s in shares if s > _tolerance(plan)), reverse=True)
+    if wrong:
+        raise ApplyError(_problem(wrong))
+    return {name for (name, _, _), norm in zip(found, norms.tolist(), strict=True) if norm > 0}
 
 
 def check_loss(loss: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> None:
@@ -121,16 +139,14 @@ def check_loss(loss: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> None:
         )
 
 
-def _replicas(model: nn.Module, plan: Plan) -> tuple[list[str], list[torch.Tensor | None]]:
-    """The parameters that tp does not cut, and their gradients."""
-    names, gradients = [], []
-    for name, parameter in model.named_parameters():
-        fqn = name if name in plan.assignment.tensors else name.removeprefix("module.")
-        placed = plan.assignment.tensors[fqn]
-        if placed.info.trainable and placed.stored.dim_of("tp") is None:
-            names.append(fqn)
-            gradients.append(parameter.grad)
-    return names, gradients
+def _replicas(
+    model: nn.Module, names: Collection[str]
+) -> tuple[list[str], list[torch.Tensor | None]]:
+    """The parameters of these names that the live model has, and their gradients."""
+    live = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    live |= dict(model.named_parameters())
+    found = sorted(name for name in names if name in live)
+    return found, [live[name].grad for name in found]
 
 
 def _difference(gradient: torch.Tensor, tp: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,10 +172,13 @@ def _tolerance(plan: Plan) -> float:
     return half if torch.finfo(_dtype(plan)).bits < 32 else single
 
 
-def _problem(name: str, share: float) -> Problem:
+def _problem(wrong: list[tuple[float, str]]) -> Problem:
+    """One cause, one message: what lies before the mistake differs too, but by less."""
+    shown = ", ".join(f"{name} ({share:.0%})" for share, name in wrong[:4])
+    others = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
     return Problem(
-        f"{name} is whole on every rank of tp, but its gradients differ there by {share:.0%}: it "
-        "computes on parts, so it would be trained on wrong numbers",
+        f"whole on every rank of tp, but with gradients that differ there: {shown}{others}; what "
+        "computes on parts would be trained on wrong numbers",
         fix="give its module a style that says so (sequence_parallel for a norm on a part of the "
         "sequence, replicated_with_grad_allreduce for one inside cut heads), or cut the modules "
         "around it as a whole: q, k, v and output projection together",

@@ -6,10 +6,11 @@ before the data axes.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
@@ -88,11 +89,16 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
         return first, second
 
     arrives, wanted = spell(use.style.input)
+    is_checked = use.style.input[0] != "outside" or arrives != Shard(1)
     _, leaves = spell(use.style.output)
 
     def enter(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        nonlocal is_checked
+        if not is_checked:
+            is_checked = True
+            _check_part(args[0] if args else next(iter(kwargs.values())), tp)
         if args:
             return (_as_dtensor(args[0], tp, arrives, wanted), *args[1:]), kwargs
         first = next(iter(kwargs))
@@ -122,6 +128,28 @@ def _check_even(x: torch.Tensor, wanted: Placement, tp: DeviceMesh) -> None:
         )
 
 
+def _check_part(x: torch.Tensor, tp: DeviceMesh) -> None:
+    """Under `sequence_parallel` each rank must hold its own part of the sequence.
+
+    A sequence that arrives whole would be counted once per rank, and nothing else would show.
+    Looked at on the first call of a module; a sequence of equal positions tells nothing.
+    """
+    own = torch.stack((x.detach().float().sum(), x.detach().float().norm()))
+    varies = (x != x[:, :1]).any().to(own.dtype)
+    low, high = torch.stack((*own, varies)), torch.stack((*own, varies))
+    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=tp.get_group())
+    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=tp.get_group())
+    if bool(low[2]) and torch.equal(low, high):
+        raise ApplyError(
+            Problem(
+                "sequence_parallel expects a part of the sequence on each rank of tp, but the "
+                "whole arrives on all of them",
+                fix="give the embedding the style vocab, which hands out the parts, or leave "
+                "sequence_parallel out",
+            )
+        )
+
+
 def _as_dtensor(
     x: torch.Tensor, tp: DeviceMesh, arrives: Placement, wanted: Placement
 ) -> torch.Tensor:
@@ -137,6 +165,8 @@ def _as_dtensor(
         _check_even(x, wanted, tp)
         whole = DTensor.from_local(x, tp, [arrives], run_check=False)
         return whole.redistribute(placements=[wanted], async_op=True)
+    if x.is_inference():  # Has no version, and no gradients to add up.
+        return DTensor.from_local(x, tp, [arrives], run_check=False)
     key = (tp, arrives, x._version, torch.is_grad_enabled())
     made: tuple[Any, DTensor] | None = getattr(x, "_meshplan_dtensor", None)
     if made is None or made[0] != key:
@@ -146,16 +176,21 @@ def _as_dtensor(
 
 
 def _gather_at_use(model: nn.Module, name: str) -> None:
-    """Stored cut, computed whole: gather around each call of the module that holds it."""
+    """Stored cut, computed whole: gather inside each forward of the module that holds it.
+
+    Inside, and not in a hook before it, so that a recomputed forward gathers again.
+    """
     fqn, _, leaf = name.rpartition(".")
-
-    def gather(module: nn.Module, args: Any) -> None:
-        # An instance attribute hides the parameter of the same name from `self.<leaf>`.
-        module.__dict__[leaf] = module._parameters[leaf].full_tensor()
-
-    def drop(module: nn.Module, args: Any, output: Any) -> None:
-        module.__dict__.pop(leaf, None)
-
     owner = model.get_submodule(fqn)
-    owner.register_forward_pre_hook(gather, prepend=True)
-    owner.register_forward_hook(drop, always_call=True)
+    forward = owner.forward
+
+    @wraps(forward)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        # An instance attribute hides the parameter of the same name from `self.<leaf>`.
+        vars(owner)[leaf] = owner._parameters[leaf].full_tensor()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            vars(owner).pop(leaf, None)
+
+    owner.forward = gathered

@@ -63,6 +63,8 @@ def train_step(
     norm gradients are clipped (`clip_grad_norm`).
     """
     state = applied(model)
+    if not state.is_tested:
+        _check_optimizer(model, optimizer)
     count = state.plan.accumulate
     parts = zip(_split(inputs, count), _split(targets, count), strict=True)
     total: torch.Tensor | float = 0.0
@@ -89,7 +91,43 @@ def train_step(
     return float(mean)
 
 
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of the parameters that the model had before `parallelize`."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = {id(p) for p in model.parameters()}
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if missing and held - own:
+        raise ApplyError(
+            Problem(
+                f"the optimizer does not hold {missing[0]}, but holds parameters that are not in "
+                "the model: it was made before parallelize",
+                fix="make it from model.parameters() after parallelize",
+            )
+        )
+
+
 def _call(model: nn.Module, inputs: Any) -> Any:
+    """The model's output.
+
+    Raises:
+        ApplyError: A parameter that lies in parts is used where nothing gathers it.
+    """
+    try:
+        return _forward(model, inputs)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise ApplyError(
+            Problem(
+                "a parameter that lies in parts is used outside the forward of the module that "
+                "holds it, so nothing gathers it there (see the traceback above)",
+                fix="say unit: false for a block whose forward the model does not call, or leave "
+                "that parameter whole",
+            )
+        ) from error
+
+
+def _forward(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, tuple | list):
