@@ -245,4 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has gone (`| head`): point stdout away, or its last flush complains.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return YES
+    except OSError as error:
+        # A full disk behind stdout; what reads files has its own words for it.
+        print(f"meshplan: the answer cannot be written: {error.strerror}", file=sys.stderr)
+        return COULD_NOT
     return code

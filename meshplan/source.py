@@ -92,7 +92,7 @@ def _sibling(name: str) -> str:
     except OSError:
         return f"there is no directory {quote(str(path.parent))} either"
     close = near(path.name, names[:1000])
-    return f"did you mean '{path.with_name(close)}'?" if close else ""
+    return f"did you mean '{path.with_name(close)}'?" if close else "name a plan file"
 
 
 def child_path(path: str, key: str) -> str:

@@ -10,7 +10,7 @@ from meshplan.assign.cascade import Cascade
 from meshplan.assign.not_yet import not_yet
 from meshplan.assign.recompute import assign_recompute
 from meshplan.assign.tensor_parallel import TensorParallel, assign_tp, no_dim
-from meshplan.assign.types import Assignment, Placed, Reason, Unit
+from meshplan.assign.types import Assignment, Placed, Reason, Recompute, Unit
 from meshplan.assign.units import PLACE, Units, assign_units
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph, TensorInfo
@@ -109,6 +109,7 @@ def assign(
             *units.notes,
             *_other_size(spec, world_size),
             *_batchnorm(graph, mesh),
+            *_recomputed_batchnorm(graph, recompute),
         ),
     )
 
@@ -299,6 +300,22 @@ def _no_such_dim(spec: Spec, graph: ModelGraph, cascade: Cascade) -> Iterator[Pr
             yield Problem(
                 f"no parameter of '{fqn}' has a dim {dim}", spec.origin(stated.path), "use S(0)"
             )
+
+
+def _recomputed_batchnorm(
+    graph: ModelGraph, recompute: Mapping[str, Recompute]
+) -> Iterator[Problem]:
+    """A recomputed forward updates running statistics a second time."""
+    for fqn, info in graph.modules.items():
+        around = next((r for r in recompute if fqn == r or fqn.startswith(r + ".")), None)
+        if info.type.startswith("BatchNorm") and around is not None:
+            yield Problem(
+                f"{fqn} lies in '{around}', which is recomputed: its running statistics are "
+                "updated twice a step",
+                recompute[around].reason.origin,
+                "leave that module out of activation_checkpointing",
+            )
+            return
 
 
 def _batchnorm(graph: ModelGraph, mesh: Mesh) -> list[Problem]:
