@@ -26,6 +26,11 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
 """Bytes per element by dtype name (torch's names without `torch.`)."""
 
 
+def is_inside(fqn: str, around: str) -> bool:
+    """Whether a module or tensor is `around` itself or lies below it; all lie below the root."""
+    return not around or fqn == around or fqn.startswith(around + ".")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
     """One parameter or buffer.

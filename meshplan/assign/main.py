@@ -13,7 +13,7 @@ from meshplan.assign.tensor_parallel import TensorParallel, assign_tp, no_dim
 from meshplan.assign.types import Assignment, Placed, Reason, Recompute, Unit
 from meshplan.assign.units import PLACE, Units, assign_units
 from meshplan.errors import PlanError, Problem
-from meshplan.graph import ModelGraph, TensorInfo
+from meshplan.graph import ModelGraph, TensorInfo, is_inside
 from meshplan.layout import Layout
 from meshplan.mesh import DATA_AXES, Axis, Mesh
 from meshplan.spec import Spec
@@ -294,7 +294,7 @@ def _no_such_dim(spec: Spec, graph: ModelGraph, cascade: Cascade) -> Iterator[Pr
         dim = parse_placement(str(stated.value))
         if dim is None or stated.path in told:
             continue
-        inside = [t for t in graph.parameters if not fqn or t.fqn.startswith(fqn + ".")]
+        inside = [t for t in graph.parameters if is_inside(t.fqn, fqn)]
         if inside and not any(-len(t.shape) <= dim < len(t.shape) for t in inside):
             told.add(stated.path)
             yield Problem(
@@ -307,7 +307,7 @@ def _recomputed_batchnorm(
 ) -> Iterator[Problem]:
     """A recomputed forward updates running statistics a second time."""
     for fqn, info in graph.modules.items():
-        around = next((r for r in recompute if fqn == r or fqn.startswith(r + ".")), None)
+        around = next((r for r in recompute if is_inside(fqn, r)), None)
         if info.type.startswith("BatchNorm") and around is not None:
             yield Problem(
                 f"{fqn} lies in '{around}', which is recomputed: its running statistics are "

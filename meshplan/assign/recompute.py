@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.types import Reason, Recompute
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph
+from meshplan.graph import ModelGraph, is_inside
 from meshplan.spec import Spec
 
 _FIELD = "activation_checkpointing"
@@ -43,7 +43,7 @@ def assign_recompute(
             )
             out[fqn] = Recompute(policy, Reason(text.partition("(")[0], spec.origin(path)))
     for fqn, stated in stated_at.items():
-        reaches_blocks = any(b == fqn or not fqn or b.startswith(fqn + ".") for b in blocks)
+        reaches_blocks = any(is_inside(b, fqn) for b in blocks)
         if reaches_blocks or stated.value.mode == "none":
             continue
         origin = spec.origin(stated.path)

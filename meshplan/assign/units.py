@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from meshplan.assign.cascade import Cascade, Stated
 from meshplan.assign.types import Reason, Unit
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph, TensorInfo
+from meshplan.graph import ModelGraph, TensorInfo, is_inside
 from meshplan.mesh import DATA_AXES, Mesh
 from meshplan.spec import Precision, Spec
 from meshplan.strategies import Strategy
@@ -243,8 +243,8 @@ def _merge_tied(spec: Spec, graph: ModelGraph, out: Units) -> None:
     for tensor in _split(graph, out):
         owners = {out.of(name, graph) for name in tensor.names}
         common = _common(owners)
-        for fqn in [f for f in out.by_fqn if f and f != common and _inside(f, common)]:
-            if not any(_inside(owner, fqn) for owner in owners):
+        for fqn in [f for f in out.by_fqn if f and f != common and is_inside(f, common)]:
+            if not any(is_inside(owner, fqn) for owner in owners):
                 continue
             unit = out.by_fqn[fqn]
             if _DEFAULT_BLOCK not in unit.reason.text:
@@ -272,10 +272,6 @@ def _split(graph: ModelGraph, out: Units) -> Iterator[TensorInfo]:
     for tensor in graph.parameters:
         if len({out.of(name, graph) for name in tensor.names}) > 1:
             yield tensor
-
-
-def _inside(fqn: str, around: str) -> bool:
-    return not around or fqn == around or fqn.startswith(around + ".")
 
 
 def _common(fqns: set[str]) -> str:

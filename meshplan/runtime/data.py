@@ -132,6 +132,8 @@ def set_gradient_sync(model: nn.Module, plan: Plan, is_last: bool) -> AbstractCo
     live whole (DDP, ZeRO-1) wait, gradients that live in shards (ZeRO-2 and 3) are reduced at
     once, and across replicas of shards (HSDP) only the last time.
     """
+    if plan.accumulate == 1:
+        return nullcontext()  # Every backward is the last, which is what torch assumes anyway.
     if isinstance(model, DistributedDataParallel):
         return nullcontext() if is_last else model.no_sync()
     keeps_whole = "gradient" not in plan.assignment.strategy.cuts

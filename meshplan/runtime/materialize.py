@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
@@ -31,7 +30,7 @@ class Values:
     local: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def fill(self, model: nn.Module, plan: Plan) -> None:
-        """Give the wrapped model memory and these values."""
+        """Give the model memory and these values, once; a second call does nothing."""
         if not self.local:
             return
         model.to_empty(device=device())
@@ -39,8 +38,8 @@ class Values:
         params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         with torch.no_grad():
             for fqn, value in self.local.items():
-                name = fqn if fqn in params or fqn in buffers else f"module.{fqn}"
-                local_of(params.get(name, buffers.get(name))).copy_(value)
+                local_of(params.get(fqn, buffers.get(fqn))).copy_(value)
+        self.local.clear()
 
 
 def agree_on_values(model: nn.Module, plan: Plan) -> Values:
@@ -143,11 +142,10 @@ def _receive(tensors: dict[str, torch.Tensor], plan: Plan, source: int) -> Value
 
 def _retie(model: nn.Module, plan: Plan) -> None:
     """`to_empty` gives each name a tensor of its own: tied names get the first one's again."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
     for placed in plan.assignment.tensors.values():
-        tensor = _holder(inner, placed.info.fqn)[placed.info.fqn.rpartition(".")[2]]
+        tensor = _holder(model, placed.info.fqn)[placed.info.fqn.rpartition(".")[2]]
         for name in placed.info.aliases:
-            _holder(inner, name)[name.rpartition(".")[2]] = tensor
+            _holder(model, name)[name.rpartition(".")[2]] = tensor
 
 
 def _holder(model: nn.Module, name: str) -> dict[str, Any]:

@@ -103,10 +103,8 @@ def parallelize(
         apply_recompute(model, decided)
         if decided.assignment.wrapper != "units" and not values.local:
             model.to(device())
-        if decided.assignment.wrapper == "ddp" and values.local:
-            # DistributedDataParallel refuses parameters without memory.
-            values.fill(model, decided)
-            values.local = {}
+        if decided.assignment.wrapper == "ddp":
+            values.fill(model, decided)  # DistributedDataParallel refuses to wrap without memory.
         wrapped = apply_data_parallel(model, decided, mesh)
         values.fill(wrapped, decided)
         check_live(wrapped, decided)

@@ -4,7 +4,7 @@ A parameter that tp does not cut is the same on every rank of tp, and must get t
 there. It does not if it computes on parts: a norm inside cut heads or on a part of the sequence,
 a key projection left whole under cut queries, attention over a part of the sequence. Nothing
 else would show: the loss falls, only the numbers are wrong. So the first optimizer step compares
-these gradients, once, before anything is updated.
+these gradients before anything is updated, and later ones those that were zero until then.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ def watch_first_step(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Compare the replicas' gradients when an optimizer first steps on this model."""
     if plan.mesh.size("tp") == 1:
         return
-    _register()
     waiting = {
         fqn
         for fqn, placed in plan.assignment.tensors.items()
         if placed.info.trainable and placed.stored.dim_of("tp") is None
     }
+    if not waiting:
+        return
+    _register()
     _watches.append(_Watch(weakref.ref(model), plan, mesh, waiting))
 
 
@@ -89,7 +91,7 @@ def check_replicas(
         starts at zero.
 
     Raises:
-        ApplyError: On every rank, with each parameter whose gradient differs.
+        ApplyError: On every rank, with the parameters whose gradients differ most.
     """
     tp = submesh(mesh, ("tp",))
     found_names, gradients = _replicas(model, names)
@@ -123,13 +125,15 @@ def check_loss(loss: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> None:
     the loss of its part.
 
     Raises:
-        ApplyError: On every rank of tp.
+        ApplyError: On every rank.
     """
     group = submesh(mesh, ("tp",)).get_group()
     low, high = loss.detach().clone(), loss.detach().clone()
     dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
-    if high - low > _tolerance(plan) * high.abs():
+    differs = (high - low > _tolerance(plan) * high.abs()).float()
+    dist.all_reduce(differs, op=dist.ReduceOp.MAX)  # Nobody is left waiting in the next step.
+    if differs:
         raise ApplyError(
             Problem(
                 f"the loss is {low:.6g} on one rank of tp and {high:.6g} on another: the output of "
@@ -143,8 +147,7 @@ def _replicas(
     model: nn.Module, names: Collection[str]
 ) -> tuple[list[str], list[torch.Tensor | None]]:
     """The parameters of these names that the live model has, and their gradients."""
-    live = {name.removeprefix("module."): p for name, p in model.named_parameters()}
-    live |= dict(model.named_parameters())
+    live = dict(model.named_parameters())
     found = sorted(name for name in names if name in live)
     return found, [live[name].grad for name in found]
 
