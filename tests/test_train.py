@@ -140,3 +140,38 @@ def test_helpers_need_a_parallelized_model():
         "this Linear was not parallelized by meshplan\n"
         "    fix: use the module that meshplan.parallelize returned"
     )
+
+
+def reductions(plan: dict[str, Any]) -> dict[str, int]:
+    """How often gradients travel in one accumulated step, by kind of collective."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    counts: dict[str, int] = {}
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func.namespace == "c10d":
+                name = func.overloadpacket.__name__
+                counts[name] = counts.get(name, 0) + 1
+            return func(*args, **(kwargs or {}))
+
+    model = meshplan.parallelize(models.build("own_llama"), plan)
+    batch = meshplan.local_batch(model, models.batch("own_llama", 0))
+    with Count():
+        meshplan.train_step(model, models.optimizer(model), *batch, models.loss)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind", "times"),
+    [
+        # Four blocks and the root: ZeRO-1 reduces them once a step, ZeRO-2 once a microbatch.
+        ({"strategy": "zero1"}, "_reduce_scatter_base_", 5),
+        ({"strategy": "zero2"}, "_reduce_scatter_base_", 10),
+        # Across replicas of shards only the last time; one more is the loss.
+        ({"strategy": "hybrid_shard", "mesh": [2, 2]}, "allreduce_", 5 + 1),
+    ],
+)
+def test_what_waits_for_the_last_microbatch(pool, plan, kind, times):
+    counts = pool(4).run(reductions, {"version": 1, "batch": {"accumulate": 2}, **plan})[0]
+    assert counts[kind] == times
