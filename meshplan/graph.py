@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from meshplan.flow import Flow
+
 if TYPE_CHECKING:
     import networkx
 
@@ -111,12 +113,14 @@ class ModelGraph:
         modules: By fqn, parents before children, the root "" first.
         tensors: By fqn; each tied or shared tensor once.
         config: Facts a config file stated (heads, kv heads, layers, vocab), for checks.
+        flow: One recorded forward pass; None where nothing was recorded.
     """
 
     name: str
     modules: Mapping[str, ModuleInfo]
     tensors: Mapping[str, TensorInfo]
     config: Mapping[str, int] = field(default_factory=dict)
+    flow: Flow | None = field(default=None, repr=False, compare=False)
     _owned: Mapping[str, tuple[TensorInfo, ...]] = field(init=False, repr=False, compare=False)
     _first_name: Mapping[str, str] = field(init=False, repr=False, compare=False)
 

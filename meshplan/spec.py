@@ -253,6 +253,16 @@ class Spec:
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)
     source: str = field(default="<spec>", compare=False)
 
+    @property
+    def reads_flow(self) -> bool:
+        """Whether deciding it takes a recorded forward pass: derived styles, pipeline stages."""
+        axes = self.mesh if isinstance(self.mesh, Mapping) else {}
+        return (
+            self.tp_plan == AUTO
+            or axes.get("pp", 1) != 1
+            or any(rule.place.get("tp") == AUTO for rule in self.rules)
+        )
+
     def origin(self, path: str) -> Origin:
         """Where `path` was stated, or the nearest statement around it, or the file."""
         parent = path

@@ -10,6 +10,7 @@ import atexit
 import gc
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -193,6 +194,16 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
             tensor = tensor.redistribute(placements=placements)
     assert isinstance(tensor, DTensor)
     return tensor.to_local()
+
+
+def fake_mode() -> AbstractContextManager[object]:
+    """Tensors made inside have shapes and dtypes, but neither numbers nor memory.
+
+    Private, yet what `torch.export` and `torch.compile` rest on; there is no public name.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def forget_units(modules: Iterable[nn.Module]) -> None:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from torch import nn
 
+from meshplan.flow import Flow
 from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
 from meshplan.styles import dims_of
 
@@ -24,8 +25,11 @@ _PACKED_NAMES = MappingProxyType(
 """Projections that fuse several weights in one, by the names models give them."""
 
 
-def graph_of(model: nn.Module) -> ModelGraph:
+def graph_of(model: nn.Module, flow: Flow | None = None) -> ModelGraph:
     """The module tree and tensors of a live model.
+
+    Args:
+        flow: Its recorded forward pass (`runtime.record`), if there is one.
 
     Returns:
         Each shared module and each tied tensor once, under its first name, with the other names
@@ -36,6 +40,7 @@ def graph_of(model: nn.Module) -> ModelGraph:
         name=type(model).__name__,
         modules=MappingProxyType(modules),
         tensors=MappingProxyType(_tensors(model, modules)),
+        flow=flow,
     )
 
 
