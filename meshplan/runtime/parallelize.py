@@ -36,6 +36,7 @@ from meshplan.runtime.mesh import (
     forget_units,
     ranks_per_node,
 )
+from meshplan.runtime.randomness import give_own_stream
 from meshplan.runtime.recompute import apply_recompute
 from meshplan.runtime.record import record
 from meshplan.runtime.selftest import watch_first_step
@@ -115,6 +116,7 @@ def parallelize(
         lay_gradients(wrapped, decided)
         reduce_alone(wrapped, decided, mesh)
         watch_first_step(wrapped, decided, mesh)
+        give_own_stream(model, decided)
         needs_scale = decided.spec.precision.param == "float16" and decided.spec.precision.is_mixed
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
