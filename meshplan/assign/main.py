@@ -62,6 +62,8 @@ def assign(
         (fqn, stated.value, Reason(stated.text, spec.origin(stated.path)))
         for fqn, stated in cascade.modules_with("apply")
     )
+    compiled, compile_problems = _compiled(spec, graph)
+    problems += compile_problems
     problems += tp.problems + units.problems + recompute_problems
     problems += _one_dtype(units, tensors) if wrapper == "units" else _no_units(spec, cascade)
     problems += _no_empty_parts(mesh, tensors)
@@ -102,6 +104,7 @@ def assign(
         styles=MappingProxyType(tp.styles),
         recompute=MappingProxyType(recompute),
         apply=apply,
+        compiled=compiled,
         sequence_parallel=spec.sequence_parallel,
         warnings=(
             *cascade.shadowed(),
@@ -112,6 +115,23 @@ def assign(
             *_recomputed_batchnorm(graph, recompute),
         ),
     )
+
+
+def _compiled(spec: Spec, graph: ModelGraph) -> tuple[tuple[str, ...], list[Problem]]:
+    """The repeated blocks: one compiled graph serves them all, and what wraps them stays outside.
+
+    Source: torchtitan compiles block by block for the same two reasons.
+    """
+    blocks = tuple(b for b in graph.blocks() if graph.modules[b].has_forward)
+    if not spec.compile or blocks:
+        return (blocks if spec.compile else ()), []
+    return (), [
+        Problem(
+            f"{graph.name} has no repeated blocks, so nothing says what to compile",
+            spec.origin("compile"),
+            "remove it, and call model.compile() after parallelize",
+        )
+    ]
 
 
 def _wrapper(

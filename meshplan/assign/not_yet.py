@@ -23,7 +23,6 @@ def not_yet(spec: Spec) -> list[Problem]:
         "write rules with colwise and rowwise")  # fmt: skip
     ask(spec.loss_parallel, "loss_parallel", "'loss_parallel'")
     ask(spec.sync_batchnorm, "sync_batchnorm", "'sync_batchnorm'")
-    ask(spec.compile, "compile", "'compile'", "call model.compile() yourself")
     ask(spec.solve, "solve", "the planner that reads 'solve'")
     for name in ("micro", "accumulate"):
         value = getattr(spec.batch, name)

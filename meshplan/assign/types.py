@@ -121,6 +121,7 @@ class Assignment:
         styles: By module fqn.
         recompute: By module fqn.
         apply: (module fqn, "pkg.mod:function", reason): code the plan names.
+        compiled: Fqns of the modules that `torch.compile` gets, one by one.
         sequence_parallel: Activations between styled modules are cut along the sequence.
         warnings: Things that work but are probably not meant.
     """
@@ -133,5 +134,6 @@ class Assignment:
     styles: Mapping[str, StyleUse]
     recompute: Mapping[str, Recompute]
     apply: tuple[tuple[str, str, Reason], ...] = ()
+    compiled: tuple[str, ...] = ()
     sequence_parallel: bool = False
     warnings: tuple[Problem, ...] = field(default=())

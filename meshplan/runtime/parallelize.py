@@ -26,6 +26,7 @@ from meshplan.errors import ApplyError, MeshplanError, Origin, PlanError, Proble
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from meshplan.runtime.check import check_live
+from meshplan.runtime.compiled import apply_compile
 from meshplan.runtime.data import apply_data_parallel, reduce_alone
 from meshplan.runtime.example import find_example
 from meshplan.runtime.materialize import agree_on_values
@@ -106,6 +107,7 @@ def parallelize(
         _apply_code(model, decided)
         apply_tensor_parallel(model, decided, mesh)
         apply_recompute(model, decided)
+        apply_compile(model, decided)
         if decided.assignment.wrapper != "units" and not values.local:
             model.to(device())
         if decided.assignment.wrapper == "ddp":
