@@ -85,7 +85,8 @@ class ModuleInfo:
         type: Class name such as "LlamaDecoderLayer".
         qualified_type: Class name with its module path, for `match: {type: pkg.Class}`.
         kind: What styles may do with it: "linear", "embedding", "conv1d" (transformers'
-            transposed linear), "norm", "container" (ModuleList, Sequential, ModuleDict), "other".
+            transposed linear), "norm", "batchnorm" ("own_batchnorm" with a forward of its
+            own), "container" (ModuleList, Sequential, ModuleDict), "other".
         head_dim: For a projection inside an attention module, the elements of one head along
             its head dim; None where the model does not say. A cut must keep heads whole.
         packed: How many projections are fused in one weight (3 for QKV), 1 if none.

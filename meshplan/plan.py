@@ -79,6 +79,7 @@ class Plan:
             "styles": {fqn: [u.style.name, u.axis] for fqn, u in a.styles.items()},
             "recompute": {fqn: str(r.policy) for fqn, r in a.recompute.items()},
             "compiled": list(a.compiled),
+            "synchronized": list(a.synchronized),
             "apply": [[fqn, code] for fqn, code, _ in a.apply],
             "step": [self.accumulate, self.micro, self.spec.clip_grad_norm, dict(self.spec.ddp)],
         }  # fmt: skip

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal
 
+from meshplan.assign.batchnorm import assign_batchnorm
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.not_yet import not_yet
 from meshplan.assign.recompute import assign_recompute
 from meshplan.assign.tensor_parallel import TensorParallel, assign_tp, no_dim
-from meshplan.assign.types import Assignment, Placed, Reason, Recompute, Unit
+from meshplan.assign.types import Assignment, Placed, Reason, Unit
 from meshplan.assign.units import PLACE, Units, assign_units
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph, TensorInfo, is_inside
@@ -62,8 +63,9 @@ def assign(
         (fqn, stated.value, Reason(stated.text, spec.origin(stated.path)))
         for fqn, stated in cascade.modules_with("apply")
     )
+    batchnorm = assign_batchnorm(spec, graph, mesh, recompute)
     compiled, compile_problems = _compiled(spec, graph)
-    problems += compile_problems
+    problems += compile_problems + batchnorm.problems
     problems += tp.problems + units.problems + recompute_problems
     problems += _one_dtype(units, tensors) if wrapper == "units" else _no_units(spec, cascade)
     problems += _no_empty_parts(mesh, tensors)
@@ -105,14 +107,14 @@ def assign(
         recompute=MappingProxyType(recompute),
         apply=apply,
         compiled=compiled,
+        synchronized=batchnorm.synchronized,
         sequence_parallel=spec.sequence_parallel,
         warnings=(
             *cascade.shadowed(),
             *tp.warnings,
             *units.notes,
             *_other_size(spec, world_size),
-            *_batchnorm(graph, mesh),
-            *_recomputed_batchnorm(graph, recompute),
+            *batchnorm.warnings,
         ),
     )
 
@@ -320,34 +322,3 @@ def _no_such_dim(spec: Spec, graph: ModelGraph, cascade: Cascade) -> Iterator[Pr
             yield Problem(
                 f"no parameter of '{fqn}' has a dim {dim}", spec.origin(stated.path), "use S(0)"
             )
-
-
-def _recomputed_batchnorm(
-    graph: ModelGraph, recompute: Mapping[str, Recompute]
-) -> Iterator[Problem]:
-    """A recomputed forward updates running statistics a second time."""
-    for fqn, info in graph.modules.items():
-        around = next((r for r in recompute if is_inside(fqn, r)), None)
-        if info.type.startswith("BatchNorm") and around is not None:
-            yield Problem(
-                f"{fqn} lies in '{around}', which is recomputed: its running statistics are "
-                "updated twice a step",
-                recompute[around].reason.origin,
-                "leave that module out of activation_checkpointing",
-            )
-            return
-
-
-def _batchnorm(graph: ModelGraph, mesh: Mesh) -> list[Problem]:
-    """BatchNorm under data parallelism sees its own samples only: say so."""
-    found = [m.fqn for m in graph.modules.values() if m.type.startswith("BatchNorm")]
-    if not found or mesh.size(*DATA_AXES) == 1:
-        return []
-    return [
-        Problem(
-            f"{found[0]} and {len(found) - 1} more keep statistics of their own rank's samples, "
-            "so the numbers differ from those of one process",
-            None,
-            "use GroupNorm or LayerNorm (sync_batchnorm is not available yet in this version)",
-        )
-    ]

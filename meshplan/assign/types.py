@@ -122,6 +122,7 @@ class Assignment:
         recompute: By module fqn.
         apply: (module fqn, "pkg.mod:function", reason): code the plan names.
         compiled: Fqns of the modules that `torch.compile` gets, one by one.
+        synchronized: Fqns of the BatchNorms whose statistics are over all data ranks.
         sequence_parallel: Activations between styled modules are cut along the sequence.
         warnings: Things that work but are probably not meant.
     """
@@ -135,5 +136,6 @@ class Assignment:
     recompute: Mapping[str, Recompute]
     apply: tuple[tuple[str, str, Reason], ...] = ()
     compiled: tuple[str, ...] = ()
+    synchronized: tuple[str, ...] = ()
     sequence_parallel: bool = False
     warnings: tuple[Problem, ...] = field(default=())

@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from meshplan.errors import ApplyError, MeshplanError, Origin, PlanError, Problem
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
+from meshplan.runtime.batchnorm import apply_sync_batchnorm
 from meshplan.runtime.check import check_live
 from meshplan.runtime.compiled import apply_compile
 from meshplan.runtime.data import apply_data_parallel, reduce_alone
@@ -106,6 +107,7 @@ def parallelize(
         _cast(model, decided)
         _apply_code(model, decided)
         apply_tensor_parallel(model, decided, mesh)
+        apply_sync_batchnorm(model, decided, mesh)
         apply_recompute(model, decided)
         apply_compile(model, decided)
         if decided.assignment.wrapper != "units" and not values.local:

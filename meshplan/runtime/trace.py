@@ -9,6 +9,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshplan.flow import Flow
 from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
@@ -109,6 +110,9 @@ def _kind(module: nn.Module) -> str:
         return "embedding"
     if name == "Conv1D" and hasattr(module, "nf"):
         return "conv1d"
+    if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+        is_torchs = type(module).forward is _BatchNorm.forward
+        return "batchnorm" if is_torchs else "own_batchnorm"
     by_group = isinstance(module, nn.GroupNorm) or name.startswith(("BatchNorm", "InstanceNorm"))
     is_norm = isinstance(module, nn.LayerNorm | nn.RMSNorm) or name.endswith("Norm")
     if is_norm and not by_group and isinstance(weight, nn.Parameter) and weight.ndim == 1:
