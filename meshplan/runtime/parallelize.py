@@ -26,6 +26,7 @@ from meshplan.errors import ApplyError, MeshplanError, Origin, PlanError, Proble
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from meshplan.runtime.check import check_live
+from meshplan.runtime.context.apply import ContextParallelism
 from meshplan.runtime.data import apply_data_parallel, reduce_alone
 from meshplan.runtime.materialize import agree_on_values
 from meshplan.runtime.mesh import (
@@ -100,6 +101,7 @@ def parallelize(
         _cast(model, decided)
         _apply_code(model, decided)
         apply_tensor_parallel(model, decided, mesh)
+        context = ContextParallelism(model, decided, mesh)
         apply_recompute(model, decided)
         if decided.assignment.wrapper != "units" and not values.local:
             model.to(device())
@@ -111,6 +113,7 @@ def parallelize(
         lay_gradients(wrapped, decided)
         reduce_alone(wrapped, decided, mesh)
         watch_first_step(wrapped, decided, mesh)
+        context.watch(wrapped)
         needs_scale = decided.spec.precision.param == "float16" and decided.spec.precision.is_mixed
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
