@@ -66,6 +66,7 @@ class Plan:
         return {
             "mesh": [(axis.name, axis.size) for axis in a.mesh],
             "wrapper": [a.wrapper, sorted(a.strategy.cuts), a.sequence_parallel],
+            "context": [a.context.attention, a.context.balance] if a.context else None,
             "tensors": {
                 fqn: [list(p.info.shape), p.info.dtype, list(p.info.aliases), p.info.trainable,
                       str(p.stored), str(p.gradient), p.dtype, p.compute_dtype,

@@ -171,6 +171,21 @@ class Pipeline:
     split: Auto | tuple[tuple[str, ...], ...] = AUTO
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """How attention over parts of the sequence is computed.
+
+    Args:
+        attention: all_gather (of keys and values) or all_to_all (of heads).
+        balance: Whether each rank holds a chunk near the head and one near the tail of the
+            sequence, so that causal attention is the same work for all; None lets the kind of
+            attention decide.
+    """
+
+    attention: Literal["all_gather", "all_to_all"] = "all_gather"
+    balance: bool | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Selector:
     """What a rule matches.
@@ -240,6 +255,7 @@ class Spec:
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     offload: Offload = Offload()
     pipeline: Pipeline | None = None
+    context: Context | None = None
     tp_plan: Literal["none", "hf", "auto"] = "none"
     sequence_parallel: bool = False
     loss_parallel: bool = False

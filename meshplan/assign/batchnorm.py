@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from meshplan.assign.types import Recompute
 from meshplan.errors import Problem
 from meshplan.graph import ModelGraph, ModuleInfo, is_inside
-from meshplan.mesh import DATA_AXES, Mesh
+from meshplan.mesh import GRADIENT_AXES, Mesh
 from meshplan.spec import Spec
 
 
@@ -27,7 +27,7 @@ def assign_batchnorm(
     """Synchronize statistics where the plan says so; tell what differs from one process."""
     out = BatchNorm()
     found = [info for info in graph.modules.values() if _is_batchnorm(info)]
-    splits_samples = mesh.size(*DATA_AXES) > 1
+    splits_samples = mesh.size(*GRADIENT_AXES) > 1
     if spec.sync_batchnorm:
         _synchronize(spec, graph, found, out)
     elif found and splits_samples:

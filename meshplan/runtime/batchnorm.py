@@ -15,19 +15,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from meshplan.mesh import DATA_AXES
+from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import submesh
 
 
 def apply_sync_batchnorm(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Let the modules that the plan says take their statistics over all data ranks, in place."""
-    if plan.num_data_ranks == 1:
+    if plan.mesh.size(*GRADIENT_AXES) == 1:
         return
     for fqn in plan.assignment.synchronized:
         module = model.get_submodule(fqn)
         assert isinstance(module, _BatchNorm)
-        group = submesh(mesh, DATA_AXES, flat=True).get_group()
+        group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
         module.forward = partial(_forward, module, module.forward, group)
 
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from meshplan.assign import Placed, Unit
-from meshplan.mesh import DATA_AXES
+from meshplan.mesh import GRADIENT_AXES, SHARD_AXES
 from meshplan.plan import Plan
-from meshplan.runtime.mesh import device, local_of, replicate_unit, submesh
+from meshplan.runtime.mesh import device, local_of, replicate_unit, submesh, unit_mesh
 from meshplan.spec import Precision
 
 _DDP_WORDS = {"bucket_mb": "bucket_cap_mb"}
@@ -33,7 +33,7 @@ def apply_data_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Mo
     """
     assignment = plan.assignment
     if assignment.wrapper == "ddp":
-        group = submesh(mesh, ("dp_replicate",)).get_group()
+        group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
         options = {_DDP_WORDS.get(key, key): value for key, value in plan.spec.ddp.items()}
         # Views save a copy of every gradient; the textbook's 20a is with them off.
         options.setdefault("gradient_as_bucket_view", True)
@@ -66,7 +66,7 @@ def _wrap_unit(
     dims = _shard_dims(model, plan, unit)
     fully_shard(
         module,
-        mesh=submesh(mesh, (*spread, *unit.shard_axes)),
+        mesh=unit_mesh(mesh, spread, unit.shard_axes),
         reshard_after_forward=unit.reshard_after_forward,
         shard_placement_fn=(lambda p: Shard(dims[p])) if any(dims.values()) else None,
         mp_policy=policy,
@@ -75,10 +75,11 @@ def _wrap_unit(
 
 
 def _shard_dims(model: nn.Module, plan: Plan, unit: Unit) -> dict[nn.Parameter, int]:
-    """The dim that dp_shard cuts, for each parameter of the unit."""
+    """The dim that the unit's axes cut, for each of its parameters."""
 
     def dim(placed: Placed) -> int:
-        return placed.stored.dim_of("dp_shard") or 0
+        found = (placed.stored.dim_of(axis) for axis in SHARD_AXES)
+        return next((dim for dim in found if dim is not None), 0)
 
     return {
         model.get_parameter(fqn): dim(placed)
@@ -101,7 +102,7 @@ def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
 
 
 def reduce_alone(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Average the gradients that no unit reduces over the data axes, as soon as they are there.
+    """Average the gradients that no unit reduces, as soon as they are there.
 
     Averaging what is averaged already changes nothing, so accumulation stays right.
 
@@ -110,8 +111,8 @@ def reduce_alone(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     alone = [fqn for fqn, placed in plan.assignment.tensors.items() if placed.reduced_alone]
     if not alone:
         return
-    group = submesh(mesh, DATA_AXES, flat=True).get_group()
-    ranks = plan.num_data_ranks
+    group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
+    ranks = plan.mesh.size(*GRADIENT_AXES)
 
     def average(param: nn.Parameter) -> None:
         assert param.grad is not None

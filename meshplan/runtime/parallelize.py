@@ -28,6 +28,7 @@ from meshplan.reader import load_spec
 from meshplan.runtime.batchnorm import apply_sync_batchnorm
 from meshplan.runtime.check import check_live
 from meshplan.runtime.compiled import apply_compile
+from meshplan.runtime.context.apply import ContextParallelism
 from meshplan.runtime.data import apply_data_parallel, reduce_alone
 from meshplan.runtime.example import find_example
 from meshplan.runtime.materialize import agree_on_values
@@ -108,6 +109,7 @@ def parallelize(
         _apply_code(model, decided)
         apply_tensor_parallel(model, decided, mesh)
         apply_sync_batchnorm(model, decided, mesh)
+        context = ContextParallelism(model, decided, mesh)
         apply_recompute(model, decided)
         apply_compile(model, decided)
         if decided.assignment.wrapper != "units" and not values.local:
@@ -121,6 +123,7 @@ def parallelize(
         reduce_alone(wrapped, decided, mesh)
         watch_first_step(wrapped, decided, mesh)
         give_own_stream(model, decided)
+        context.watch(wrapped)
         needs_scale = decided.spec.precision.param == "float16" and decided.spec.precision.is_mixed
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
