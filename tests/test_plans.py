@@ -25,6 +25,9 @@ DECIDED = {
     "hybrid_mixture": (
         "dp_replicate 2 x dp_shard 4", "hybrid_shard", "units", {"S(0)@dp_shard", "R"},
     ),
+    "context_parallel": (
+        "dp_shard 4 x cp 2", "full_shard", "units", {"S(0)@dp_shard,cp"},
+    ),
     "tp": ("tp 4", "ddp", "none", {"S(0)@tp", "S(1)@tp", "R"}),
     "tp_full_shard": (
         "dp_shard 4 x tp 2", "full_shard", "units",

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshplan.errors import ApplyError, Problem
+from meshplan.errors import ApplyError, MeshplanError, Problem
 from meshplan.runtime.context.attention import SequenceMode, Site, Trial
 from meshplan.runtime.context.batch import map_tensors
 from meshplan.runtime.mesh import local_of
@@ -36,6 +36,11 @@ zeros. Initial weights of language models are of this size."""
 
 
 _CANNOT: Final = "this model cannot be run on parts of the sequence"
+
+_UNSEEN: Final = Problem(
+    f"{_CANNOT}: no call of scaled_dot_product_attention over the sequence was seen",
+    fix="set its attention to sdpa (transformers: attn_implementation='sdpa'), or leave cp out",
+)
 
 
 class _Whole(Trial):
@@ -153,10 +158,16 @@ def prove(
         mode.trial = in_whole
         try:
             expected = model(*whole_args, **whole_kwargs)
+            raise_told(None if in_whole.attentions else _UNSEEN)
             in_part = _Part(in_whole, length, local)
             mode.trial = in_part
             part_args, part_kwargs = map_tensors((args, local_kwargs), one)
             found = model(*part_args, **part_kwargs)
+        except MeshplanError:
+            raise
+        except Exception as error:  # The model's code may raise anything.
+            what = f"{_CANNOT}: with {length} of {in_whole.length} tokens it raises {error!r}"
+            raise ApplyError(Problem(what, fix="see the traceback above, or leave cp out")) from error
         finally:
             mode.trial = None
         problems = [*in_part.problems, *_call_problems(in_whole, in_part)]
@@ -176,13 +187,7 @@ def raise_told(problem: Problem | None) -> None:
 
 
 def _call_problems(whole: _Whole, part: _Part) -> Iterator[Problem]:
-    if not whole.attentions:
-        yield Problem(
-            f"{_CANNOT}: no call of scaled_dot_product_attention over the sequence was seen",
-            fix="set its attention to sdpa (transformers: attn_implementation='sdpa'), or leave "
-            "cp out",
-        )
-    elif len(whole.attentions) != part.count:
+    if len(whole.attentions) != part.count:
         yield Problem(
             f"{_CANNOT}: it attends {part.count} times to a part, but {len(whole.attentions)} "
             "times to the whole",
