@@ -1,0 +1,200 @@
+"""Configurations of transformers' architectures, made tiny without knowing the architecture.
+
+A configuration is a dataclass. Its fields are shrunk by what their names say (`RULES`), its
+sub-configurations likewise, and whatever the class derives from other fields is left to it. No
+one recipe fits every architecture, so there are several (`RECIPES`), tried in order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN = 64, 4, 2, 16, 128
+LAYERS, VOCAB, POSITIONS, IMAGE, PATCH = 2, 128, 64, 32, 8
+
+RULES: Final[tuple[tuple[str, str, int], ...]] = (
+    (r"(bos|eos|pad|sep|cls|mask|start|end|unk|blank|forced\w*)_(token_)?(id|index)$", "id", 0),
+    (r"_(token_id|token_index|id|index|idx)$", "id", 0),
+    (r"(vocab_size|num_embeddings|vocabulary_size|num_labels|codebook_size)$", "vocab", VOCAB),
+    (r"^(n_group|topk_group|n_shared_experts|num_shared_experts|moe_num_shared_experts"
+     r"|first_k_dense_replace|num_expert_group|pretraining_tp)$", "count", 1),
+    (r"(experts_per_tok|experts_per_token|moe_topk|moe_k|num_selected_experts|top_k)$", "count", 2),
+    (r"(num_experts|n_routed_experts|num_local_experts|moe_num_experts)$", "count", 4),
+    (r"(key_value_heads|kv_heads|num_key_value_heads|multi_query_group_num)$", "heads", KV_HEADS),
+    (r"(attention_heads|n_heads?|num_heads|_heads)$", "heads", HEADS),
+    (r"(qk_rope_head_dim|rotary_dim|rope_head_dim)$", "head_dim", 8),
+    (r"(head_dim|^d_kv|attention_head_size|head_size|head_dim_\w+|kv_channels)$", "head_dim",
+     HEAD_DIM),
+    (r"(lora_rank|time_step_rank)$", "width", 16),
+    (r"(insert_layer_id|feature_layer|kv_shared_layers|mtp_layers|nextn_predict_layers)$", "keep",
+     0),
+    (r"(num_feature_levels|head_in_index)$", "keep", 0),
+    (r"(layers|n_layer|^depth|num_blocks|num_encoder_blocks|num_layer|_depth)$", "layers", LAYERS),
+    (r"(intermediate_size|ffn_dim|^d_ff|mlp_dim|ffn_hidden_size|feedforward_dim|inner_dim"
+     r"|ffn_size|d_inner|n_inner|feed_forward_hidden_size|dim_feedforward)$", "ffn", FFN),
+    (r"(position_embeddings|n_positions|source_positions|target_positions|n_ctx|max_seq_len"
+     r"|max_position\w*|max_length|max_text_len|pos_emb)$", "positions", POSITIONS),
+    (r"(image_size|img_size|crop_size)$", "image", IMAGE),
+    (r"(mel_bins|num_mel_filters)$", "keep", 0),
+    (r"(hidden_size|d_model|n_embd|embed_dim|embedding_size|emb_dim|hidden_dim|projection_dim"
+     r"|embedding_dim|hidden_size_\w+|output_dim|out_hidden_size|proj_size|_dim|^dim|query_dim"
+     r"|_hidden_size\w*|hidden_channels|num_filters|base_channels|width)$", "width", HIDDEN),
+)  # fmt: skip
+"""(what the name of a whole-number field ends with, its kind, its tiny value); first match wins."""
+
+STILL: Final = re.compile(
+    r"drop|jitter|mask_time_prob|mask_feature_prob|label_noise|mask_ratio$|noise_scale"
+)
+"""Fields whose zero makes a model draw no random numbers."""
+
+IDS: Final[Mapping[str, int]] = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1}
+FIRST_ID: Final = 100
+"""Ids of special tokens are given from here upwards; inputs draw theirs from below."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """One way to shrink.
+
+    Args:
+        ratio: Divide widths so that the widest hidden size is this; 0 for the values of RULES.
+        image: Side of images, 0 to leave it.
+        layers: Number of layers, 0 to leave it.
+        lists: Whether lists of widths are divided too.
+    """
+
+    ratio: int = 0
+    image: int = IMAGE
+    layers: int = LAYERS
+    lists: bool = True
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+RECIPES: Final = (
+    Recipe(),
+    Recipe(ratio=64),
+    Recipe(ratio=64, image=64),
+    Recipe(ratio=128, image=64, layers=4),
+    Recipe(image=0),
+    Recipe(ratio=128, image=0),
+    Recipe(ratio=64, image=64, lists=False),
+    Recipe(ratio=256, image=0, layers=0, lists=False),
+)
+
+
+def tiny(config: Any, recipe: Recipe, ids: dict[str, int] | None = None) -> Any:
+    """A configuration of the same class as `config`, shrunk by a recipe."""
+    ids = {} if ids is None else ids
+    return type(config)(**_fields(config, recipe, ids))
+
+
+def _fields(config: Any, recipe: Recipe, ids: dict[str, int]) -> dict[str, Any]:
+    from transformers import PreTrainedConfig
+
+    inner = set(getattr(config, "sub_configs", None) or ())
+    out: dict[str, Any] = {}
+    divisor = _divisor(config, recipe)
+    for field in dataclasses.fields(config):
+        name = field.name
+        value = _get(config, name)
+        if name in inner or isinstance(value, PreTrainedConfig):
+            if isinstance(value, PreTrainedConfig):
+                out[name] = tiny(value, recipe, ids)
+            continue
+        if name in ("transformers_version", "architectures", "dtype", "id2label", "label2id"):
+            continue
+        default = field.default if field.default is not dataclasses.MISSING else value
+        if default is None and not name.startswith("_out") and not isinstance(value, dict):
+            if re.search(RULES[0][0], name) or re.search(RULES[1][0], name):
+                if isinstance(value, int):
+                    out[name] = _id(name, ids)
+            continue  # Derived from others by the class.
+        if isinstance(value, dict) and default is None:
+            continue
+        shrunk = _value(name, value, recipe, divisor, ids)
+        if shrunk is not value:
+            out[name] = shrunk
+        elif value != default:
+            out[name] = value
+    for name in inner - set(out):
+        value = _get(config, name)
+        if isinstance(value, PreTrainedConfig):
+            out[name] = tiny(value, recipe, ids)
+    if "use_cache" in {f.name for f in dataclasses.fields(config)}:
+        out["use_cache"] = False
+    return out
+
+
+def _get(config: Any, name: str) -> Any:
+    """A field as it is stored; reading it as an attribute may raise where layers differ."""
+    return vars(config).get(name, getattr(type(config), name, None))
+
+
+def _divisor(config: Any, recipe: Recipe) -> int:
+    if not recipe.ratio:
+        return 1
+    names = ("hidden_size", "d_model", "n_embd", "embed_dim", "hidden_dim", "dim", "hidden_sizes")
+    for name in names:
+        value = _get(config, name)
+        if isinstance(value, (list, tuple)) and value and isinstance(value[-1], int):
+            value = value[-1]
+        if isinstance(value, int) and value > recipe.ratio:
+            return 1 << max(0, (value // recipe.ratio).bit_length() - 1)
+    return 8
+
+
+def _value(name: str, value: Any, recipe: Recipe, divisor: int, ids: dict[str, int]) -> Any:
+    if isinstance(value, bool):
+        return False if name in ("apply_spec_augment", "use_cache") else value
+    if STILL.search(name) and isinstance(value, (int, float)) and "dropless" not in name:
+        return type(value)(0)
+    if isinstance(value, int):
+        return _int(name, value, recipe, divisor, ids)
+    if isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value):
+        return _list(name, value, recipe, divisor)
+    return value
+
+
+def _int(name: str, value: int, recipe: Recipe, divisor: int, ids: dict[str, int]) -> int:
+    for pattern, kind, small in RULES:
+        if not re.search(pattern, name):
+            continue
+        if kind == "id":
+            return _id(name, ids)
+        if kind == "keep":
+            return value
+        if kind == "image":
+            return recipe.image or value
+        if kind == "layers":
+            return min(value, recipe.layers) if recipe.layers else value
+        if kind in ("vocab", "positions", "count"):
+            return min(value, small)
+        if recipe.ratio:
+            return value if kind == "heads" else max(1, value // divisor)
+        return min(value, small) if kind == "heads" else small
+    return value
+
+
+def _list(name: str, value: Any, recipe: Recipe, divisor: int) -> Any:
+    if not recipe.lists:
+        return value
+    if re.search(r"^(depths|num_block_repeats|layer_depths)$|_depths$", name):
+        return type(value)(min(v, LAYERS) for v in value)
+    if re.search(r"(hidden_sizes|embed_dims?|conv_dim|tdnn_dim|neck_hidden_sizes|channels)$", name):
+        least = min(value)
+        by = max(1, least // 16) if least >= 16 else 1
+        return type(value)(max(1, v // by) for v in value)
+    if re.search(r"image_size$", name) and recipe.image:
+        return type(value)(recipe.image for _ in value)
+    return value
+
+
+def _id(name: str, ids: dict[str, int]) -> int:
+    """One id per name, the same in every sub-configuration."""
+    for word, known in IDS.items():
+        if name.startswith(word):
+            return known
+    return ids.setdefault(name, FIRST_ID + len(ids) % (VOCAB - FIRST_ID))
