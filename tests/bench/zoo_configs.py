@@ -64,13 +64,14 @@ class Recipe:
         image: Side of images, 0 to leave it.
         layers: Number of layers, 0 to leave it.
         lists: Whether lists of widths are divided too.
+        mrope: Rotated pairs of a head that time, height and width share, 0 where there are none.
     """
 
     ratio: int = 0
     image: int = IMAGE
     layers: int = LAYERS
     lists: bool = True
-    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    mrope: int = 0
 
 
 RECIPES: Final = (
@@ -82,7 +83,47 @@ RECIPES: Final = (
     Recipe(ratio=128, image=0),
     Recipe(ratio=64, image=64, lists=False),
     Recipe(ratio=256, image=0, layers=0, lists=False),
+    Recipe(mrope=8),
+    Recipe(mrope=4),
 )
+
+PARTICULAR: Final[Mapping[str, Mapping[str, Any]]] = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8,
+              "attn_layer_indices": [1]},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
+                         "mamba_chunk_size": 8, "layer_types": ["mamba", "attention"]},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
+                  "mamba_chunk_size": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "chunk_size": 8, "n_groups": 2},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "hunyuan_vl_text": {"head_dim": 16},
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1, "head_dim": 8},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "gemma3n_text": {"intermediate_size": [128, 128], "activation_sparsity_pattern": [0.0, 0.0],
+                     "layer_types": ["sliding_attention", "full_attention"],
+                     "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 16,
+                     "vocab_size_per_layer_input": 128, "laurel_rank": 8},
+    "gemma4_text": {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16},
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "csm": {"num_codebooks": 4},
+    "depth_anything": {"neck_hidden_sizes": [16, 16, 16, 16], "reassemble_hidden_size": 64},
+    "dpt": {"neck_hidden_sizes": [16, 16, 16, 16], "backbone_out_indices": [1, 2, 3, 4],
+            "num_hidden_layers": 4, "fusion_hidden_size": 16},
+    "esm": {"vocab_size": 128, "pad_token_id": 0, "mask_token_id": 3},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "autoformer": {"prediction_length": 8, "context_length": 16, "label_length": 4},
+    "informer": {"prediction_length": 8, "context_length": 16},
+    "time_series_transformer": {"prediction_length": 8, "context_length": 16},
+    "granite_speech_encoder": {"max_pos_emb": 64, "context_size": 16},
+    "granite_speech5_encoder": {"context_size": 16},
+    "glm5_next_text": {"num_key_value_heads": 4},
+    "decision_transformer": {"max_ep_len": 64},
+    "dab-detr": {"query_dim": 4},
+    "mimi": {"num_filters": 8, "upsample_groups": 64},
+}  # fmt: skip
+"""Fields of configurations whose parts depend on one another in ways of their own."""
 
 
 def tiny(config: Any, recipe: Recipe, ids: dict[str, int] | None = None) -> Any:
@@ -97,6 +138,8 @@ def _fields(config: Any, recipe: Recipe, ids: dict[str, int]) -> dict[str, Any]:
     inner = set(getattr(config, "sub_configs", None) or ())
     out: dict[str, Any] = {}
     divisor = _divisor(config, recipe)
+    depth = _get(config, "num_hidden_layers")
+    layers = depth if isinstance(depth, int) and depth > 4 else 0
     for field in dataclasses.fields(config):
         name = field.name
         value = _get(config, name)
@@ -112,9 +155,15 @@ def _fields(config: Any, recipe: Recipe, ids: dict[str, int]) -> dict[str, Any]:
                 if isinstance(value, int):
                     out[name] = _id(name, ids)
             continue  # Derived from others by the class.
+        if name == "rope_parameters" and isinstance(value, dict) and (
+            recipe.mrope or "mrope_section" in value
+        ):
+            pairs = recipe.mrope or HEAD_DIM // 2
+            out[name] = {**value, "mrope_section": [pairs // 2, pairs // 4, pairs // 4]}
+            continue
         if isinstance(value, dict) and default is None:
             continue
-        shrunk = _value(name, value, recipe, divisor, ids)
+        shrunk = _value(name, value, recipe, divisor, ids, layers)
         if shrunk is not value:
             out[name] = shrunk
         elif value != default:
@@ -125,7 +174,7 @@ def _fields(config: Any, recipe: Recipe, ids: dict[str, int]) -> dict[str, Any]:
             out[name] = tiny(value, recipe, ids)
     if "use_cache" in {f.name for f in dataclasses.fields(config)}:
         out["use_cache"] = False
-    return out
+    return out | dict(PARTICULAR.get(config.model_type, {}))
 
 
 def _get(config: Any, name: str) -> Any:
@@ -146,13 +195,17 @@ def _divisor(config: Any, recipe: Recipe) -> int:
     return 8
 
 
-def _value(name: str, value: Any, recipe: Recipe, divisor: int, ids: dict[str, int]) -> Any:
+def _value(
+    name: str, value: Any, recipe: Recipe, divisor: int, ids: dict[str, int], layers: int
+) -> Any:
     if isinstance(value, bool):
         return False if name in ("apply_spec_augment", "use_cache") else value
     if STILL.search(name) and isinstance(value, (int, float)) and "dropless" not in name:
         return type(value)(0)
     if isinstance(value, int):
         return _int(name, value, recipe, divisor, ids)
+    if isinstance(value, (list, tuple)) and layers and len(value) == layers and recipe.layers:
+        value = value[: recipe.layers]
     if isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value):
         return _list(name, value, recipe, divisor)
     return value

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import signal
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ from tests.bench.zoo_inputs import candidates
 RECIPES_FILE: Final = Path(__file__).with_name("zoo_recipes.json")
 BATCH: Final = 8
 MAX_PARAMS: Final = 4_000_000
-BUILD_S: Final = 60
+BUILD_S: Final = 25
+SURVEY_S: Final = 60
 
 HEADS: Final = (
     "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM",
@@ -252,7 +254,10 @@ def survey(name: str) -> Entry | str:
     """Find the recipe and the inputs with which one process can train, or say why none can."""
     cls = classes()[name]
     first = ""
+    began = time.monotonic()
     for recipe in range(len(RECIPES)):
+        if time.monotonic() - began > SURVEY_S:
+            break
         try:
             with _quiet(), _limit(BUILD_S):
                 found = _try(name, cls, recipe)
