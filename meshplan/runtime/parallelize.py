@@ -26,7 +26,8 @@ from meshplan.errors import ApplyError, MeshplanError, Origin, PlanError, Proble
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from meshplan.runtime.check import check_live
-from meshplan.runtime.data import apply_data_parallel, reduce_alone
+from meshplan.runtime.data import apply_data_parallel
+from meshplan.runtime.gradients import agree_on_gradients
 from meshplan.runtime.materialize import agree_on_values
 from meshplan.runtime.mesh import (
     device,
@@ -109,7 +110,7 @@ def parallelize(
         values.fill(wrapped, decided)
         check_live(wrapped, decided)
         lay_gradients(wrapped, decided)
-        reduce_alone(wrapped, decided, mesh)
+        agree_on_gradients(wrapped, decided, mesh)
         watch_first_step(wrapped, decided, mesh)
         needs_scale = decided.spec.precision.param == "float16" and decided.spec.precision.is_mixed
         if dist.get_rank() == 0:
