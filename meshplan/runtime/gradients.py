@@ -32,12 +32,12 @@ _EVERY: Final = 16
 
 @dataclass(slots=True)
 class _Backward:
-    """What happened in the backward that is running.
+    """What happened in the backwards of the running step.
 
     Attributes:
         real: Parameters that had a gradient of their own when it was reduced, or before.
         filled: Parameters that had none and got zeros.
-        has_reduced: Whether anything was reduced: not before the last microbatch, perhaps.
+        has_reduced: Whether any unit reduced.
     """
 
     real: set[nn.Parameter] = field(default_factory=set)
@@ -76,14 +76,15 @@ class _Agreement:
     def _fill(self, param: nn.Parameter, has_gradient: bool) -> bool:
         """Note one parameter of a unit that is about to reduce; True to fill its gradient."""
         self.backward.has_reduced = True
-        if has_gradient or param.grad is not None:
+        has_been_filled = param in self.backward.filled  # In a microbatch before this one.
+        if has_gradient or (param.grad is not None and not has_been_filled):
             self.backward.real.add(param)
         elif param.requires_grad:
             self.backward.filled.add(param)
         return param.requires_grad and not has_gradient
 
     def _finish(self) -> None:
-        """After a backward: average what is alone, and compare notes with the other ranks."""
+        """After the last backward: average what is alone, and compare notes with the other ranks."""
         done, self.backward = self.backward, _Backward()
         if self.has_groups and not done.has_reduced:
             return
@@ -106,7 +107,7 @@ class _Agreement:
                 param.grad = None
 
     def _average(self, param: nn.Parameter, done: _Backward) -> None:
-        """Averaging what is averaged already changes nothing, so accumulation stays right."""
+        """Averaging what is averaged already changes nothing: gradients may be left standing."""
         if not param.requires_grad:
             return
         if param.grad is None:

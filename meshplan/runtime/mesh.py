@@ -215,8 +215,8 @@ def on_reduction(
     Args:
         fill: Gets each parameter of the unit, and whether it has a gradient that waits to be
             reduced; returns whether to make it zeros.
-        finish: Called once after each backward in which the unit or another one with the same
-            `finish` took part, when all gradients are there.
+        finish: Called once after each backward (when accumulating, after the last) in which the
+            unit or another one with the same `finish` took part, when all gradients are there.
 
     Returns:
         Whether the unit has parameters of its own.
@@ -236,7 +236,8 @@ def on_reduction(
 
     def end_and_finish() -> None:
         end()
-        finish()
+        if state._state_ctx.is_last_backward:
+            finish()
 
     # Whichever unit's backward begins first queues its own, and only that one is run.
     state._root_post_backward_final_callback = end_and_finish
