@@ -85,7 +85,19 @@ RECIPES: Final = (
     Recipe(ratio=256, image=0, layers=0, lists=False),
     Recipe(mrope=8),
     Recipe(mrope=4),
+    Recipe(ratio=1 << 20, image=64, layers=0, lists=False),
+    Recipe(image=64, lists=False),
 )
+
+
+
+def _resnet() -> Any:
+    """A backbone of transformers' own in place of one of timm's."""
+    from transformers import ResNetConfig
+
+    return ResNetConfig(embedding_size=16, hidden_sizes=[16, 16, 32, 64], depths=[1, 1, 1, 1],
+                        out_features=["stage2", "stage3", "stage4"])  # fmt: skip
+
 
 PARTICULAR: Final[Mapping[str, Mapping[str, Any]]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8,
@@ -122,6 +134,30 @@ PARTICULAR: Final[Mapping[str, Mapping[str, Any]]] = {
     "decision_transformer": {"max_ep_len": 64},
     "dab-detr": {"query_dim": 4},
     "mimi": {"num_filters": 8, "upsample_groups": 64},
+    "xmod": {"default_language": "en_XX"},
+    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 48],
+                 "attn_layers": ["local", "local"], "local_attn_chunk_length": 4,
+                 "max_position_embeddings": 64},
+    "led": {"attention_window": [4, 4]},
+    "zamba": {"num_hidden_layers": 3, "layer_types": ["mamba", "mamba", "hybrid"],
+              "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8,
+              "n_mamba_heads": 2, "mamba_d_state": 8, "attention_hidden_size": 128},
+    "zamba2": {"num_hidden_layers": 3, "layer_types": ["mamba", "mamba", "hybrid"],
+               "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_headdim": 16, "chunk_size": 8,
+               "mamba_ngroups": 1, "use_mem_rope": True, "num_mem_blocks": 1},
+    "cosmos3_edge_text": {"head_dim": 16, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "mobilevit": {"hidden_sizes": [32, 48, 64], "neck_hidden_sizes": [8, 8, 16, 16, 24, 24, 64]},
+    "glpn": {"decoder_hidden_size": 16},
+    "dbrx": {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
+    "qwen3_asr_encoder": {"n_window": 16},
+    "perceiver": {"d_latents": 32, "num_latents": 8, "d_model": 64, "num_self_attends_per_block": 2},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    **{name: {"use_timm_backbone": False, "backbone": None, "backbone_config": _resnet}
+       for name in ("detr", "conditional_detr", "deformable_detr", "table-transformer",
+                    "omdet-turbo")},
 }  # fmt: skip
 """Fields of configurations whose parts depend on one another in ways of their own."""
 
@@ -150,6 +186,9 @@ def _fields(config: Any, recipe: Recipe, ids: dict[str, int]) -> dict[str, Any]:
         if name in ("transformers_version", "architectures", "dtype", "id2label", "label2id"):
             continue
         default = field.default if field.default is not dataclasses.MISSING else value
+        if name == "vocab_size" and value is None:
+            out[name] = VOCAB
+            continue
         if default is None and not name.startswith("_out") and not isinstance(value, dict):
             if re.search(RULES[0][0], name) or re.search(RULES[1][0], name):
                 if isinstance(value, int):
@@ -174,7 +213,8 @@ def _fields(config: Any, recipe: Recipe, ids: dict[str, int]) -> dict[str, Any]:
             out[name] = tiny(value, recipe, ids)
     if "use_cache" in {f.name for f in dataclasses.fields(config)}:
         out["use_cache"] = False
-    return out | dict(PARTICULAR.get(config.model_type, {}))
+    particular = PARTICULAR.get(config.model_type, {})
+    return out | {name: value() if callable(value) else value for name, value in particular.items()}
 
 
 def _get(config: Any, name: str) -> Any:

@@ -70,6 +70,8 @@ class _Inputs:
         elif has_text:
             optional.append(["input_ids", main])
         optional.append([])
+        if "bbox" in self.names:
+            optional = [["bbox"], *optional]
         for extra in optional:
             yield from self._combine(list(dict.fromkeys([*wanted, *extra])))
 
@@ -119,10 +121,13 @@ class _Inputs:
         rows, vision, audio = self.batch, self._sub(VISION), self._sub(AUDIO)
         match name:
             case "input_ids" | "qformer_input_ids" | "classes_input_ids" | "tasks_input_ids":
-                if "bbox" in self.names and name == "input_ids":
-                    pass
                 yield self._ids(SEQ_LEN)
                 yield self._floats(rows, SEQ_LEN, self._width(self.config))
+            case "bbox":
+                for corners in (2, 4):
+                    ordered = torch.arange(10, 10 + 2 * corners).repeat(rows, SEQ_LEN, 1)
+                    yield ordered
+                    yield ordered.float() / 100
             case "decoder_input_ids":
                 yield self._ids(DECODER_LEN)
                 yield self._ids(DECODER_LEN)[..., None].expand(-1, -1, 4).contiguous()
@@ -214,8 +219,9 @@ class _Inputs:
         size, channels = self._image(vision)
         yield self._floats(self.batch, channels, *size)
         yield self._floats(self.batch, 1, channels, *size)
+        yield self._floats(self.batch, 2, channels, *size)
         frames = getattr(vision, "num_frames", None) or getattr(vision, "frames", None) or 2
-        yield self._floats(self.batch, min(int(frames), 16), channels, *size)
+        yield self._floats(self.batch, min(int(frames), 32), channels, *size)
         for side in (64, 128, 224):
             if size != (side, side):
                 yield self._floats(self.batch, channels, side, side)

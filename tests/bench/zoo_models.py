@@ -32,7 +32,7 @@ from tests.bench.zoo_inputs import candidates
 
 RECIPES_FILE: Final = Path(__file__).with_name("zoo_recipes.json")
 BATCH: Final = 8
-MAX_PARAMS: Final = 4_000_000
+MAX_PARAMS: Final = 30_000_000
 BUILD_S: Final = 25
 SURVEY_S: Final = 60
 
