@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from meshplan.flow import Flow
+
 if TYPE_CHECKING:
     import networkx
 
@@ -83,7 +85,8 @@ class ModuleInfo:
         type: Class name such as "LlamaDecoderLayer".
         qualified_type: Class name with its module path, for `match: {type: pkg.Class}`.
         kind: What styles may do with it: "linear", "embedding", "conv1d" (transformers'
-            transposed linear), "norm", "container" (ModuleList, Sequential, ModuleDict), "other".
+            transposed linear), "norm", "batchnorm" ("own_batchnorm" with a forward of its
+            own), "container" (ModuleList, Sequential, ModuleDict), "other".
         head_dim: For a projection inside an attention module, the elements of one head along
             its head dim; None where the model does not say. A cut must keep heads whole.
         packed: How many projections are fused in one weight (3 for QKV), 1 if none.
@@ -111,12 +114,14 @@ class ModelGraph:
         modules: By fqn, parents before children, the root "" first.
         tensors: By fqn; each tied or shared tensor once.
         config: Facts a config file stated (heads, kv heads, layers, vocab), for checks.
+        flow: One recorded forward pass; None where nothing was recorded.
     """
 
     name: str
     modules: Mapping[str, ModuleInfo]
     tensors: Mapping[str, TensorInfo]
     config: Mapping[str, int] = field(default_factory=dict)
+    flow: Flow | None = field(default=None, repr=False, compare=False)
     _owned: Mapping[str, tuple[TensorInfo, ...]] = field(init=False, repr=False, compare=False)
     _first_name: Mapping[str, str] = field(init=False, repr=False, compare=False)
 

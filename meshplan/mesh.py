@@ -17,6 +17,14 @@ AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 DATA_AXES: Final = ("dp_replicate", "dp_shard")
 """The axes over which ranks see different samples."""
 
+GRADIENT_AXES: Final = (*DATA_AXES, "cp")
+"""The axes over which ranks see different tokens: losses and gradients are averaged over them.
+Ranks along cp hold other parts of the same samples."""
+
+SHARD_AXES: Final = ("dp_shard", "cp")
+"""The axes that cut a sharded parameter, together and in one go: into pieces of ceil(size /
+ranks), as along one axis of all their ranks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:

@@ -66,6 +66,7 @@ class Plan:
         return {
             "mesh": [(axis.name, axis.size) for axis in a.mesh],
             "wrapper": [a.wrapper, sorted(a.strategy.cuts), a.sequence_parallel],
+            "context": [a.context.attention, a.context.balance] if a.context else None,
             "tensors": {
                 fqn: [list(p.info.shape), p.info.dtype, list(p.info.aliases), p.info.trainable,
                       str(p.stored), str(p.gradient), p.dtype, p.compute_dtype,
@@ -78,6 +79,8 @@ class Plan:
             },
             "styles": {fqn: [u.style.name, u.axis] for fqn, u in a.styles.items()},
             "recompute": {fqn: str(r.policy) for fqn, r in a.recompute.items()},
+            "compiled": list(a.compiled),
+            "synchronized": list(a.synchronized),
             "apply": [[fqn, code] for fqn, code, _ in a.apply],
             "step": [self.accumulate, self.micro, self.spec.clip_grad_norm, dict(self.spec.ddp)],
         }  # fmt: skip

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Final
 
 from meshplan.errors import PlanError, Problem
-from meshplan.mesh import DATA_AXES, Mesh
+from meshplan.mesh import DATA_AXES, GRADIENT_AXES, Mesh
 from meshplan.spec import AUTO, Borrow, Spec
 
 
@@ -58,7 +58,7 @@ STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType(
     }
 )
 
-_SUPPORTED_AXES: Final = (*DATA_AXES, "tp")
+_SUPPORTED_AXES: Final = (*GRADIENT_AXES, "tp")
 
 
 def resolve_mesh(
@@ -168,6 +168,15 @@ def _sizes(spec: Spec, world_size: int | None, gpus_per_node: int | None) -> dic
                 f"write mesh: {{{', '.join(f'{axis}: {n}' for axis, n in swapped.items())}}}",
             )
         )
+    elif spread and "cp" in sizes and list(sizes).index("cp") < list(sizes).index(spread[-1]):
+        inner = {**{a: n for a, n in sizes.items() if a in DATA_AXES}, **sizes}
+        problems.append(
+            Problem(
+                f"cp stands before {spread[-1]}, but the parts of a sample lie side by side",
+                spec.origin("mesh"),
+                f"write mesh: {{{', '.join(f'{axis}: {n}' for axis, n in inner.items())}}}",
+            )
+        )
     if problems:
         raise PlanError(problems)
     return sizes
@@ -240,7 +249,10 @@ def _strategy(spec: Spec, sizes: Mapping[str, int]) -> Strategy:
         implied = {("dp_shard",): "full_shard", DATA_AXES: "hybrid_shard"}
         return STRATEGIES[implied.get(present, "ddp")]
     strategy = STRATEGIES[spec.strategy]
-    missing = [axis for axis in strategy.axes if axis not in sizes]
+    # Ranks along cp hold replicas like those of dp_replicate, or are cut like those of dp_shard.
+    is_free = sizes.get("cp", 1) > 1
+    stand_in = ("dp_shard" if strategy.cuts else "dp_replicate") if is_free else ""
+    missing = [axis for axis in strategy.axes if axis not in sizes and axis != stand_in]
     foreign = [axis for axis in spread if axis not in strategy.axes]
     if not missing and not foreign:
         return strategy

@@ -21,7 +21,8 @@ LEVELS = [
     for line in """
         version errors units
         mesh hardware recipes
-        layout graph spec styles
+        layout flow spec styles
+        graph
         match strategies agreement
         values
         rules source

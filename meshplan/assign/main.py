@@ -6,16 +6,18 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal
 
+from meshplan.assign.batchnorm import assign_batchnorm
 from meshplan.assign.cascade import Cascade
+from meshplan.assign.context import assign_context
 from meshplan.assign.not_yet import not_yet
 from meshplan.assign.recompute import assign_recompute
 from meshplan.assign.tensor_parallel import TensorParallel, assign_tp, no_dim
-from meshplan.assign.types import Assignment, Placed, Reason, Recompute, Unit
+from meshplan.assign.types import Assignment, Placed, Reason, Unit
 from meshplan.assign.units import PLACE, Units, assign_units
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph, TensorInfo, is_inside
 from meshplan.layout import Layout
-from meshplan.mesh import DATA_AXES, Axis, Mesh
+from meshplan.mesh import GRADIENT_AXES, Axis, Mesh
 from meshplan.spec import Spec
 from meshplan.strategies import Strategy, resolve_mesh
 from meshplan.styles import parse_placement
@@ -46,7 +48,7 @@ def assign(
     except PlanError as error:
         raise PlanError([*error.problems, *problems]) from None
     precisions = (spec.precision, *(rule.precision for rule in spec.rules if rule.precision))
-    if any(p.is_mixed for p in precisions) and not mesh.present(DATA_AXES):
+    if any(p.is_mixed for p in precisions) and not mesh.present(GRADIENT_AXES):
         # FSDP2 does the casting; along an axis of one rank it does nothing else.
         mesh = Mesh((Axis("dp_replicate", 1), *mesh.axes))
 
@@ -62,6 +64,9 @@ def assign(
         (fqn, stated.value, Reason(stated.text, spec.origin(stated.path)))
         for fqn, stated in cascade.modules_with("apply")
     )
+    batchnorm = assign_batchnorm(spec, graph, mesh, recompute)
+    compiled, compile_problems = _compiled(spec, graph)
+    problems += compile_problems + batchnorm.problems
     problems += tp.problems + units.problems + recompute_problems
     problems += _one_dtype(units, tensors) if wrapper == "units" else _no_units(spec, cascade)
     problems += _no_empty_parts(mesh, tensors)
@@ -82,13 +87,16 @@ def assign(
                 "add tp to the mesh, or remove it",
             )
         )
-    if spec.sequence_parallel and (spec.batch.seq_len or 0) % mesh.size("tp"):
+    context, context_problems = assign_context(spec, graph, mesh)
+    problems += context_problems
+    if spec.sequence_parallel and (spec.batch.seq_len or 0) % mesh.size("cp", "tp"):
+        axes = " x ".join(mesh.present(("cp", "tp")))
         problems.append(
             Problem(
-                f"a sequence of {spec.batch.seq_len} does not divide by tp {mesh.size('tp')}, and "
-                "sequence_parallel cuts it",
+                f"a sequence of {spec.batch.seq_len} does not divide by {axes} "
+                f"{mesh.size('cp', 'tp')}, and sequence_parallel cuts it",
                 spec.origin("batch.seq_len"),
-                f"use a multiple of {mesh.size('tp')}",
+                f"use a multiple of {mesh.size('cp', 'tp')}",
             )
         )
     if problems:
@@ -102,16 +110,35 @@ def assign(
         styles=MappingProxyType(tp.styles),
         recompute=MappingProxyType(recompute),
         apply=apply,
+        compiled=compiled,
+        synchronized=batchnorm.synchronized,
         sequence_parallel=spec.sequence_parallel,
+        context=context,
         warnings=(
             *cascade.shadowed(),
             *tp.warnings,
             *units.notes,
             *_other_size(spec, world_size),
-            *_batchnorm(graph, mesh),
-            *_recomputed_batchnorm(graph, recompute),
+            *batchnorm.warnings,
         ),
     )
+
+
+def _compiled(spec: Spec, graph: ModelGraph) -> tuple[tuple[str, ...], list[Problem]]:
+    """The repeated blocks: one compiled graph serves them all, and what wraps them stays outside.
+
+    Source: torchtitan compiles block by block for the same two reasons.
+    """
+    blocks = tuple(b for b in graph.blocks() if graph.modules[b].has_forward)
+    if not spec.compile or blocks:
+        return (blocks if spec.compile else ()), []
+    return (), [
+        Problem(
+            f"{graph.name} has no repeated blocks, so nothing says what to compile",
+            spec.origin("compile"),
+            "remove it, and call model.compile() after parallelize",
+        )
+    ]
 
 
 def _wrapper(
@@ -123,7 +150,7 @@ def _wrapper(
     precisions, so tp and mixed precision go through units even where nothing is sharded.
     """
     mixed = any(unit.precision.is_mixed for unit in units.by_fqn.values())
-    if not mesh.present(DATA_AXES) or not any(t.trainable for t in graph.parameters):
+    if not mesh.present(GRADIENT_AXES) or not any(t.trainable for t in graph.parameters):
         return "none"
     sharded = any(unit.is_sharded for unit in units.by_fqn.values())
     if sharded or mixed or tp.cuts or tp.styles or strategy.cuts:
@@ -152,7 +179,9 @@ def _place(
     cut = tp.cuts.get(tensor.fqn)
     tp_layout = cut.layout if cut else whole
     is_alone, dim, reason = _data_cut(spec, cascade, mesh, tensor, tp_layout, unit, units)
-    stored = tp_layout.cut("dp_shard", dim) if dim is not None else tp_layout
+    stored = tp_layout
+    for axis in unit.shard_axes if dim is not None else ():
+        stored = stored.cut(axis, dim or 0)
     is_float = tensor.dtype in ("float32", "bfloat16", "float16", "float64")
     dtype = (unit.precision.master or tensor.dtype) if is_float else tensor.dtype
     compute = (unit.precision.param or dtype) if is_float and not is_alone else dtype
@@ -180,17 +209,17 @@ def _data_cut(
     unit: Unit,
     units: Units,
 ) -> tuple[bool, int | None, Reason]:
-    """(reduced alone, dim that dp_shard cuts or None, why) of one parameter."""
+    """(reduced alone, dim that the unit's axes cut or None, why) of one parameter."""
     own = cascade.param(tensor, PLACE)
     around = cascade.inherited(tensor.module, PLACE)
     reason = unit.reason
     if not tensor.numel:
-        return bool(mesh.present(DATA_AXES)), None, Reason("there is nothing to cut")
+        return bool(mesh.present(GRADIENT_AXES)), None, Reason("there is nothing to cut")
     if not tensor.shape:
         asked = parse_placement(str(own.value)) if own else None
         if own is not None and asked is not None:
             units.report(no_dim(tensor, asked, spec.origin(own.path)))
-        return bool(mesh.present(DATA_AXES)), None, Reason("a scalar cannot be cut")
+        return bool(mesh.present(GRADIENT_AXES)), None, Reason("a scalar cannot be cut")
     if own is not None:
         origin = spec.origin(own.path)
         reason = Reason(own.text, origin)
@@ -215,12 +244,13 @@ def _data_cut(
         dim = 0  # A module's S(1) is about its weight; its bias has only one dim.
     dim %= len(tensor.shape)
     size = tp_layout.local_shape(tensor.shape, mesh)[dim]
-    if dim and size % mesh.size("dp_shard"):
+    if dim and size % mesh.size(*unit.shard_axes):
         # FSDP2 pads dim 0 only.
         units.report(
             Problem(
-                f"{tensor.fqn}: dim {dim} of size {size} does not divide by dp_shard "
-                f"{mesh.size('dp_shard')}, and only dim 0 may be uneven",
+                f"{tensor.fqn}: dim {dim} of size {size} does not divide by "
+                f"{' x '.join(unit.shard_axes)} {mesh.size(*unit.shard_axes)}, and only dim 0 may "
+                "be uneven",
                 spec.origin(stated.path) if stated else None,
                 "use S(0)",
             )
@@ -300,34 +330,3 @@ def _no_such_dim(spec: Spec, graph: ModelGraph, cascade: Cascade) -> Iterator[Pr
             yield Problem(
                 f"no parameter of '{fqn}' has a dim {dim}", spec.origin(stated.path), "use S(0)"
             )
-
-
-def _recomputed_batchnorm(
-    graph: ModelGraph, recompute: Mapping[str, Recompute]
-) -> Iterator[Problem]:
-    """A recomputed forward updates running statistics a second time."""
-    for fqn, info in graph.modules.items():
-        around = next((r for r in recompute if is_inside(fqn, r)), None)
-        if info.type.startswith("BatchNorm") and around is not None:
-            yield Problem(
-                f"{fqn} lies in '{around}', which is recomputed: its running statistics are "
-                "updated twice a step",
-                recompute[around].reason.origin,
-                "leave that module out of activation_checkpointing",
-            )
-            return
-
-
-def _batchnorm(graph: ModelGraph, mesh: Mesh) -> list[Problem]:
-    """BatchNorm under data parallelism sees its own samples only: say so."""
-    found = [m.fqn for m in graph.modules.values() if m.type.startswith("BatchNorm")]
-    if not found or mesh.size(*DATA_AXES) == 1:
-        return []
-    return [
-        Problem(
-            f"{found[0]} and {len(found) - 1} more keep statistics of their own rank's samples, "
-            "so the numbers differ from those of one process",
-            None,
-            "use GroupNorm or LayerNorm (sync_batchnorm is not available yet in this version)",
-        )
-    ]

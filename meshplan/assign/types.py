@@ -108,6 +108,32 @@ class Recompute:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContextParallel:
+    """Attention over parts of the sequence, one part per rank of cp.
+
+    Args:
+        attention: "all_gather" of keys and values, or "all_to_all" of heads.
+        balance: Whether rank i of n holds chunks i and 2n-1-i of 2n, else chunk i of n.
+        reason: The words that decided.
+    """
+
+    attention: str
+    balance: bool
+    reason: Reason
+
+    def chunks(self, size: int, rank: int) -> tuple[int, ...]:
+        """Which chunks of the sequence `rank` of `size` ranks holds, in order.
+
+        Source: Llama 3 (Dubey et al. 2024), section 3.3.2: each rank gets chunks i and 2n-1-i.
+        """
+        return (rank, 2 * size - 1 - rank) if self.balance else (rank,)
+
+    def num_chunks(self, size: int) -> int:
+        """Into how many chunks the sequence is cut for `size` ranks."""
+        return 2 * size if self.balance else size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
     """Every decision, by name.
 
@@ -121,7 +147,10 @@ class Assignment:
         styles: By module fqn.
         recompute: By module fqn.
         apply: (module fqn, "pkg.mod:function", reason): code the plan names.
+        compiled: Fqns of the modules that `torch.compile` gets, one by one.
+        synchronized: Fqns of the BatchNorms whose statistics are over all data ranks.
         sequence_parallel: Activations between styled modules are cut along the sequence.
+        context: How attention over parts of the sequence is computed; None without cp.
         warnings: Things that work but are probably not meant.
     """
 
@@ -133,5 +162,8 @@ class Assignment:
     styles: Mapping[str, StyleUse]
     recompute: Mapping[str, Recompute]
     apply: tuple[tuple[str, str, Reason], ...] = ()
+    compiled: tuple[str, ...] = ()
+    synchronized: tuple[str, ...] = ()
     sequence_parallel: bool = False
+    context: ContextParallel | None = None
     warnings: tuple[Problem, ...] = field(default=())

@@ -14,7 +14,7 @@ from meshplan.assign.cascade import Cascade, Stated
 from meshplan.assign.types import Reason, Unit
 from meshplan.errors import Problem
 from meshplan.graph import ModelGraph, TensorInfo, is_inside
-from meshplan.mesh import DATA_AXES, Mesh
+from meshplan.mesh import GRADIENT_AXES, SHARD_AXES, Mesh
 from meshplan.spec import Precision, Spec
 from meshplan.strategies import Strategy
 
@@ -165,7 +165,7 @@ class _Builder:
 
     def _check_place(self, stated: Stated) -> None:
         origin = self.spec.origin(stated.path)
-        if stated.value != "R" and "dp_shard" not in self.mesh.names:
+        if stated.value != "R" and not self.mesh.present(SHARD_AXES):
             self.out.report(
                 Problem(
                     f"'{stated.text}' has no axis dp_shard to cut over (the mesh has {self.mesh})",
@@ -184,7 +184,7 @@ class _Builder:
             )
 
     def _check_reshard(self, stated: Stated, is_sharded: bool) -> None:
-        size, value = self.mesh.size("dp_shard"), stated.value
+        size, value = self.mesh.size(*SHARD_AXES), stated.value
         origin = self.spec.origin(stated.path)
         if not is_sharded:
             self.out.report(
@@ -195,10 +195,11 @@ class _Builder:
                 )
             )
         elif not isinstance(value, bool) and (size % value or not 1 < value < size):
+            axes = " x ".join(self.mesh.present(SHARD_AXES))
             divisors = [d for d in range(2, size) if size % d == 0]
             self.out.report(
                 Problem(
-                    f"reshard_after_forward: {value} is not a divisor of dp_shard {size} between "
+                    f"reshard_after_forward: {value} is not a divisor of {axes} {size} between "
                     f"1 and {size}",
                     origin,
                     f"use {' or '.join(map(str, divisors))}" if divisors else "use true or false",
@@ -206,8 +207,8 @@ class _Builder:
             )
 
     def _add(self, fqn: str, mode: _Mode, around: _Mode | None, reason: Reason) -> None:
-        present = self.mesh.present(DATA_AXES)
-        shard_axes = self.mesh.present(("dp_shard",)) if mode.is_sharded else ()
+        present = self.mesh.present(GRADIENT_AXES)
+        shard_axes = self.mesh.present(SHARD_AXES) if mode.is_sharded else ()
         if mode.reshard is not None:
             reshard = mode.reshard
         else:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import ApplyError, Problem
-from meshplan.mesh import DATA_AXES
+from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import device, local_of, on_reduction, submesh
 
@@ -49,8 +49,8 @@ class _Agreement:
     """One model's gradients on this rank."""
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-        self.group = submesh(mesh, DATA_AXES, flat=True).get_group()
-        self.ranks = plan.num_data_ranks
+        self.group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
+        self.ranks = plan.mesh.size(*GRADIENT_AXES)
         placed = plan.assignment.tensors
         live = {
             fqn: model.get_parameter(fqn)
@@ -132,5 +132,5 @@ def agree_on_gradients(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
     Assumes: units are wrapped and have their memory.
     """
-    if plan.assignment.wrapper == "units" and plan.num_data_ranks > 1:
+    if plan.assignment.wrapper == "units" and plan.mesh.size(*GRADIENT_AXES) > 1:
         _Agreement(model, plan, mesh)  # The hooks hold it.

@@ -10,6 +10,7 @@ import atexit
 import gc
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +27,9 @@ from meshplan.mesh import Mesh
 JOIN_TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for each other in a group that meshplan makes: far above any step, far
 below torch's half hour."""
+
+_JOINT = "+"
+"""Joins the names of axes that torch sees as one dim."""
 
 _meshes: dict[tuple[str, tuple[Any, ...]], tuple[object, DeviceMesh]] = {}
 
@@ -108,8 +112,34 @@ def submesh(whole: DeviceMesh, axes: Sequence[str], *, flat: bool = False) -> De
     part = whole[names] if len(names) < whole.ndim else whole
     if flat and part.ndim > 1:
         # Private until `DeviceMesh.flatten` is public; makes no new group a second time.
-        return part._flatten("_".join(names))
+        return part._flatten(_JOINT.join(names))
     return part
+
+
+def unit_mesh(whole: DeviceMesh, replicate: Sequence[str], shard: Sequence[str]) -> DeviceMesh:
+    """The mesh of a sharded unit: an axis of its replicas, if any, and its shards as one dim."""
+    if len(submesh(whole, shard).shape) == 1:
+        return submesh(whole, (*replicate, *shard))
+    shards = submesh(whole, shard, flat=True)
+    if not replicate:
+        return shards
+    # Private, because the public way, slicing by the joint name, is deprecated without another.
+    return DeviceMesh._concatenate([submesh(whole, replicate), shards])
+
+
+def gather_into(every: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `every`, stacked along dim 0, with the `part` of each rank.
+
+    torch 2.13 renamed this collective and the next.
+    """
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    collective(every.flatten(0, 1), part.contiguous(), group=group)
+
+
+def scatter_sum(part: torch.Tensor, every: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `part` with the sum over ranks of the piece that is this rank's in `every`."""
+    collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    collective(part, every.contiguous().flatten(0, 1), group=group)
 
 
 def placement(layout: Layout, axis: str) -> Placement:
@@ -141,11 +171,13 @@ def cut_dims(tensor: torch.Tensor) -> dict[str, int]:
     if not isinstance(tensor, DTensor):
         return {}
     names = tensor.device_mesh.mesh_dim_names or ()
+    # A dim of several axes cuts along each of them.
     # FSDP2 marks a dim that tp cut before with _StridedShard, which is not always a Shard.
     return {
-        name: p.dim
+        axis: p.dim
         for name, p in zip(names, tensor.placements, strict=True)
         if not isinstance(p, Replicate | Partial)
+        for axis in name.split(_JOINT)
     }
 
 
@@ -193,6 +225,16 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
             tensor = tensor.redistribute(placements=placements)
     assert isinstance(tensor, DTensor)
     return tensor.to_local()
+
+
+def fake_mode() -> AbstractContextManager[object]:
+    """Tensors made inside have shapes and dtypes, but neither numbers nor memory.
+
+    Private, yet what `torch.export` and `torch.compile` rest on; there is no public name.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def forget_units(modules: Iterable[nn.Module]) -> None:

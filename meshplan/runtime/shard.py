@@ -82,7 +82,11 @@ def lay_gradients(model: nn.Module, plan: Plan) -> None:
 
 
 def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> None:
-    """Hooks that turn the input into the layout computed with, and the output back."""
+    """Hooks that turn the input into the layout computed with, and the output back.
+
+    Never asynchronously: what an asynchronous collective returns is a tensor of another class,
+    which a compiled block takes for its content, and the gradients come out wrong (torch 2.13).
+    """
 
     def spell(words: tuple[str, str]) -> tuple[Placement, Placement]:
         first, second = (activation_placement(outside if w == "outside" else w) for w in words)
@@ -106,7 +110,7 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: DTensor) -> torch.Tensor:
         _check_even(output, leaves, tp)
-        return output.redistribute(placements=[leaves], async_op=True).to_local()
+        return output.redistribute(placements=[leaves]).to_local()
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave)
@@ -160,12 +164,14 @@ def _as_dtensor(
     the tensor keeps it alive.
     """
     if isinstance(x, DTensor):
-        return x.redistribute(placements=[wanted], async_op=True)
+        return x.redistribute(placements=[wanted])
     if arrives != wanted:
         _check_even(x, wanted, tp)
         whole = DTensor.from_local(x, tp, [arrives], run_check=False)
-        return whole.redistribute(placements=[wanted], async_op=True)
-    if x.is_inference():  # Has no version, and no gradients to add up.
+        return whole.redistribute(placements=[wanted])
+    # Compiled code is traced once: nothing may be remembered on its tensors. An inference tensor
+    # has no version, and no gradients to add up.
+    if torch.compiler.is_compiling() or x.is_inference():
         return DTensor.from_local(x, tp, [arrives], run_check=False)
     key = (tp, arrives, x._version, torch.is_grad_enabled())
     made: tuple[Any, DTensor] | None = getattr(x, "_meshplan_dtensor", None)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from meshplan.flow import Flow
 from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
 from meshplan.styles import dims_of
 
@@ -24,8 +26,11 @@ _PACKED_NAMES = MappingProxyType(
 """Projections that fuse several weights in one, by the names models give them."""
 
 
-def graph_of(model: nn.Module) -> ModelGraph:
+def graph_of(model: nn.Module, flow: Flow | None = None) -> ModelGraph:
     """The module tree and tensors of a live model.
+
+    Args:
+        flow: Its recorded forward pass (`runtime.record`), if there is one.
 
     Returns:
         Each shared module and each tied tensor once, under its first name, with the other names
@@ -36,6 +41,7 @@ def graph_of(model: nn.Module) -> ModelGraph:
         name=type(model).__name__,
         modules=MappingProxyType(modules),
         tensors=MappingProxyType(_tensors(model, modules)),
+        flow=flow,
     )
 
 
@@ -104,6 +110,9 @@ def _kind(module: nn.Module) -> str:
         return "embedding"
     if name == "Conv1D" and hasattr(module, "nf"):
         return "conv1d"
+    if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+        is_torchs = type(module).forward is _BatchNorm.forward
+        return "batchnorm" if is_torchs else "own_batchnorm"
     by_group = isinstance(module, nn.GroupNorm) or name.startswith(("BatchNorm", "InstanceNorm"))
     is_norm = isinstance(module, nn.LayerNorm | nn.RMSNorm) or name.endswith("Norm")
     if is_norm and not by_group and isinstance(weight, nn.Parameter) and weight.ndim == 1:

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import ApplyError, Problem
-from meshplan.mesh import DATA_AXES
+from meshplan.mesh import DATA_AXES, GRADIENT_AXES
+from meshplan.runtime.context.batch import local_sequence
 from meshplan.runtime.data import set_gradient_sync
 from meshplan.runtime.mesh import device, local_of, shard_axes, submesh, without_partial
 from meshplan.runtime.parallelize import Applied, applied
@@ -28,12 +29,15 @@ def local_batch(model: nn.Module, batch: Any) -> Any:
     Args:
         model: What `parallelize` returned.
         batch: A tensor, or a tuple, list or mapping of tensors, each with the samples along
-            dim 0. What is not a tensor, or has no dims, is passed on as it is.
+            dim 0. What is not a tensor, or has no dims, is passed on as it is. Under cp the
+            tensors whose dim 1 is the sequence are cut along it too (`local_sequence`).
 
     Raises:
-        ApplyError: The samples do not divide over the data ranks.
+        ApplyError: The samples do not divide over the data ranks, or the sequence not over cp.
     """
     plan = applied(model).plan
+    if plan.assignment.context is not None:
+        batch = local_sequence(plan, batch)
     ranks = plan.num_data_ranks
     index = plan.mesh.index(dist.get_rank(), DATA_AXES)
     return _map(batch, lambda t: _chunk(t, ranks, "data ranks")[index].to(device()))
@@ -83,11 +87,11 @@ def train_step(
             clip_grad_norm_(model, state.plan.spec.clip_grad_norm)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    mean = total / (count * state.plan.num_data_ranks)
+    ranks = state.plan.mesh.size(*GRADIENT_AXES)
+    mean = total / (count * ranks)
     assert isinstance(mean, torch.Tensor)
-    data = submesh(state.mesh, DATA_AXES, flat=True) if state.plan.num_data_ranks > 1 else None
-    if data is not None:
-        dist.all_reduce(mean, group=data.get_group())
+    if ranks > 1:
+        dist.all_reduce(mean, group=submesh(state.mesh, GRADIENT_AXES, flat=True).get_group())
     return float(mean)
 
 

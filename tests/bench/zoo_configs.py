@@ -90,7 +90,6 @@ RECIPES: Final = (
 )
 
 
-
 def _resnet() -> Any:
     """A backbone of transformers' own in place of one of timm's."""
     from transformers import ResNetConfig
@@ -194,8 +193,10 @@ def _fields(config: Any, recipe: Recipe, ids: dict[str, int]) -> dict[str, Any]:
                 if isinstance(value, int):
                     out[name] = _id(name, ids)
             continue  # Derived from others by the class.
-        if name == "rope_parameters" and isinstance(value, dict) and (
-            recipe.mrope or "mrope_section" in value
+        if (
+            name == "rope_parameters"
+            and isinstance(value, dict)
+            and (recipe.mrope or "mrope_section" in value)
         ):
             pairs = recipe.mrope or HEAD_DIM // 2
             out[name] = {**value, "mrope_section": [pairs // 2, pairs // 4, pairs // 4]}

@@ -78,8 +78,10 @@ class _Inputs:
     def _combine(self, wanted: list[str]) -> Iterator[dict[str, Any]]:
         config = self.config
         is_decoder = "decoder_input_ids" in self.names
-        if is_decoder and "decoder_input_ids" not in wanted and (
-            getattr(config, "is_encoder_decoder", False) or "input_ids" not in self.names
+        if (
+            is_decoder
+            and "decoder_input_ids" not in wanted
+            and (getattr(config, "is_encoder_decoder", False) or "input_ids" not in self.names)
         ):
             wanted = [*wanted, "decoder_input_ids"]
         media = [n for n in wanted if n.startswith(("pixel", "input_features", "input_values",
@@ -149,8 +151,13 @@ class _Inputs:
             case "latents" | "audio_mel":
                 yield self._floats(rows, 64, self._width(audio))
                 yield self._floats(rows, self._width(audio), 64)
-            case "hidden_states" | "inputs_embeds" | "query_embeds" | "noise_embeds" \
-                    | "context_hidden_states":
+            case (
+                "hidden_states"
+                | "inputs_embeds"
+                | "query_embeds"
+                | "noise_embeds"
+                | "context_hidden_states"
+            ):
                 if "grid_thw" in wanted:
                     yield from self._patches(vision)
                 yield self._floats(rows, SEQ_LEN, self._width(self.config))

@@ -307,7 +307,5 @@ def _verify(model: nn.Module, batch: Mapping[str, Any], entry: Entry) -> Entry:
 def _same(a: Mapping[str, Tensor], b: Mapping[str, Tensor], tolerance: float) -> bool:
     scale = max(float(g.abs().max()) for g in a.values() if g.numel())
     return a.keys() == b.keys() and all(
-        float((a[n] - b[n]).abs().max()) <= tolerance * max(scale, 1e-12)
-        for n in a
-        if a[n].numel()
+        float((a[n] - b[n]).abs().max()) <= tolerance * max(scale, 1e-12) for n in a if a[n].numel()
     )
