@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -247,3 +247,56 @@ def forget_units(modules: Iterable[nn.Module]) -> None:
 
     for module in modules:
         _module_state_mapping.pop(module, None)
+
+
+def on_reduction(
+    module: nn.Module, fill: Callable[[nn.Parameter, bool], bool], finish: Callable[[], None]
+) -> bool:
+    """Look at a unit's gradients just before it reduces them.
+
+    Args:
+        fill: Gets each parameter of the unit, and whether it has a gradient that waits to be
+            reduced; returns whether to make it zeros.
+        finish: Called once after each backward (when accumulating, after the last) in which the
+            unit or another one with the same `finish` took part, when all gradients are there.
+
+    Returns:
+        Whether the unit has parameters of its own.
+
+    Private, because no public hook lies between the backward of a unit and its reduction.
+    torch's own `set_reduce_scatter_unused_params` (2.13) does not tell which were unused.
+    """
+    from torch.distributed._composable_state import _get_module_state
+
+    state: Any = _get_module_state(module)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # Before torch 2.13 there was one.
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    for group in groups:
+        _look_before_reduction(group, fill)
+    end = state._root_post_backward_final_callback
+
+    def end_and_finish() -> None:
+        end()
+        if state._state_ctx.is_last_backward:
+            finish()
+
+    # Whichever unit's backward begins first queues its own, and only that one is run.
+    state._root_post_backward_final_callback = end_and_finish
+    return bool(groups)
+
+
+def _look_before_reduction(group: Any, fill: Callable[[nn.Parameter, bool], bool]) -> None:
+    reduce = group.post_backward
+
+    def look_and_reduce(*unused: Any) -> None:
+        for param in group.fsdp_params if group.reduce_grads else ():
+            if not hasattr(param, "_unsharded_param"):
+                continue  # Never gathered, so never used.
+            whole = param.unsharded_param
+            waits = whole.grad is not None or param.unsharded_accumulated_grad is not None
+            if fill(param.sharded_param, waits):
+                whole.grad = torch.zeros_like(whole)
+        reduce(*unused)
+
+    group.post_backward = look_and_reduce

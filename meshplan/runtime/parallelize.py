@@ -29,8 +29,9 @@ from meshplan.runtime.batchnorm import apply_sync_batchnorm
 from meshplan.runtime.check import check_live
 from meshplan.runtime.compiled import apply_compile
 from meshplan.runtime.context.apply import ContextParallelism
-from meshplan.runtime.data import apply_data_parallel, reduce_alone
+from meshplan.runtime.data import apply_data_parallel
 from meshplan.runtime.example import find_example
+from meshplan.runtime.gradients import agree_on_gradients
 from meshplan.runtime.materialize import agree_on_values
 from meshplan.runtime.mesh import (
     device,
@@ -120,7 +121,7 @@ def parallelize(
         values.fill(wrapped, decided)
         check_live(wrapped, decided)
         lay_gradients(wrapped, decided)
-        reduce_alone(wrapped, decided, mesh)
+        agree_on_gradients(wrapped, decided, mesh)
         watch_first_step(wrapped, decided, mesh)
         give_own_stream(model, decided)
         context.watch(wrapped)

@@ -114,11 +114,20 @@ def _call(model: nn.Module, inputs: Any) -> Any:
     """The model's output.
 
     Raises:
-        ApplyError: A parameter that lies in parts is used where nothing gathers it.
+        ApplyError: A parameter that lies in parts is used where nothing gathers it, or one that
+            DistributedDataParallel waits for got no gradient.
     """
     try:
         return _forward(model, inputs)
     except RuntimeError as error:
+        if "find_unused_parameters" in str(error):
+            raise ApplyError(
+                Problem(
+                    "in the step before, some parameters got no gradient on this rank, and "
+                    "DistributedDataParallel waited for them (see the traceback above)",
+                    fix="say ddp: {find_unused_parameters: true}, or freeze what is never used",
+                )
+            ) from error
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise ApplyError(
