@@ -27,6 +27,7 @@ from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from meshplan.runtime.check import check_live
 from meshplan.runtime.data import apply_data_parallel, reduce_alone
+from meshplan.runtime.guard import guarded
 from meshplan.runtime.materialize import agree_on_values
 from meshplan.runtime.mesh import (
     device,
@@ -93,6 +94,11 @@ def parallelize(
     Whatever raises, the model is as it was before.
     """
     ensure_process_group()
+    with guarded():
+        return _parallelize(model, plan, allow_code)
+
+
+def _parallelize(model: nn.Module, plan: PlanLike, allow_code: bool) -> nn.Module:
     decided = _agree(lambda: _decide(model, plan, allow_code))
     mesh = device_mesh(decided.mesh)
     with _untouched_on_error(model):
@@ -114,7 +120,7 @@ def parallelize(
         needs_scale = decided.spec.precision.param == "float16" and decided.spec.precision.is_mixed
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
-                warnings.warn(str(warning), stacklevel=2)
+                warnings.warn(str(warning), stacklevel=3)
         wrapped.meshplan = Applied(decided, mesh, 2.0**16 if needs_scale else 1.0)
     return wrapped
 

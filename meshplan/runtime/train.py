@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import DATA_AXES
 from meshplan.runtime.data import set_gradient_sync
+from meshplan.runtime.guard import guarded
 from meshplan.runtime.mesh import device, local_of, shard_axes, submesh, without_partial
 from meshplan.runtime.parallelize import Applied, applied
 from meshplan.runtime.selftest import check_loss
@@ -22,6 +23,7 @@ _SCALE_WINDOW = 2000
 """Steps without overflow after which the fp16 loss scale doubles (torch.amp.GradScaler's)."""
 
 
+@guarded()
 def local_batch(model: nn.Module, batch: Any) -> Any:
     """This rank's part of a global batch, on this rank's device.
 
@@ -39,6 +41,7 @@ def local_batch(model: nn.Module, batch: Any) -> Any:
     return _map(batch, lambda t: _chunk(t, ranks, "data ranks")[index].to(device()))
 
 
+@guarded()
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -170,6 +173,7 @@ def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value
 
 
+@guarded()
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`.
 
