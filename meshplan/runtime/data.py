@@ -8,7 +8,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -16,9 +15,8 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from meshplan.assign import Placed, Unit
-from meshplan.mesh import DATA_AXES
 from meshplan.plan import Plan
-from meshplan.runtime.mesh import device, local_of, replicate_unit, submesh
+from meshplan.runtime.mesh import device, replicate_unit, submesh
 from meshplan.spec import Precision
 
 _DDP_WORDS = {"bucket_mb": "bucket_cap_mb"}
@@ -98,31 +96,6 @@ def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
         reduce_dtype=dtype(precision.reduce),
         output_dtype=dtype(precision.output),
     )
-
-
-def reduce_alone(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Average the gradients that no unit reduces over the data axes, as soon as they are there.
-
-    Averaging what is averaged already changes nothing, so accumulation stays right.
-
-    Assumes: the model has its memory. A parameter that is moved from meta drops its hooks.
-    """
-    alone = [fqn for fqn, placed in plan.assignment.tensors.items() if placed.reduced_alone]
-    if not alone:
-        return
-    group = submesh(mesh, DATA_AXES, flat=True).get_group()
-    ranks = plan.num_data_ranks
-
-    def average(param: nn.Parameter) -> None:
-        assert param.grad is not None
-        gradient = local_of(param.grad)
-        dist.all_reduce(gradient, group=group)  # gloo has no AVG.
-        gradient /= ranks
-
-    for fqn in alone:
-        param = model.get_parameter(fqn)
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(average)
 
 
 def set_gradient_sync(model: nn.Module, plan: Plan, is_last: bool) -> AbstractContextManager[None]:

@@ -21,7 +21,7 @@ from typing import Final
 
 import torch.distributed as dist
 
-from meshplan.errors import ApplyError, Problem
+from meshplan.errors import ApplyError, MeshplanError, Problem
 from meshplan.runtime.mesh import abort_groups, group_sequences, group_store, num_groups
 from meshplan.runtime.sockets import close_between_ranks, own_ends, spell
 
@@ -138,7 +138,7 @@ def _settle(job: _Job, error: BaseException) -> ApplyError | None:
         if is_lost:
             own += f"lost its connection to {_peer(job, str(error))}, which died or was ended"
         else:
-            own += f"failed: {type(error).__name__}: {error}"
+            own += f"failed: {_spell(error)}"
         cause = _claim(job, own)
         if is_lost or not isinstance(error, Exception) or not _all_failed_alike(job):
             _bury(job, cause)
@@ -147,6 +147,12 @@ def _settle(job: _Job, error: BaseException) -> ApplyError | None:
     except (RuntimeError, OSError):  # The store has gone with the process that held it.
         job.cause = job.cause or own
     return ApplyError(_failed(job.cause)) if is_lost else None
+
+
+def _spell(error: BaseException) -> str:
+    if isinstance(error, MeshplanError):
+        return "; ".join(problem.what for problem in error.problems)
+    return f"{type(error).__name__}: {error}"
 
 
 def _is_lost_connection(error: BaseException) -> bool:
@@ -160,10 +166,12 @@ def _is_lost_connection(error: BaseException) -> bool:
 def _peer(job: _Job, text: str) -> str:
     """The rank at the other end of the connection that an error of gloo names."""
     found = re.search(r"\]:(\d+)", text)
-    port = f":{int(found[1]):04X}" if found else ""
+    port = int(found[1]) if found else 0
+    # gloo prints the port as it lies in memory, with its two bytes swapped on most machines.
+    ports = tuple(f":{number:04X}" for number in (port, port >> 8 | (port & 255) << 8))
     tables = _tables(job)
     mine = json.loads(tables.get(dist.get_rank(), "[]"))
-    remote = {end for _, end in mine if port and end.endswith(port)}
+    remote = {end for _, end in mine if port and end.endswith(ports)}
     for rank, table in tables.items():
         if remote & {end for end, _ in json.loads(table)}:
             return f"rank {rank}"
@@ -235,9 +243,9 @@ def watch(job: _Job) -> threading.Thread:
     def look() -> None:
         while _job is job and not job.cause:
             try:
-                if job.store.check([job.key("verdict")]):
-                    if job.store.get(job.key("verdict")).decode() == _DEAD:
-                        _bury(job, job.store.get(job.key("first")).decode())
+                told = job.store.check([job.key("verdict")])
+                if told and job.store.get(job.key("verdict")).decode() == _DEAD:
+                    _bury(job, job.store.get(job.key("first")).decode())
             except (RuntimeError, OSError):
                 return  # The store has gone, and with it the job.
             time.sleep(_WATCH_S)
@@ -261,7 +269,7 @@ def _report_uncaught() -> None:
         if job is None or job.cause or hasattr(error, _SETTLED) or not dist.is_initialized():
             return
         with contextlib.suppress(RuntimeError, OSError):  # Where the store has gone already.
-            _bury(job, _claim(job, f"rank {dist.get_rank()} failed: {kind.__name__}: {error}"))
+            _bury(job, _claim(job, f"rank {dist.get_rank()} failed: {_spell(error)}"))
 
     report._is_meshplan = True  # type: ignore[attr-defined]
     sys.excepthook = report

@@ -25,8 +25,9 @@ from torch.nn.parameter import is_lazy
 from meshplan.errors import ApplyError, MeshplanError, Origin, PlanError, Problem
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
+from meshplan.runtime.alone import reduce_alone
 from meshplan.runtime.check import check_live
-from meshplan.runtime.data import apply_data_parallel, reduce_alone
+from meshplan.runtime.data import apply_data_parallel
 from meshplan.runtime.guard import guarded
 from meshplan.runtime.materialize import agree_on_values
 from meshplan.runtime.mesh import (

@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import DATA_AXES
+from meshplan.runtime.batches import check_peers, mean_over_data
 from meshplan.runtime.data import set_gradient_sync
 from meshplan.runtime.guard import guarded
-from meshplan.runtime.mesh import device, local_of, shard_axes, submesh, without_partial
+from meshplan.runtime.mesh import device, local_of, shard_axes, without_partial
 from meshplan.runtime.parallelize import Applied, applied
 from meshplan.runtime.selftest import check_loss
 
@@ -68,6 +69,7 @@ def train_step(
     state = applied(model)
     if not state.is_tested:
         _check_optimizer(model, optimizer)
+    check_peers((inputs, targets), state.plan, state.mesh)
     count = state.plan.accumulate
     parts = zip(_split(inputs, count), _split(targets, count), strict=True)
     total: torch.Tensor | float = 0.0
@@ -81,16 +83,13 @@ def train_step(
         assert isinstance(total, torch.Tensor)
         check_loss(total, state.plan, state.mesh)
     state.is_tested = True
+    assert isinstance(total, torch.Tensor)
+    mean = mean_over_data(total / count, (inputs, targets), state.plan, state.mesh)
     if state.loss_scale == 1.0 or _unscale(model, state):
         if state.plan.spec.clip_grad_norm is not None:
             clip_grad_norm_(model, state.plan.spec.clip_grad_norm)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    mean = total / (count * state.plan.num_data_ranks)
-    assert isinstance(mean, torch.Tensor)
-    data = submesh(state.mesh, DATA_AXES, flat=True) if state.plan.num_data_ranks > 1 else None
-    if data is not None:
-        dist.all_reduce(mean, group=data.get_group())
     return float(mean)
 
 
