@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -259,3 +259,19 @@ def after_backward(callback: Callable[[], None]) -> None:
 def backward_id() -> int:
     """The number of the backward that is running now, -1 outside of any."""
     return int(torch._C._current_graph_task_id())
+
+
+def group_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup:
+    """The process group among the arguments of a collective op: a boxed one, or its name.
+
+    Private, because torch has no public way from an op's arguments to the group.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(value)
+            except (TypeError, RuntimeError):
+                continue  # A reduce op.
+        if isinstance(value, str) and value in dist.distributed_c10d._world.pg_names.values():
+            return dist.distributed_c10d._resolve_process_group(value)
+    raise AssertionError("a collective without a group")
