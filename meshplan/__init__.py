@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meshplan.plan import Plan as Plan
     from meshplan.plan import make_plan as make_plan
     from meshplan.reader import load_spec as load_spec
+    from meshplan.runtime.guard import guarded as guarded
     from meshplan.runtime.parallelize import parallelize as parallelize
     from meshplan.runtime.state import full_state_dict as full_state_dict
     from meshplan.runtime.train import clip_grad_norm_ as clip_grad_norm_
@@ -35,6 +36,7 @@ _ROOMS = {
     "train_step": "meshplan.runtime.train",
     "clip_grad_norm_": "meshplan.runtime.train",
     "full_state_dict": "meshplan.runtime.state",
+    "guarded": "meshplan.runtime.guard",
     # know it beforehand
     "estimate_states": "meshplan.api",
     "check_plan": "meshplan.api",

@@ -31,6 +31,7 @@ LEVELS = [
         solve sizing
         memory cost
         plan
+        traffic
         planner render runtime
         interop api
         cli __init__

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -300,3 +300,73 @@ def _look_before_reduction(group: Any, fill: Callable[[nn.Parameter, bool], bool
         reduce(*unused)
 
     group.post_backward = look_and_reduce
+
+
+def group_store() -> dist.Store:
+    """The store in which the ranks met, with a connection of its own where the store can.
+
+    `ProcessGroup.get_group_store` is public but undocumented. A clone, because a thread may be
+    waiting on the first connection.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    store = world.get_group_store()
+    return store.clone()
+
+
+def num_groups() -> int:
+    """How many process groups this rank knows. torch counts them in a private table only."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def group_sequences() -> dict[str, int] | None:
+    """How many collectives each group of this rank has begun; None where torch does not count.
+
+    Private, because torch means them for its own desynchronisation reports.
+    """
+    out = {}
+    for group in dist.distributed_c10d._world.pg_map:
+        try:
+            out[group.group_name] = group._get_sequence_number_for_group()
+        except RuntimeError:  # This backend does not count.
+            return None
+    return out
+
+
+def abort_groups() -> None:
+    """Give up every collective of this rank, on backends that can (NCCL).
+
+    `ProcessGroup.abort` is public; the table of all groups is not.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        group.abort()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call once when the backward that is running now has come to its end.
+
+    Private, because torch has no public hook there; FSDP2 and DistributedDataParallel use the
+    same one.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def backward_id() -> int:
+    """The number of the backward that is running now, -1 outside of any."""
+    return int(torch._C._current_graph_task_id())
+
+
+def group_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup:
+    """The process group among the arguments of a collective op: a boxed one, or its name.
+
+    Private, because torch has no public way from an op's arguments to the group.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(value)
+            except (TypeError, RuntimeError):
+                continue  # A reduce op.
+        if isinstance(value, str) and value in dist.distributed_c10d._world.pg_names.values():
+            return dist.distributed_c10d._resolve_process_group(value)
+    raise AssertionError("a collective without a group")

@@ -32,6 +32,7 @@ from meshplan.runtime.context.apply import ContextParallelism
 from meshplan.runtime.data import apply_data_parallel
 from meshplan.runtime.example import find_example
 from meshplan.runtime.gradients import agree_on_gradients
+from meshplan.runtime.guard import guarded
 from meshplan.runtime.materialize import agree_on_values
 from meshplan.runtime.mesh import (
     device,
@@ -102,6 +103,13 @@ def parallelize(
     Whatever raises, the model is as it was before.
     """
     ensure_process_group()
+    with guarded():
+        return _parallelize(model, plan, example_inputs, allow_code)
+
+
+def _parallelize(
+    model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: bool
+) -> nn.Module:
     decided = _agree(lambda: _decide(model, plan, example_inputs, allow_code))
     mesh = device_mesh(decided.mesh)
     with _untouched_on_error(model):
@@ -128,7 +136,7 @@ def parallelize(
         needs_scale = decided.spec.precision.param == "float16" and decided.spec.precision.is_mixed
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
-                warnings.warn(str(warning), stacklevel=2)
+                warnings.warn(str(warning), stacklevel=3)
         wrapped.meshplan = Applied(decided, mesh, 2.0**16 if needs_scale else 1.0)
     return wrapped
 

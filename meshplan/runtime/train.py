@@ -12,10 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import ApplyError, Problem
-from meshplan.mesh import DATA_AXES, GRADIENT_AXES
+from meshplan.mesh import DATA_AXES
+from meshplan.runtime.batches import check_peers, mean_over_ranks
 from meshplan.runtime.context.batch import local_sequence
 from meshplan.runtime.data import set_gradient_sync
-from meshplan.runtime.mesh import device, local_of, shard_axes, submesh, without_partial
+from meshplan.runtime.guard import guarded
+from meshplan.runtime.mesh import device, local_of, shard_axes, without_partial
 from meshplan.runtime.parallelize import Applied, applied
 from meshplan.runtime.selftest import check_loss
 
@@ -23,6 +25,7 @@ _SCALE_WINDOW = 2000
 """Steps without overflow after which the fp16 loss scale doubles (torch.amp.GradScaler's)."""
 
 
+@guarded()
 def local_batch(model: nn.Module, batch: Any) -> Any:
     """This rank's part of a global batch, on this rank's device.
 
@@ -43,6 +46,7 @@ def local_batch(model: nn.Module, batch: Any) -> Any:
     return _map(batch, lambda t: _chunk(t, ranks, "data ranks")[index].to(device()))
 
 
+@guarded()
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -69,6 +73,7 @@ def train_step(
     state = applied(model)
     if not state.is_tested:
         _check_optimizer(model, optimizer)
+    check_peers((inputs, targets), state.plan, state.mesh)
     count = state.plan.accumulate
     parts = zip(_split(inputs, count), _split(targets, count), strict=True)
     total: torch.Tensor | float = 0.0
@@ -82,16 +87,13 @@ def train_step(
         assert isinstance(total, torch.Tensor)
         check_loss(total, state.plan, state.mesh)
     state.is_tested = True
+    assert isinstance(total, torch.Tensor)
+    mean = mean_over_ranks(total / count, (inputs, targets), state.plan, state.mesh)
     if state.loss_scale == 1.0 or _unscale(model, state):
         if state.plan.spec.clip_grad_norm is not None:
             clip_grad_norm_(model, state.plan.spec.clip_grad_norm)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    ranks = state.plan.mesh.size(*GRADIENT_AXES)
-    mean = total / (count * ranks)
-    assert isinstance(mean, torch.Tensor)
-    if ranks > 1:
-        dist.all_reduce(mean, group=submesh(state.mesh, GRADIENT_AXES, flat=True).get_group())
     return float(mean)
 
 
@@ -183,6 +185,7 @@ def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value
 
 
+@guarded()
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`.
 

@@ -167,7 +167,9 @@ def prove(
             raise
         except Exception as error:  # The model's code may raise anything.
             what = f"{_CANNOT}: with {length} of {in_whole.length} tokens it raises {error!r}"
-            raise ApplyError(Problem(what, fix="see the traceback above, or leave cp out")) from error
+            raise ApplyError(
+                Problem(what, fix="see the traceback above, or leave cp out")
+            ) from error
         finally:
             mode.trial = None
         problems = [*in_part.problems, *_call_problems(in_whole, in_part)]
