@@ -111,12 +111,15 @@ class ModelGraph:
         modules: By fqn, parents before children, the root "" first.
         tensors: By fqn; each tied or shared tensor once.
         config: Facts a config file stated (heads, kv heads, layers, vocab), for checks.
+        tp_preset: transformers' own tp plan of this model: its words by name of a module or a
+            parameter, with `*` for the numbers of layers. Empty where it has none.
     """
 
     name: str
     modules: Mapping[str, ModuleInfo]
     tensors: Mapping[str, TensorInfo]
     config: Mapping[str, int] = field(default_factory=dict)
+    tp_preset: Mapping[str, str] = field(default_factory=dict)
     _owned: Mapping[str, tuple[TensorInfo, ...]] = field(init=False, repr=False, compare=False)
     _first_name: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
