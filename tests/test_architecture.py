@@ -21,7 +21,7 @@ LEVELS = [
     for line in """
         version errors units
         mesh hardware recipes
-        layout graph spec styles
+        layout graph spec styles heads
         match strategies agreement
         values
         rules source
