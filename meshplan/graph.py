@@ -89,7 +89,12 @@ class ModuleInfo:
             own), "container" (ModuleList, Sequential, ModuleDict), "other".
         head_dim: For a projection inside an attention module, the elements of one head along
             its head dim; None where the model does not say. A cut must keep heads whole.
-        packed: How many projections are fused in one weight (3 for QKV), 1 if none.
+        packed: How many projections are fused in one weight, one after the other (3 for QKV);
+            1 if none.
+        pieces: Their sizes along the output dim, such as (4096, 1024, 1024) for q, k and v; ()
+            if it is none, or if the sizes are not known.
+        sizes: The integer attributes of an attention module that count heads or what follows
+            from their number, by name (`heads.ROLES`).
         has_forward: Whether it is called itself; False for ModuleList and ModuleDict, which
             only hold others and so cannot be a unit of sharding.
         aliases: Further names of the very same module (shared submodules).
@@ -101,6 +106,8 @@ class ModuleInfo:
     kind: str = "other"
     head_dim: int | None = None
     packed: int = 1
+    pieces: tuple[int, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
     has_forward: bool = True
     aliases: tuple[str, ...] = ()
 
@@ -115,6 +122,8 @@ class ModelGraph:
         tensors: By fqn; each tied or shared tensor once.
         config: Facts a config file stated (heads, kv heads, layers, vocab), for checks.
         flow: One recorded forward pass; None where nothing was recorded.
+        tp_preset: transformers' own tp plan of this model: its words by name of a module or a
+            parameter, with `*` for the numbers of layers. Empty where it has none.
     """
 
     name: str
@@ -122,6 +131,7 @@ class ModelGraph:
     tensors: Mapping[str, TensorInfo]
     config: Mapping[str, int] = field(default_factory=dict)
     flow: Flow | None = field(default=None, repr=False, compare=False)
+    tp_preset: Mapping[str, str] = field(default_factory=dict)
     _owned: Mapping[str, tuple[TensorInfo, ...]] = field(init=False, repr=False, compare=False)
     _first_name: Mapping[str, str] = field(init=False, repr=False, compare=False)
 

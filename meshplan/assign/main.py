@@ -10,8 +10,11 @@ from meshplan.assign.batchnorm import assign_batchnorm
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.context import assign_context
 from meshplan.assign.not_yet import not_yet
+from meshplan.assign.pieces import pieces_cut_twice
+from meshplan.assign.presets import presets_of
 from meshplan.assign.recompute import assign_recompute
-from meshplan.assign.tensor_parallel import TensorParallel, assign_tp, no_dim
+from meshplan.assign.tensor_cuts import TensorParallel
+from meshplan.assign.tensor_parallel import assign_tp, no_dim
 from meshplan.assign.types import Assignment, Placed, Reason, Unit
 from meshplan.assign.units import PLACE, Units, assign_units
 from meshplan.errors import PlanError, Problem
@@ -52,7 +55,8 @@ def assign(
         # FSDP2 does the casting; along an axis of one rank it does nothing else.
         mesh = Mesh((Axis("dp_replicate", 1), *mesh.axes))
 
-    tp = assign_tp(spec, graph, cascade, mesh)
+    presets = presets_of(spec, graph, cascade, mesh)
+    tp = assign_tp(spec, graph, cascade, mesh, presets.by_module)
     units = assign_units(spec, graph, cascade, mesh, strategy)
     recompute, recompute_problems = assign_recompute(spec, graph, cascade)
     wrapper = _wrapper(graph, mesh, units, tp, strategy)
@@ -67,7 +71,7 @@ def assign(
     batchnorm = assign_batchnorm(spec, graph, mesh, recompute)
     compiled, compile_problems = _compiled(spec, graph)
     problems += compile_problems + batchnorm.problems
-    problems += tp.problems + units.problems + recompute_problems
+    problems += presets.problems + tp.problems + units.problems + recompute_problems
     problems += _one_dtype(units, tensors) if wrapper == "units" else _no_units(spec, cascade)
     problems += _no_empty_parts(mesh, tensors)
     problems += _no_such_dim(spec, graph, cascade)
@@ -109,6 +113,7 @@ def assign(
         units=MappingProxyType(units.by_fqn if wrapper == "units" else {}),
         styles=MappingProxyType(tp.styles),
         recompute=MappingProxyType(recompute),
+        attributes=tuple(tp.attributes),
         apply=apply,
         compiled=compiled,
         synchronized=batchnorm.synchronized,
@@ -243,6 +248,12 @@ def _data_cut(
             units.report(no_dim(tensor, dim, reason.origin))
         dim = 0  # A module's S(1) is about its weight; its bias has only one dim.
     dim %= len(tensor.shape)
+    if tp_layout.pieces(dim) > 1:
+        # Two cuts of one dim in pieces are no placement: the whole tensor would come out permuted.
+        if stated is not None and stated.text.startswith("dp_shard:"):
+            units.report(pieces_cut_twice(tensor, dim, spec.origin(stated.path)))
+        dim = 1 - dim
+        reason = Reason(f"{reason.text}, dim {dim}: tp cuts pieces of the other", reason.origin)
     size = tp_layout.local_shape(tensor.shape, mesh)[dim]
     if dim and size % mesh.size(*unit.shard_axes):
         # FSDP2 pads dim 0 only.

@@ -8,7 +8,7 @@ from typing import Literal
 
 from meshplan.errors import Origin, Problem
 from meshplan.graph import TensorInfo
-from meshplan.layout import Layout
+from meshplan.layout import Layout, Piece
 from meshplan.mesh import Mesh
 from meshplan.spec import ActivationCheckpointing, Precision
 from meshplan.strategies import Strategy
@@ -24,6 +24,19 @@ class Reason:
 
     def __str__(self) -> str:
         return f"{self.text} ({self.origin.place})" if self.origin else self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """What is said about the tp axis of one module, and why: below the rules, by `tp_plan`.
+
+    Args:
+        word: A style name or a placement, as a rule would state it.
+        reason: Shown for every tensor that it places.
+    """
+
+    word: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +105,34 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class StyleUse:
-    """A style on a module, along one axis."""
+    """A style on a module, along one axis.
+
+    Args:
+        pieces: What a rank computes of the output dim where that is no plain cut: a part of
+            each of these. The module then computes on local tensors.
+    """
 
     style: Style
     axis: str
     reason: Reason
+    pieces: tuple[Piece, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAttribute:
+    """An attribute that counts what tp cuts: the module's code must see this rank's number.
+
+    Args:
+        module: The fqn of the module that holds it.
+        name: Of the attribute.
+        whole: Its value on one process.
+        local: Its value on each rank.
+    """
+
+    module: str
+    name: str
+    whole: int
+    local: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +182,7 @@ class Assignment:
         units: By fqn, inner ones before the ones around them.
         styles: By module fqn.
         recompute: By module fqn.
+        attributes: Numbers of heads and the like that modules must see as this rank has them.
         apply: (module fqn, "pkg.mod:function", reason): code the plan names.
         compiled: Fqns of the modules that `torch.compile` gets, one by one.
         synchronized: Fqns of the BatchNorms whose statistics are over all data ranks.
@@ -161,6 +198,7 @@ class Assignment:
     units: Mapping[str, Unit]
     styles: Mapping[str, StyleUse]
     recompute: Mapping[str, Recompute]
+    attributes: tuple[LocalAttribute, ...] = ()
     apply: tuple[tuple[str, str, Reason], ...] = ()
     compiled: tuple[str, ...] = ()
     synchronized: tuple[str, ...] = ()

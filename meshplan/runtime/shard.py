@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 from meshplan.assign import StyleUse
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
+from meshplan.runtime.local_compute import compute_locally, set_local_attributes
 from meshplan.runtime.mesh import activation_placement, placement, submesh
 
 
@@ -43,7 +44,10 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
                 _gather_at_use(model, name)
     outside = "S(1)" if plan.assignment.sequence_parallel else "R"
     for fqn, use in plan.assignment.styles.items():
+        if use.pieces:
+            compute_locally(model.get_submodule(fqn), use, tp)
         _flow(model.get_submodule(fqn), use, tp, outside)
+    set_local_attributes(model, plan)
 
 
 def _distribute(model: nn.Module, names: tuple[str, ...], tp: DeviceMesh, where: Placement) -> None:
@@ -113,7 +117,8 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
         return output.redistribute(placements=[leaves]).to_local()
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave)
+    if not use.pieces:  # Those compute on local tensors, and leave their part as it is.
+        module.register_forward_hook(leave)
 
 
 def _check_even(x: torch.Tensor, wanted: Placement, tp: DeviceMesh) -> None:
