@@ -8,6 +8,7 @@ from typing import Literal
 
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.context import assign_context
+from meshplan.assign.loss import assign_loss
 from meshplan.assign.not_yet import not_yet
 from meshplan.assign.recompute import assign_recompute
 from meshplan.assign.tensor_parallel import TensorParallel, assign_tp, no_dim
@@ -52,6 +53,7 @@ def assign(
         mesh = Mesh((Axis("dp_replicate", 1), *mesh.axes))
 
     tp = assign_tp(spec, graph, cascade, mesh)
+    problems += assign_loss(spec, graph, mesh, tp)
     units = assign_units(spec, graph, cascade, mesh, strategy)
     recompute, recompute_problems = assign_recompute(spec, graph, cascade)
     wrapper = _wrapper(graph, mesh, units, tp, strategy)
@@ -107,6 +109,7 @@ def assign(
         recompute=MappingProxyType(recompute),
         apply=apply,
         sequence_parallel=spec.sequence_parallel,
+        loss_parallel=spec.loss_parallel,
         context=context,
         warnings=(
             *cascade.shadowed(),

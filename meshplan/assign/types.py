@@ -148,6 +148,7 @@ class Assignment:
         recompute: By module fqn.
         apply: (module fqn, "pkg.mod:function", reason): code the plan names.
         sequence_parallel: Activations between styled modules are cut along the sequence.
+        loss_parallel: Logits stay cut over the vocabulary while the loss is computed.
         context: How attention over parts of the sequence is computed; None without cp.
         warnings: Things that work but are probably not meant.
     """
@@ -161,5 +162,6 @@ class Assignment:
     recompute: Mapping[str, Recompute]
     apply: tuple[tuple[str, str, Reason], ...] = ()
     sequence_parallel: bool = False
+    loss_parallel: bool = False
     context: ContextParallel | None = None
     warnings: tuple[Problem, ...] = field(default=())
