@@ -73,6 +73,16 @@ def _rows() -> dict[tuple[str, str], Style]:
 STYLES: Final[Mapping[tuple[str, str], Style]] = MappingProxyType(_rows())
 """Every style by (name, module kind)."""
 
+LOGITS: Final = Style(
+    name="logits",
+    kind="linear",
+    cut_dim="out",
+    input=("outside", "R"),
+    output=("S(-1)", "S(-1)"),
+)
+"""What the style of a head becomes under `loss_parallel: true`: its output stays cut, known by
+its whole shape, while the loss is computed."""
+
 STYLE_NAMES: Final = tuple(dict.fromkeys(name for name, _ in STYLES))
 
 PLANNED_STYLES: Final = ("packed_rowwise", "ep_dispatch_experts")

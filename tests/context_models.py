@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-VOCAB, DIM, HEADS, LENGTH, MOST = 64, 32, 4, 16, 48
+VOCAB, DIM, HEADS, LENGTH, MOST = 66, 32, 4, 16, 48
 
 
 class Block(nn.Module):
@@ -100,9 +100,8 @@ class WithLoss(Model):
 
     def forward(self, tokens: Tensor, targets: Tensor, shift: bool = False) -> Any:
         logits = super().forward(tokens)
-        if shift:
-            logits, targets = logits[:, :-1], targets[:, 1:]
-        return logits, F.cross_entropy(logits.flatten(0, 1).double(), targets.flatten())
+        seen, targets = (logits[:, :-1], targets[:, 1:]) if shift else (logits, targets)
+        return logits, F.cross_entropy(seen.flatten(0, 1).double(), targets.flatten())
 
 
 class Pooled(Model):

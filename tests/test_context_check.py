@@ -176,12 +176,16 @@ def test_refusals(plan, what, fix):
 def test_heads_of_a_config():
     plan = {"mesh": {"cp": 8}, "context": {"attention": "all_to_all"}}
     assert refusal({k: v for k, v in plan.items() if k != "context"}, TINY) == ""
-    assert "heads do not divide by cp 8, and all_to_all gives each rank whole" in refusal(plan, TINY)
+    assert "heads do not divide by cp 8, and all_to_all gives each rank whole" in refusal(
+        plan, TINY
+    )
 
 
 def test_attention_inside_torch():
     plan = BOTH | {"model": {"entry": "tests.test_context_check:encoder"}}
-    assert refusal(plan).startswith("0.self_attn (MultiheadAttention) computes its attention inside")
+    assert refusal(plan).startswith(
+        "0.self_attn (MultiheadAttention) computes its attention inside"
+    )
 
 
 def encoder() -> object:

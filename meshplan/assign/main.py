@@ -9,6 +9,7 @@ from typing import Literal
 from meshplan.assign.batchnorm import assign_batchnorm
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.context import assign_context
+from meshplan.assign.loss import assign_loss
 from meshplan.assign.not_yet import not_yet
 from meshplan.assign.pieces import pieces_cut_twice
 from meshplan.assign.presets import presets_of
@@ -57,6 +58,7 @@ def assign(
 
     presets = presets_of(spec, graph, cascade, mesh)
     tp = assign_tp(spec, graph, cascade, mesh, presets.by_module)
+    problems += assign_loss(spec, graph, mesh, tp)
     units = assign_units(spec, graph, cascade, mesh, strategy)
     recompute, recompute_problems = assign_recompute(spec, graph, cascade)
     wrapper = _wrapper(graph, mesh, units, tp, strategy)
@@ -118,6 +120,7 @@ def assign(
         compiled=compiled,
         synchronized=batchnorm.synchronized,
         sequence_parallel=spec.sequence_parallel,
+        loss_parallel=spec.loss_parallel,
         context=context,
         warnings=(
             *cascade.shadowed(),

@@ -187,6 +187,7 @@ class Assignment:
         compiled: Fqns of the modules that `torch.compile` gets, one by one.
         synchronized: Fqns of the BatchNorms whose statistics are over all data ranks.
         sequence_parallel: Activations between styled modules are cut along the sequence.
+        loss_parallel: Logits stay cut over the vocabulary while the loss is computed.
         context: How attention over parts of the sequence is computed; None without cp.
         warnings: Things that work but are probably not meant.
     """
@@ -203,5 +204,6 @@ class Assignment:
     compiled: tuple[str, ...] = ()
     synchronized: tuple[str, ...] = ()
     sequence_parallel: bool = False
+    loss_parallel: bool = False
     context: ContextParallel | None = None
     warnings: tuple[Problem, ...] = field(default=())

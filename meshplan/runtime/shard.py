@@ -19,7 +19,9 @@ from meshplan.assign import StyleUse
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
 from meshplan.runtime.local_compute import compute_locally, set_local_attributes
+from meshplan.runtime.loss import leave_logits
 from meshplan.runtime.mesh import activation_placement, placement, submesh
+from meshplan.styles import LOGITS
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -113,6 +115,8 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
         return args, {**kwargs, first: _as_dtensor(kwargs[first], tp, arrives, wanted)}
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: DTensor) -> torch.Tensor:
+        if use.style == LOGITS:
+            return leave_logits(output)
         _check_even(output, leaves, tp)
         return output.redistribute(placements=[leaves]).to_local()
 

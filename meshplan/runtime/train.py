@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from meshplan.runtime.batches import check_peers, mean_over_ranks
 from meshplan.runtime.context.batch import local_sequence
 from meshplan.runtime.data import set_gradient_sync
 from meshplan.runtime.guard import guarded
+from meshplan.runtime.loss import LossParallel, take_loss
 from meshplan.runtime.mesh import device, local_of, shard_axes, without_partial
 from meshplan.runtime.parallelize import Applied, applied
 from meshplan.runtime.selftest import check_loss
@@ -78,8 +80,8 @@ def train_step(
     parts = zip(_split(inputs, count), _split(targets, count), strict=True)
     total: torch.Tensor | float = 0.0
     for number, (part, target) in enumerate(parts):
-        with set_gradient_sync(model, state.plan, number == count - 1):
-            loss = loss_fn(_call(model, part), target)
+        with set_gradient_sync(model, state.plan, number == count - 1), _loss_mode(state):
+            loss = take_loss(loss_fn, _call(model, part), target)
             (loss * (state.loss_scale / count)).backward()
         # Kept at least as wide as float32: half precision would round the mean.
         total = total + loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
@@ -95,6 +97,36 @@ def train_step(
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return float(mean)
+
+
+@contextmanager
+def loss_parallel(model: nn.Module) -> Iterator[None]:
+    """Keep the logits cut over the vocabulary, in a loop of one's own.
+
+    Inside, `F.cross_entropy` and `nn.CrossEntropyLoss` on the model's logits are computed on
+    parts; outside, the head gathers them. Put forward, loss and backward inside.
+
+    Args:
+        model: What `parallelize` returned, under a plan that says `loss_parallel: true`.
+
+    Raises:
+        ApplyError: The plan does not say so.
+    """
+    state = applied(model)
+    if not state.plan.assignment.loss_parallel:
+        raise ApplyError(
+            Problem(
+                "this model's plan does not say loss_parallel: true",
+                state.plan.spec.origin("loss_parallel"),
+                "add it, with a head that has the style vocab",
+            )
+        )
+    with _loss_mode(state):
+        yield
+
+
+def _loss_mode(state: Applied) -> AbstractContextManager[Any]:
+    return LossParallel() if state.plan.assignment.loss_parallel else nullcontext()
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
