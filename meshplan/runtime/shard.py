@@ -20,6 +20,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
 from meshplan.runtime.local_compute import compute_locally, set_local_attributes
 from meshplan.runtime.mesh import activation_placement, placement, submesh
+from meshplan.runtime.multihead import attend_by_heads
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -44,9 +45,13 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
                 _gather_at_use(model, name)
     outside = "S(1)" if plan.assignment.sequence_parallel else "R"
     for fqn, use in plan.assignment.styles.items():
+        module = model.get_submodule(fqn)
+        if isinstance(module, nn.MultiheadAttention):
+            attend_by_heads(module, use, tp)
+            continue
         if use.pieces:
-            compute_locally(model.get_submodule(fqn), use, tp)
-        _flow(model.get_submodule(fqn), use, tp, outside)
+            compute_locally(module, use, tp)
+        _flow(module, use, tp, outside)
     set_local_attributes(model, plan)
 
 
