@@ -85,8 +85,8 @@ class ModuleInfo:
         type: Class name such as "LlamaDecoderLayer".
         qualified_type: Class name with its module path, for `match: {type: pkg.Class}`.
         kind: What styles may do with it: "linear", "embedding", "conv1d" (transformers'
-            transposed linear), "norm", "batchnorm" ("own_batchnorm" with a forward of its
-            own), "container" (ModuleList, Sequential, ModuleDict), "other".
+            transposed linear), "mha" (nn.MultiheadAttention), "norm", "batchnorm" ("own_batchnorm"
+            with a forward of its own), "container" (ModuleList, Sequential, ModuleDict), "other".
         head_dim: For a projection inside an attention module, the elements of one head along
             its head dim; None where the model does not say. A cut must keep heads whole.
         packed: How many projections are fused in one weight, one after the other (3 for QKV);
@@ -183,7 +183,7 @@ class ModelGraph:
             kids = [k for k in by_parent.get(fqn, ()) if k.fqn in with_params]
             types = {k.type for k in kids}
             repeated = self.modules[fqn].kind == "container" and len(kids) > 1 and len(types) == 1
-            if repeated and kids[0].kind in ("other", "container"):
+            if repeated and kids[0].kind in ("other", "mha", "container"):
                 out.extend(k.fqn for k in kids)
             else:
                 for kid in kids:

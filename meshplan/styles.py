@@ -58,6 +58,7 @@ def _rows() -> dict[tuple[str, str], Style]:
     row("colwise",                        "linear conv1d", "out",   whole,    cut)
     row("colwise",                        "embedding",     "embed", ready,    cut)
     row("packed_colwise",                 "linear conv1d", "out",   whole,    cut)
+    row("packed_colwise",                 "mha",           "out",   whole,    add)
     row("colwise_gather_output",          "linear conv1d", "out",   whole,    gather)
     row("colwise_gather_output",          "embedding",     "embed", ready,    gather)
     row("rowwise",                        "linear conv1d", "in",    cut,      add)

@@ -50,7 +50,7 @@ def check_tied(graph: ModelGraph, mesh: Mesh, out: TensorParallel) -> None:
     """A tied weight that one of its modules computes on in shards must suit the other too."""
     for fqn, cut in out.cuts.items():
         tensor = graph.tensors[fqn]
-        if cut.gathered or not cut.layout.axes or mesh.size("tp") == 1:
+        if cut.gathered or not cut.layout.axes or mesh.size("tp") == 1 or not tensor.aliases:
             continue
         for name in tensor.names:
             module = name.rpartition(".")[0]
@@ -77,7 +77,7 @@ def check_pairs(mesh: Mesh, out: TensorParallel) -> None:
     for fqn, use in out.styles.items():
         name = use.style.name
         partner = _PARTNERS.get(name)
-        if partner is None or use.style.kind == "embedding" or use.reason in seen:
+        if partner is None or use.style.kind in ("embedding", "mha") or use.reason in seen:
             continue
         # Attention blocks such as BERT's keep q, k, v one level below their output projection.
         around = fqn.rpartition(".")[0]

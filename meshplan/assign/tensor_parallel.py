@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from meshplan.assign.cascade import Cascade, Stated
 from meshplan.assign.heads import local_attributes
+from meshplan.assign.multihead import multihead_cuts, multihead_pieces
 from meshplan.assign.pairs import check_pairs, check_tied
 from meshplan.assign.pieces import are_equal, share_out
 from meshplan.assign.tensor_cuts import TensorCut, TensorParallel, report
@@ -59,7 +60,8 @@ def assign_tp(
             stated[fqn] = said
     for fqn in graph.modules:
         if fqn in stated:
-            _assign_module(graph, mesh, graph.modules[fqn], stated[fqn], out)
+            info = graph.modules[fqn]
+            _assign_module(graph, mesh, info, stated[fqn], out, spec.sequence_parallel)
     for tensor in graph.parameters:
         found = cascade.param(tensor, _FIELD)
         if found:
@@ -94,7 +96,12 @@ def _no_axis(spec: Spec, statement: Stated, mesh: Mesh) -> Problem:
 
 
 def _assign_module(
-    graph: ModelGraph, mesh: Mesh, info: ModuleInfo, said: Preset, out: TensorParallel
+    graph: ModelGraph,
+    mesh: Mesh,
+    info: ModuleInfo,
+    said: Preset,
+    out: TensorParallel,
+    sequence_parallel: bool,
 ) -> None:
     word, reason = said.word, said.reason
     if word in PLANNED_STYLES:
@@ -121,12 +128,16 @@ def _assign_module(
             return
         report(out, _cannot_take(graph, info, said))
         return
-    pieces = _share_out(graph, mesh, info, style, said) if style.cut_dim else ()
+    pieces = _share_out(graph, mesh, info, style, said, sequence_parallel) if style.cut_dim else ()
     if isinstance(pieces, Problem):
         report(out, pieces)
         return
     out.styles[info.fqn] = StyleUse(style, "tp", reason, pieces)
-    _cut(graph, mesh, info, out.styles[info.fqn], out)
+    if info.kind == "mha":
+        for tensor, layout in multihead_cuts(graph, info, mesh.size("dp_shard")):
+            _record(out, tensor, TensorCut(layout, False, reason))
+    else:
+        _cut(graph, mesh, info, out.styles[info.fqn], out)
 
 
 def _dims(tensor: TensorInfo, owner: ModuleInfo) -> tuple[str, ...]:
@@ -167,9 +178,17 @@ def _either(words: tuple[str, ...]) -> str:
 
 
 def _share_out(
-    graph: ModelGraph, mesh: Mesh, info: ModuleInfo, style: Style, said: Preset
+    graph: ModelGraph,
+    mesh: Mesh,
+    info: ModuleInfo,
+    style: Style,
+    said: Preset,
+    sequence_parallel: bool,
 ) -> tuple[Piece, ...] | Problem:
     """What each rank computes of the dim that the style cuts; () for a plain cut."""
+    if info.kind == "mha":
+        tp = mesh.size("tp")
+        return multihead_pieces(graph, info, said, tp, sequence_parallel=sequence_parallel)
     dim = style.cut_dim or ""
     weight = next((t for t in graph.owned(info.fqn) if dim in _dims(t, info)), None)
     if weight is None:

@@ -21,6 +21,7 @@ from meshplan.plan import Plan
 from meshplan.runtime.local_compute import compute_locally, set_local_attributes
 from meshplan.runtime.loss import leave_logits
 from meshplan.runtime.mesh import activation_placement, placement, submesh
+from meshplan.runtime.multihead import attend_by_heads
 from meshplan.styles import LOGITS
 
 
@@ -46,9 +47,13 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
                 _gather_at_use(model, name)
     outside = "S(1)" if plan.assignment.sequence_parallel else "R"
     for fqn, use in plan.assignment.styles.items():
+        module = model.get_submodule(fqn)
+        if isinstance(module, nn.MultiheadAttention):
+            attend_by_heads(module, use, tp)
+            continue
         if use.pieces:
-            compute_locally(model.get_submodule(fqn), use, tp)
-        _flow(model.get_submodule(fqn), use, tp, outside)
+            compute_locally(module, use, tp)
+        _flow(module, use, tp, outside)
     set_local_attributes(model, plan)
 
 

@@ -116,6 +116,8 @@ def _kind(module: nn.Module) -> str:
         return "container"
     if isinstance(module, nn.Linear) and not _is_bypassed(module):
         return "linear"
+    if type(module).forward is nn.MultiheadAttention.forward:
+        return "mha"
     if isinstance(module, nn.Embedding):
         return "embedding"
     if name == "Conv1D" and hasattr(module, "nf"):
