@@ -22,7 +22,7 @@ LEVELS = [
         version errors units
         mesh hardware recipes
         layout flow spec styles
-        graph
+        graph dims
         match strategies agreement
         values
         rules source
