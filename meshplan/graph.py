@@ -91,6 +91,8 @@ class ModuleInfo:
         packed: How many projections are fused in one weight (3 for QKV), 1 if none.
         has_forward: Whether it is called itself; False for ModuleList and ModuleDict, which
             only hold others and so cannot be a unit of sharding.
+        numbers: Integers above 1 that the instance holds as attributes, by name: its code may
+            build shapes from them.
         aliases: Further names of the very same module (shared submodules).
     """
 
@@ -101,6 +103,7 @@ class ModuleInfo:
     head_dim: int | None = None
     packed: int = 1
     has_forward: bool = True
+    numbers: Mapping[str, int] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
 
 

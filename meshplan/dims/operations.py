@@ -23,7 +23,7 @@ _ALONG: Final = frozenset(
 )
 """Element by element, though torch does not tag them so."""
 
-_UNIFORM: Final = frozenset(
+UNIFORM: Final = frozenset(
     "zeros ones full empty new_zeros new_ones new_full new_empty scalar_tensor empty_strided "
     "new_empty_strided".split()
 )
@@ -55,7 +55,7 @@ def link(linker: Linker, number: int, op: Op) -> None:
     name = base_name(op)
     if op.name == UPDATE:
         _update(linker, op)
-    elif name in _UNIFORM:
+    elif name in UNIFORM:
         for value in op.outputs:
             linker.fresh(value)
     elif name in SHAPING:

@@ -206,6 +206,22 @@ def fake_mode() -> AbstractContextManager[object]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def bytes_of(tensor: torch.Tensor) -> bytes | None:
+    """The numbers of a plain tensor; None where it has none, on meta or fake.
+
+    Under a fake mode every operation gives a fake tensor, and only private names tell which
+    tensor is one and turn the modes off.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
+        return None
+    with _disable_current_modes():
+        plain = tensor.detach().cpu().contiguous().flatten()
+        return bytes(plain.view(torch.uint8).numpy().tobytes())
+
+
 def forget_units(modules: Iterable[nn.Module]) -> None:
     """Let modules be wrapped again after a wrapping that failed.
 

@@ -65,6 +65,9 @@ def _modules(model: nn.Module) -> dict[str, ModuleInfo]:
             head_dim=_head_dim(parent) if is_projection and parent is not module else None,
             packed=_PACKED_NAMES.get(fqn.rpartition(".")[2], 1) if is_projection else 1,
             has_forward=type(module).forward is not nn.Module.forward and not _is_bypassed(module),
+            numbers=MappingProxyType(
+                {k: v for k, v in vars(module).items() if type(v) is int and v > 1}
+            ),
             aliases=tuple(aliases),
         )
     return out
