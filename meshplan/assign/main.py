@@ -8,6 +8,7 @@ from typing import Literal
 
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.not_yet import not_yet
+from meshplan.assign.presets import presets_of
 from meshplan.assign.recompute import assign_recompute
 from meshplan.assign.tensor_parallel import TensorParallel, assign_tp, no_dim
 from meshplan.assign.types import Assignment, Placed, Reason, Recompute, Unit
@@ -50,7 +51,8 @@ def assign(
         # FSDP2 does the casting; along an axis of one rank it does nothing else.
         mesh = Mesh((Axis("dp_replicate", 1), *mesh.axes))
 
-    tp = assign_tp(spec, graph, cascade, mesh)
+    presets = presets_of(spec, graph, cascade, mesh)
+    tp = assign_tp(spec, graph, cascade, mesh, presets.by_module)
     units = assign_units(spec, graph, cascade, mesh, strategy)
     recompute, recompute_problems = assign_recompute(spec, graph, cascade)
     wrapper = _wrapper(graph, mesh, units, tp, strategy)
@@ -62,7 +64,7 @@ def assign(
         (fqn, stated.value, Reason(stated.text, spec.origin(stated.path)))
         for fqn, stated in cascade.modules_with("apply")
     )
-    problems += tp.problems + units.problems + recompute_problems
+    problems += presets.problems + tp.problems + units.problems + recompute_problems
     problems += _one_dtype(units, tensors) if wrapper == "units" else _no_units(spec, cascade)
     problems += _no_empty_parts(mesh, tensors)
     problems += _no_such_dim(spec, graph, cascade)

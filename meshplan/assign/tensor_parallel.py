@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 from meshplan.assign.cascade import Cascade, Stated
-from meshplan.assign.types import Reason, StyleUse
+from meshplan.assign.types import Preset, Reason, StyleUse
 from meshplan.errors import Origin, Problem
 from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
 from meshplan.layout import Layout
@@ -16,6 +17,7 @@ from meshplan.spec import AUTO, Spec
 from meshplan.styles import (
     PLANNED_STYLES,
     WEIGHT_DIMS,
+    Style,
     dims_of,
     kinds_of,
     parse_placement,
@@ -75,27 +77,44 @@ class TensorParallel:
     warnings: list[Problem] = field(default_factory=list)
 
 
-def assign_tp(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> TensorParallel:
-    """Styles from the rules, checked against the modules they land on."""
+def assign_tp(
+    spec: Spec,
+    graph: ModelGraph,
+    cascade: Cascade,
+    mesh: Mesh,
+    preset: Mapping[str, Preset] = MappingProxyType({}),
+) -> TensorParallel:
+    """Styles from the rules and from the preset under them, checked against their modules.
+
+    Args:
+        preset: By module fqn, what `tp_plan` says. A rule on the same module overrides it, and
+            so does an `R` on a module around it.
+    """
     out = TensorParallel()
-    stated = dict(cascade.modules_with(_FIELD))
+    by_rules = dict(cascade.modules_with(_FIELD))
     if "tp" not in mesh.names:
-        by_rule = {s.rule.index: s for s in stated.values()}
+        by_rule = {s.rule.index: s for s in by_rules.values()}
         for tensor in graph.parameters:
             found = cascade.param(tensor, _FIELD)
             if found:
                 by_rule[found.rule.index] = found
         out.problems += [_no_axis(spec, s, mesh) for s in by_rule.values()]
         return out
-    for fqn, statement in stated.items():
-        _assign_module(spec, graph, mesh, graph.modules[fqn], statement, out)
+    stated = {fqn: _said(spec, statement) for fqn, statement in by_rules.items()}
+    for fqn, said in preset.items():
+        around = cascade.inherited(fqn, _FIELD)
+        if fqn not in stated and (around is None or around.value != "R"):
+            stated[fqn] = said
+    for fqn in graph.modules:
+        if fqn in stated:
+            _assign_module(graph, mesh, graph.modules[fqn], stated[fqn], out)
     for tensor in graph.parameters:
         found = cascade.param(tensor, _FIELD)
         if found:
-            _assign_param(spec, graph, tensor, found, out)
+            _assign_param(graph, tensor, _said(spec, found), out)
     _check_tied(graph, mesh, out)
     _check_pairs(mesh, out)
-    if mesh.size("tp") > 1 and not any("tp" in rule.place for rule in spec.rules):
+    if mesh.size("tp") > 1 and not preset and not any("tp" in rule.place for rule in spec.rules):
         out.problems.append(
             Problem(
                 f"the axis tp of size {mesh.size('tp')} cuts nothing: "
@@ -108,35 +127,29 @@ def assign_tp(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> Te
     return out
 
 
-def _origin(spec: Spec, statement: Stated) -> tuple[str, Reason]:
-    return statement.path, Reason(statement.text, spec.origin(statement.path))
+def _said(spec: Spec, statement: Stated) -> Preset:
+    """What a rule states, in the form in which a preset states it."""
+    return Preset(str(statement.value), Reason(statement.text, spec.origin(statement.path)))
 
 
 def _no_axis(spec: Spec, statement: Stated, mesh: Mesh) -> Problem:
-    path, _ = _origin(spec, statement)
     return Problem(
         f"the mesh has no axis tp (it has {mesh})",
-        spec.origin(path),
+        spec.origin(statement.path),
         "add it to the mesh, such as mesh: {dp_shard: 4, tp: 2}, or remove the placement",
     )
 
 
 def _assign_module(
-    spec: Spec,
-    graph: ModelGraph,
-    mesh: Mesh,
-    info: ModuleInfo,
-    statement: Stated,
-    out: TensorParallel,
+    graph: ModelGraph, mesh: Mesh, info: ModuleInfo, said: Preset, out: TensorParallel
 ) -> None:
-    path, reason = _origin(spec, statement)
-    word = str(statement.value)
+    word, reason = said.word, said.reason
     if word in PLANNED_STYLES:
         return  # Refused by `not_yet`.
     if word == AUTO:
         _report(out, Problem(
             "'tp: auto' is not available yet in this version",
-            spec.origin(path),
+            reason.origin,
             "state a style such as colwise or rowwise",
         ))  # fmt: skip
         return
@@ -144,19 +157,18 @@ def _assign_module(
     if word == "R":
         for tensor in owned:
             whole = Layout.whole(len(tensor.shape))
-            _record(out, tensor, TensorCut(whole, False, reason), spec, path)
+            _record(out, tensor, TensorCut(whole, False, reason))
         return
     style = style_for(word, info.kind)
     if style is None:
         dim = parse_placement(word)
         if dim is not None and owned and info.kind not in ("linear", "conv1d", "embedding"):
             for tensor in owned:
-                _cut_param(spec, graph, tensor, dim, reason, path, out)
+                _cut_param(graph, tensor, dim, reason, out)
             return
-        _report(out, _cannot_take(graph, info, word, spec, path))
+        _report(out, _cannot_take(graph, info, said))
         return
-    if style.cut_dim is not None and not _divides(graph, mesh, info, style.cut_dim, statement,
-                                                  spec, path, out):  # fmt: skip
+    if style.cut_dim is not None and not _divides(graph, mesh, info, style, said, out):
         return
     out.styles[info.fqn] = StyleUse(style, "tp", reason)
     for tensor in owned:
@@ -164,7 +176,7 @@ def _assign_module(
         dims = _dims(tensor, info)
         if style.cut_dim in dims:
             layout = layout.cut("tp", dims.index(style.cut_dim or ""))
-        _record(out, tensor, TensorCut(layout, False, reason), spec, path)
+        _record(out, tensor, TensorCut(layout, False, reason))
 
 
 def _dims(tensor: TensorInfo, owner: ModuleInfo) -> tuple[str, ...]:
@@ -174,13 +186,14 @@ def _dims(tensor: TensorInfo, owner: ModuleInfo) -> tuple[str, ...]:
     return dims_of(owner.kind, leaf, len(tensor.shape))
 
 
-def _cannot_take(graph: ModelGraph, info: ModuleInfo, word: str, spec: Spec, path: str) -> Problem:
+def _cannot_take(graph: ModelGraph, info: ModuleInfo, said: Preset) -> Problem:
+    word = said.word
     name = info.fqn or "the root module"
     dim = parse_placement(word)
     if dim is not None and info.kind in WEIGHT_DIMS:
         ndim = len(WEIGHT_DIMS[info.kind])
         what = f"the weight of {name} has {ndim} dims, so it has no dim {dim}"
-        return Problem(what, spec.origin(path), f"use S(0) to S({ndim - 1})")
+        return Problem(what, said.reason.origin, f"use S(0) to S({ndim - 1})")
     kinds = kinds_of(word) or ("linear", "conv1d", "embedding")
     below = [
         m.fqn
@@ -194,7 +207,7 @@ def _cannot_take(graph: ModelGraph, info: ModuleInfo, word: str, spec: Spec, pat
     a = "an" if kinds[0][0] in "aeiou" else "a"
     return Problem(
         f"'{word}' cannot be applied to {name} ({info.type}): it needs {a} {_either(kinds)} module",
-        spec.origin(path),
+        said.reason.origin,
         fix,
     )
 
@@ -207,50 +220,45 @@ def _divides(
     graph: ModelGraph,
     mesh: Mesh,
     info: ModuleInfo,
-    cut_dim: str,
-    statement: Stated,
-    spec: Spec,
-    path: str,
+    style: Style,
+    said: Preset,
     out: TensorParallel,
 ) -> bool:
     """Whether the cut keeps heads whole and pieces equal, as the code around it expects.
 
     A gathered output may be uneven: nobody sees the pieces.
     """
-    tp = mesh.size("tp")
+    tp, cut_dim, word = mesh.size("tp"), style.cut_dim or "", said.word
     weight = next((t for t in graph.owned(info.fqn) if cut_dim in _dims(t, info)), None)
     if weight is None:
         _report(out, Problem(
             f"{info.fqn} ({info.type}) has no parameter with a dim '{cut_dim}': its weight is "
             "computed from others (weight_norm and its likes)",
-            spec.origin(path),
+            said.reason.origin,
             "leave this module out of tp",
         ))  # fmt: skip
         return False
     size = weight.shape[_dims(weight, info).index(cut_dim)]
-    word = str(statement.value)
-    style = style_for(word, info.kind)
-    assert style is not None
     pieces_are_seen = "S(-1)" in (style.input[0], style.output[1])
     problem: Problem | None = None
     if info.packed > 1 and pieces_are_seen and cut_dim == "out":
         problem = Problem(
             f"{info.fqn} ({info.type}) fuses {info.packed} projections in one weight, and "
             f"'{word}' would cut across them",
-            spec.origin(path),
+            said.reason.origin,
             "leave this module out (packed_colwise is not available yet in this version)",
         )
     elif pieces_are_seen and info.head_dim and (size // info.head_dim) % tp:
         heads = size // info.head_dim
         problem = Problem(
             f"{info.fqn}: {heads} heads of {info.head_dim} do not divide by tp {tp}",
-            spec.origin(path),
+            said.reason.origin,
             _divisor_fix(heads, tp, "q, k, v and the output projection"),
         )
     elif pieces_are_seen and size % tp:
         problem = Problem(
             f"{info.fqn}: its dim '{cut_dim}' of size {size} does not divide by tp {tp}",
-            spec.origin(path),
+            said.reason.origin,
             _divisor_fix(size, tp, "this module and its counterparts"),
         )
     if problem is None:
@@ -264,33 +272,24 @@ def _divisor_fix(size: int, tp: int, whole: str) -> str:
     return f"use tp: {divisor}" if divisor > 1 else f"leave {whole} out of tp together"
 
 
-def _assign_param(
-    spec: Spec, graph: ModelGraph, tensor: TensorInfo, statement: Stated, out: TensorParallel
-) -> None:
-    path, reason = _origin(spec, statement)
-    word = str(statement.value)
+def _assign_param(graph: ModelGraph, tensor: TensorInfo, said: Preset, out: TensorParallel) -> None:
+    word, reason = said.word, said.reason
     dim = parse_placement(word)
     if word == "R":
         whole = Layout.whole(len(tensor.shape))
         out.cuts[tensor.fqn] = TensorCut(whole, False, reason)
     elif dim is not None:
-        _cut_param(spec, graph, tensor, dim, reason, path, out)
+        _cut_param(graph, tensor, dim, reason, out)
     else:
         _report(out, Problem(
             f"'{word}' is a style for modules, not a placement of one parameter",
-            spec.origin(path),
+            reason.origin,
             "use S(0), S(1) or R, or match the module instead",
         ))  # fmt: skip
 
 
 def _cut_param(
-    spec: Spec,
-    graph: ModelGraph,
-    tensor: TensorInfo,
-    dim: int,
-    reason: Reason,
-    path: str,
-    out: TensorParallel,
+    graph: ModelGraph, tensor: TensorInfo, dim: int, reason: Reason, out: TensorParallel
 ) -> None:
     """S(d) on a parameter: stored cut, gathered each time its module runs."""
     owner = graph.modules[graph.first_name(tensor.module)]
@@ -298,15 +297,15 @@ def _cut_param(
         _report(out, Problem(
             f"{tensor.fqn} cannot be cut: {owner.type} is never called itself, so nothing says "
             "when to gather it",
-            spec.origin(path),
+            reason.origin,
             "leave it whole",
         ))  # fmt: skip
         return
     if not -len(tensor.shape) <= dim < len(tensor.shape):
-        _report(out, no_dim(tensor, dim, spec.origin(path)))
+        _report(out, no_dim(tensor, dim, reason.origin))
         return
     layout = Layout.whole(len(tensor.shape)).cut("tp", dim)
-    _record(out, tensor, TensorCut(layout, True, reason), spec, path)
+    _record(out, tensor, TensorCut(layout, True, reason))
 
 
 def no_dim(tensor: TensorInfo, dim: int, origin: Origin | None) -> Problem:
@@ -320,14 +319,14 @@ def no_dim(tensor: TensorInfo, dim: int, origin: Origin | None) -> Problem:
     )
 
 
-def _record(out: TensorParallel, tensor: TensorInfo, cut: TensorCut, spec: Spec, path: str) -> None:
+def _record(out: TensorParallel, tensor: TensorInfo, cut: TensorCut) -> None:
     """Note a cut; a tied tensor that is cut twice must be cut alike."""
     before = out.cuts.get(tensor.fqn)
     if before is not None and before.layout != cut.layout:
         _report(out, Problem(
             f"{tensor.fqn} and {tensor.aliases[0] if tensor.aliases else tensor.fqn} are one "
             f"tensor, but {before.reason} says {before.layout} and this says {cut.layout}",
-            spec.origin(path),
+            cut.reason.origin,
             "give both the same placement",
         ))  # fmt: skip
         return

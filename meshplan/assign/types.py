@@ -26,6 +26,19 @@ class Reason:
         return f"{self.text} ({self.origin.place})" if self.origin else self.text
 
 
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """What is said about the tp axis of one module, and why: below the rules, by `tp_plan`.
+
+    Args:
+        word: A style name or a placement, as a rule would state it.
+        reason: Shown for every tensor that it places.
+    """
+
+    word: str
+    reason: Reason
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """Modules' parameters that are gathered, freed and reduced together.

@@ -47,6 +47,7 @@ class Builder:
         self.modules: dict[str, ModuleInfo] = {}
         self.parameters: dict[str, TensorInfo] = {}
         self.buffers: dict[str, TensorInfo] = {}
+        self.tp_preset: dict[str, str] = {}
 
     def graph(self, name: str, config: dict[str, int]) -> ModelGraph:
         tensors = self.parameters | self.buffers
@@ -55,6 +56,7 @@ class Builder:
             modules=MappingProxyType(self.modules),
             tensors=MappingProxyType(tensors),
             config=MappingProxyType(config),
+            tp_preset=MappingProxyType(self.tp_preset),
         )
 
     def module(
@@ -195,6 +197,28 @@ def build_decoder(family: Family, facts: Facts, build: Builder) -> None:
     for name in ("inv_freq", "original_inv_freq"):
         build.buffer(f"model.rotary_emb.{name}", (-(-head_dim // 2),))
     _lm_head(build, vocab, hidden, tied)
+    build.tp_preset = _preset(family)
+
+
+def _preset(family: Family) -> dict[str, str]:
+    """The tp plan that transformers ships with the family."""
+    attention = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise"}
+    if family.qk_norm:
+        attention |= dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce")
+    dense = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+    experts = {
+        "experts.gate_up_proj": "packed_colwise",
+        "experts.down_proj": "rowwise",
+        "experts": "moe_tp_experts",
+    }
+    mlp = (experts if family.moe else {}) | (dense if family.has_dense else {})
+    layer = {f"self_attn.{name}": word for name, word in attention.items()}
+    layer |= {"self_attn.o_proj": "rowwise"} | {f"mlp.{name}": word for name, word in mlp.items()}
+    return {
+        "lm_head": "colwise_gather_output",
+        "model.embed_tokens": "embedding_rowwise",
+        **{f"model.layers.*.{name}": word for name, word in layer.items()},
+    }
 
 
 def build_gpt2(facts: Facts, build: Builder) -> None:

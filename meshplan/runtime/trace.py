@@ -6,12 +6,13 @@ nothing is run and nothing is changed.
 
 from __future__ import annotations
 
+import re
 from types import MappingProxyType
 
 from torch import nn
 
 from meshplan.flow import Flow
-from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
+from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo, is_inside
 from meshplan.styles import dims_of
 
 _HEAD_DIM_ATTRIBUTES = (
@@ -41,7 +42,21 @@ def graph_of(model: nn.Module, flow: Flow | None = None) -> ModelGraph:
         modules=MappingProxyType(modules),
         tensors=MappingProxyType(_tensors(model, modules)),
         flow=flow,
+        tp_preset=MappingProxyType(_tp_preset(model)),
     )
+
+
+def _tp_preset(model: nn.Module) -> dict[str, str]:
+    """The tp plan that transformers' models carry; the outermost one holds those inside it."""
+    out: dict[str, str] = {}
+    done: list[str] = []
+    for fqn, module in model.named_modules():
+        plan = vars(module).get("_tp_plan")
+        if plan and not any(is_inside(fqn, around) for around in done):
+            done.append(fqn)
+            at = re.sub(r"\.\d+(?=\.|$)", ".*", fqn)
+            out |= {f"{at}.{name}" if at else name: str(word) for name, word in plan.items()}
+    return out
 
 
 def _modules(model: nn.Module) -> dict[str, ModuleInfo]:
