@@ -31,6 +31,7 @@ class Style:
         cut_dim: The named dim of the parameters that the axis cuts; None cuts nothing.
         input: (layout outside, layout computed with).
         output: (layout computed, layout outside).
+        gradient: "P" where each rank has an addend of the output's gradient, else "".
     """
 
     name: str
@@ -38,6 +39,7 @@ class Style:
     cut_dim: str | None
     input: tuple[str, str]
     output: tuple[str, str]
+    gradient: str = ""
 
 
 def _rows() -> dict[tuple[str, str], Style]:
@@ -71,6 +73,17 @@ def _rows() -> dict[tuple[str, str], Style]:
 
 STYLES: Final[Mapping[tuple[str, str], Style]] = MappingProxyType(_rows())
 """Every style by (name, module kind)."""
+
+GRADIENTS_ADDED: Final = Style(
+    name="gradients_added",
+    kind="linear",
+    cut_dim=None,
+    input=("R", "R"),
+    output=("R", "R"),
+    gradient="P",
+)
+"""A projection left whole whose result meets cut values only. Nobody can state it: that it meets
+nothing else takes a proof."""
 
 STYLE_NAMES: Final = tuple(dict.fromkeys(name for name, _ in STYLES))
 

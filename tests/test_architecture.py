@@ -22,6 +22,7 @@ LEVELS = [
         version errors units
         mesh hardware recipes
         layout flow spec styles
+        rehearsal
         graph dims
         match strategies agreement
         values

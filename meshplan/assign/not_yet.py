@@ -19,8 +19,6 @@ def not_yet(spec: Spec) -> list[Problem]:
 
     ask(spec.pipeline, "pipeline", "pipeline parallelism")
     ask(_offloads(spec.offload), "offload", "offloading")
-    ask(spec.tp_plan == AUTO, "tp_plan", f"'tp_plan: {spec.tp_plan}'",
-        "write rules with colwise and rowwise")  # fmt: skip
     ask(spec.loss_parallel, "loss_parallel", "'loss_parallel'")
     ask(spec.sync_batchnorm, "sync_batchnorm", "'sync_batchnorm'")
     ask(spec.compile, "compile", "'compile'", "call model.compile() yourself")

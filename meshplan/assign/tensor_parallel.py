@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from meshplan.assign.cascade import Cascade, Stated
-from meshplan.assign.types import Preset, Reason, StyleUse
+from meshplan.assign.types import LocalAttribute, Preset, Reason, StyleUse
 from meshplan.errors import Origin, Problem
 from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
 from meshplan.layout import Layout
@@ -65,6 +65,7 @@ class TensorCut:
     layout: Layout
     gathered: bool
     reason: Reason
+    is_local: bool = False
 
 
 @dataclass(slots=True)
@@ -73,6 +74,7 @@ class TensorParallel:
 
     styles: dict[str, StyleUse] = field(default_factory=dict)
     cuts: dict[str, TensorCut] = field(default_factory=dict)
+    attributes: list[LocalAttribute] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
 
@@ -100,7 +102,7 @@ def assign_tp(
                 by_rule[found.rule.index] = found
         out.problems += [_no_axis(spec, s, mesh) for s in by_rule.values()]
         return out
-    stated = {fqn: _said(spec, statement) for fqn, statement in by_rules.items()}
+    stated = {fqn: _said(spec, s) for fqn, s in by_rules.items() if s.value != AUTO}
     for fqn, said in preset.items():
         around = cascade.inherited(fqn, _FIELD)
         if fqn not in stated and (around is None or around.value != "R"):
@@ -112,9 +114,10 @@ def assign_tp(
         found = cascade.param(tensor, _FIELD)
         if found:
             _assign_param(graph, tensor, _said(spec, found), out)
-    _check_tied(graph, mesh, out)
-    _check_pairs(mesh, out)
-    if mesh.size("tp") > 1 and not preset and not any("tp" in rule.place for rule in spec.rules):
+    proved = {fqn for fqn, said in stated.items() if said.is_proved}
+    _check_tied(graph, mesh, out, proved)
+    _check_pairs(mesh, out, proved)
+    if mesh.size("tp") > 1 and spec.tp_plan == "none" and not any("tp" in rule.place for rule in spec.rules):
         out.problems.append(
             Problem(
                 f"the axis tp of size {mesh.size('tp')} cuts nothing: "
@@ -147,12 +150,7 @@ def _assign_module(
     if word in PLANNED_STYLES:
         return  # Refused by `not_yet`.
     if word == AUTO:
-        _report(out, Problem(
-            "'tp: auto' is not available yet in this version",
-            reason.origin,
-            "state a style such as colwise or rowwise",
-        ))  # fmt: skip
-        return
+        return  # What the data flow says of the modules inside stands in the preset.
     owned = [t for t in graph.owned(info.fqn) if not t.is_buffer]
     if word == "R":
         for tensor in owned:
@@ -168,7 +166,8 @@ def _assign_module(
             return
         _report(out, _cannot_take(graph, info, said))
         return
-    if style.cut_dim is not None and not _divides(graph, mesh, info, style, said, out):
+    checked = said.is_proved or style.cut_dim is None
+    if not checked and not _divides(graph, mesh, info, style, said, out):
         return
     out.styles[info.fqn] = StyleUse(style, "tp", reason)
     for tensor in owned:
@@ -333,7 +332,7 @@ def _record(out: TensorParallel, tensor: TensorInfo, cut: TensorCut) -> None:
     out.cuts[tensor.fqn] = cut
 
 
-def _check_tied(graph: ModelGraph, mesh: Mesh, out: TensorParallel) -> None:
+def _check_tied(graph: ModelGraph, mesh: Mesh, out: TensorParallel, proved: set[str]) -> None:
     """A tied weight that one of its modules computes on in shards must suit the other too."""
     for fqn, cut in out.cuts.items():
         tensor = graph.tensors[fqn]
@@ -341,7 +340,8 @@ def _check_tied(graph: ModelGraph, mesh: Mesh, out: TensorParallel) -> None:
             continue
         for name in tensor.names:
             module = name.rpartition(".")[0]
-            if graph.first_name(module) not in out.styles:
+            owners = {graph.first_name(n.rpartition(".")[0]) for n in tensor.names}
+            if graph.first_name(module) not in out.styles and not owners & proved:
                 _report(out, Problem(
                     f"{' and '.join(tensor.names)} are one tensor, but only "
                     f"{_styled(tensor, out)} has a tp style",
@@ -355,7 +355,7 @@ def _styled(tensor: TensorInfo, out: TensorParallel) -> str:
     return ", ".join(m for m in modules if m in out.styles)
 
 
-def _check_pairs(mesh: Mesh, out: TensorParallel) -> None:
+def _check_pairs(mesh: Mesh, out: TensorParallel, proved: set[str]) -> None:
     """What one module leaves cut, another near it must take up, and the other way round."""
     if mesh.size("tp") == 1:
         return
@@ -364,7 +364,7 @@ def _check_pairs(mesh: Mesh, out: TensorParallel) -> None:
     for fqn, use in out.styles.items():
         name = use.style.name
         partner = _PARTNERS.get(name)
-        if partner is None or use.style.kind == "embedding" or use.reason in seen:
+        if partner is None or use.style.kind == "embedding" or use.reason in seen or fqn in proved:
             continue
         # Attention blocks such as BERT's keep q, k, v one level below their output projection.
         around = fqn.rpartition(".")[0]

@@ -33,9 +33,25 @@ class Preset:
     Args:
         word: A style name or a placement, as a rule would state it.
         reason: Shown for every tensor that it places.
+        is_proved: The data flow says that it is right, whatever names and neighbours suggest.
     """
 
     word: str
+    reason: Reason
+    is_proved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LocalUse:
+    """A parameter that plain code computes with beside cut values, as each rank holds it.
+
+    Args:
+        dim: The dim of which each rank holds a part; None where it is whole, and each rank has
+            an addend of its gradient.
+        reason: Why.
+    """
+
+    dim: int | None
     reason: Reason
 
 
@@ -84,6 +100,8 @@ class Placed:
             or too special for its unit.
         data_reason: Why the data axes place it so.
         tp_reason: Why tp places it so; None when tp does not concern it.
+        is_local: Its module's code computes with the rank's own part of it, or with all of it
+            and an addend of its gradient.
     """
 
     info: TensorInfo
@@ -97,6 +115,7 @@ class Placed:
     reduced_alone: bool = False
     data_reason: Reason
     tp_reason: Reason | None = None
+    is_local: bool = False
 
     def local_shape(self, mesh: Mesh, rank: int = 0) -> tuple[int, ...]:
         """What `rank` holds at rest."""
@@ -110,6 +129,23 @@ class StyleUse:
     style: Style
     axis: str
     reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAttribute:
+    """An attribute that counts what tp cuts: the module's code must see this rank's number.
+
+    Args:
+        module: The fqn of the module that holds it.
+        name: Of the attribute.
+        whole: Its value on one process.
+        local: Its value on each rank.
+    """
+
+    module: str
+    name: str
+    whole: int
+    local: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +181,7 @@ class Assignment:
     units: Mapping[str, Unit]
     styles: Mapping[str, StyleUse]
     recompute: Mapping[str, Recompute]
+    attributes: tuple[LocalAttribute, ...] = ()
     apply: tuple[tuple[str, str, Reason], ...] = ()
     sequence_parallel: bool = False
     warnings: tuple[Problem, ...] = field(default=())

@@ -13,8 +13,8 @@ from torch import nn
 
 from meshplan.flow import Flow
 from meshplan.rehearsal import Rehearsal, Rehearse, Stopped
+from meshplan.runtime.mesh import fake_mode, quiet_fakes
 from meshplan.runtime.record import Recorder, twin_of
-from meshplan.runtime.mesh import fake_mode
 
 
 def rehearser(model: nn.Module, inputs: Any) -> Rehearse:
@@ -38,7 +38,7 @@ def _rehearse(model: nn.Module, inputs: Any, what: Rehearsal) -> Flow | Stopped:
         for fqn, dim in what.parts.items():
             _part_inside(recorder, twin, fqn, dim, what.size)
         try:
-            with mode, recorder:
+            with quiet_fakes(), mode, recorder:
                 recorder.begin(args, kwargs)
                 twin(*args, **kwargs)
         except Exception as error:  # The user's forward may raise anything on such shapes.

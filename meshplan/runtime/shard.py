@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
 
-from meshplan.assign import StyleUse
+from meshplan.assign import Placed, StyleUse
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import activation_placement, placement, submesh
@@ -35,15 +35,20 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
         if placed.tp_reason is None or placed.info.is_buffer:
             continue
         owners = {name.rpartition(".")[0] for name in placed.info.names}
-        if not placed.computed.axes and not placed.gathered_axes and not owners & styled:
+        is_touched = placed.computed.axes or placed.gathered_axes or placed.is_local
+        if not is_touched and not owners & styled:
             continue  # R on a parameter that nothing computes on in shards: it stays as it is.
         _distribute(model, placed.info.names, tp, placement(placed.stored, "tp"))
         if placed.gathered_axes:
             for name in placed.info.names:
                 _gather_at_use(model, name)
+        if placed.is_local:
+            _local_at_use(model, placed)
     outside = "S(1)" if plan.assignment.sequence_parallel else "R"
     for fqn, use in plan.assignment.styles.items():
         _flow(model.get_submodule(fqn), use, tp, outside)
+    for attribute in plan.assignment.attributes:
+        vars(model.get_submodule(attribute.module))[attribute.name] = attribute.local
 
 
 def _distribute(model: nn.Module, names: tuple[str, ...], tp: DeviceMesh, where: Placement) -> None:
@@ -106,7 +111,9 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: DTensor) -> torch.Tensor:
         _check_even(output, leaves, tp)
-        return output.redistribute(placements=[leaves], async_op=True).to_local()
+        there = output.redistribute(placements=[leaves], async_op=True)
+        return there.to_local(grad_placements=[activation_placement(use.style.gradient)]
+                              if use.style.gradient else None)  # fmt: skip
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave)
@@ -173,6 +180,27 @@ def _as_dtensor(
         made = (key, DTensor.from_local(x, tp, [arrives], run_check=False))
         x._meshplan_dtensor = made
     return made[1]
+
+
+def _local_at_use(model: nn.Module, placed: Placed) -> None:
+    """Plain code computes with what this rank holds: its part, or all and an addend of its gradient.
+
+    Inside each forward, as for `_gather_at_use`.
+    """
+    fqn, _, leaf = placed.info.fqn.rpartition(".")
+    owner = model.get_submodule(fqn)
+    forward = owner.forward
+    gradient = None if placed.computed.axes else [Partial()]
+
+    @wraps(forward)
+    def local(*args: Any, **kwargs: Any) -> Any:
+        vars(owner)[leaf] = owner._parameters[leaf].to_local(grad_placements=gradient)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            vars(owner).pop(leaf, None)
+
+    owner.forward = local
 
 
 def _gather_at_use(model: nn.Module, name: str) -> None:

@@ -5,6 +5,7 @@ through it, `numbers` and `comparison` rehearse it as one rank would run it, `ch
 holds, `derive` puts it into words.
 """
 
+from meshplan.assign.auto.apply import apply_derived
 from meshplan.assign.auto.derive import Derived, derive
 
-__all__ = ["Derived", "derive"]
+__all__ = ["Derived", "apply_derived", "derive"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from meshplan.rehearsal import Rehearse
 from meshplan.spec import AUTO, Spec
 
 _FIELD = "place.tp"
-_SUM = "replicated_with_grad_allreduce"
+_ADDED = "auto: whole, and its result meets cut values only, so its gradients are added up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ class Derived:
     Args:
         preset: By module, for `assign_tp`.
         uses: By parameter, those that plain code computes with beside cut values.
+        added: By module, projections left whole whose gradients are added up over the ranks.
         attributes: Local values of numbers that code builds shapes from, by (module, name).
         problems: Why nothing could be derived.
         notes: What stays whole, and why.
@@ -36,6 +38,7 @@ class Derived:
 
     preset: Mapping[str, Preset] = field(default_factory=dict)
     uses: Mapping[str, LocalUse] = field(default_factory=dict)
+    added: Mapping[str, Reason] = field(default_factory=dict)
     attributes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
     notes: tuple[Problem, ...] = ()
@@ -46,6 +49,9 @@ def derive(
 ) -> Derived:
     """Read the styles of every module that the plan leaves to `auto`."""
     origin = _asked(spec)
+    if origin is not None and "tp" not in mesh.names and spec.tp_plan == AUTO:
+        what, fix = "'tp_plan' has no effect without a tp axis", "add tp to the mesh, or remove it"
+        return Derived(problems=(Problem(what, origin, fix),))
     if origin is None or mesh.size("tp") == 1:
         return Derived()
     if graph.flow is None or rehearse is None:
@@ -68,6 +74,7 @@ def derive(
     return Derived(
         preset=MappingProxyType({**reasons, **preset}),
         uses=MappingProxyType(_uses(choice)),
+        added=MappingProxyType(dict.fromkeys(choice.proof.summed_modules, Reason(_ADDED))),
         attributes=MappingProxyType(choice.numbers),
         notes=tuple(_notes(whole, origin)),
     )
@@ -105,15 +112,13 @@ def _preset(places: Places, choice: Choice) -> dict[str, Preset]:
         for fqn, word in region.words.items():
             pieces = region.pieces.get(fqn)
             spelled = f"{word}({pieces})" if pieces else word
-            out[fqn] = Preset(spelled, Reason(f"auto: {_why(places, region, fqn)}"))
+            reason = Reason(f"auto: {_why(places, region, fqn)}")
+            out[fqn] = Preset(spelled, reason, is_proved=True)
     for fqn in choice.gathered:
         words = "its rows are the vocabulary" if places.graph.modules[fqn].kind == "embedding" else (
             "it scores the vocabulary"
         )  # fmt: skip
-        out[fqn] = Preset("vocab", Reason(f"auto: {words}"))
-    for fqn in choice.proof.summed_modules:
-        reason = Reason("auto: whole, and its result meets cut values, so gradients are added up")
-        out[fqn] = Preset(_SUM, reason)
+        out[fqn] = Preset("vocab", Reason(f"auto: {words}"), is_proved=True)
     return out
 
 
@@ -130,20 +135,15 @@ def _why(places: Places, region: Region, fqn: str) -> str:
 
 
 def _counted(places: Places, region: Region, fqn: str) -> str:
-    sizes = places.classes.sizes
-    for tensor in places.graph.owned(fqn):
-        for dim in places.classes.dims[places.values[tensor.fqn]]:
-            if region.factor in dim and region.unit > 1:
-                behind = dim[dim.index(region.factor) :]
-                heads = 1
-                for factor in behind[: max(len(behind) - 1, 1)]:
-                    heads *= sizes[factor]
-                fused = f"{region.pieces[fqn]} x " if fqn in region.pieces else ""
-                return f"{fused}{heads} heads"
-            if region.factor in dim:
-                fused = f"{region.pieces[fqn]} x " if fqn in region.pieces else ""
-                return f"{fused}{region.size} features"
-    return f"{region.size} features"
+    """ "8 heads", or "128 features" where nothing looks into a place."""
+    classes = places.classes
+    dims = (d for t in places.graph.owned(fqn) for d in classes.dims[places.values[t.fqn]])
+    dim = next(d for d in dims if region.factor in d)
+    behind = dim[dim.index(region.factor) :]
+    count = math.prod(classes.sizes[f] for f in behind if f not in classes.blocked)
+    word = "heads" if any(f in classes.blocked for f in behind) else "features"
+    fused = f"{region.pieces[fqn]} x " if fqn in region.pieces else ""
+    return f"{fused}{count} {word}"
 
 
 def _common(one: list[str], other: list[str]) -> int:

@@ -41,7 +41,6 @@ class Region:
         parts: Parameters that plain code computes with, by fqn: the dim along which each rank
             takes its part.
         num_elements: Of all parameters that it cuts.
-        unit: Elements of one place along the projections' features: 1, or those of a head.
     """
 
     factor: Factor
@@ -50,7 +49,6 @@ class Region:
     pieces: Mapping[str, int] = field(default_factory=dict)
     parts: Mapping[str, int] = field(default_factory=dict)
     num_elements: int = 0
-    unit: int = 1
 
 
 class NoRegion(Exception):
@@ -105,7 +103,6 @@ def find_region(places: Places, factor: Factor) -> Region:
     words: dict[str, str] = {}
     pieces: dict[str, int] = {}
     parts: dict[str, int] = {}
-    unit = 1
     num_elements = 0
     for name in places.by_factor.get(factor, ()):
         tensor = places.graph.tensors[name]
@@ -129,8 +126,6 @@ def find_region(places: Places, factor: Factor) -> Region:
                 raise NoRegion(f"{owner} would be cut along both of its dims")
             if word == "packed_colwise":
                 pieces[owner] = outer
-            if word in ("colwise", "packed_colwise") and len(dims) == 2:
-                unit = max(unit, _size(places, dim[dim.index(factor) + 1 :][-1:]))
     opens = any(w in ("colwise", "packed_colwise") and places.graph.modules[m].kind != "embedding"
                 for m, w in words.items())  # fmt: skip
     if not opens or "rowwise" not in words.values():
@@ -142,7 +137,6 @@ def find_region(places: Places, factor: Factor) -> Region:
         pieces=pieces,
         parts=parts,
         num_elements=num_elements,
-        unit=unit,
     )
 
 
