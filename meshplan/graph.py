@@ -88,7 +88,12 @@ class ModuleInfo:
             transposed linear), "norm", "container" (ModuleList, Sequential, ModuleDict), "other".
         head_dim: For a projection inside an attention module, the elements of one head along
             its head dim; None where the model does not say. A cut must keep heads whole.
-        packed: How many projections are fused in one weight (3 for QKV), 1 if none.
+        packed: How many projections are fused in one weight, one after the other (3 for QKV);
+            1 if none.
+        pieces: Their sizes along the output dim, such as (4096, 1024, 1024) for q, k and v; ()
+            if it is none, or if the sizes are not known.
+        sizes: The integer attributes of an attention module that count heads or what follows
+            from their number, by name (`heads.ROLES`).
         has_forward: Whether it is called itself; False for ModuleList and ModuleDict, which
             only hold others and so cannot be a unit of sharding.
         numbers: Integers above 1 that the instance holds as attributes, by name: its code may
@@ -102,6 +107,8 @@ class ModuleInfo:
     kind: str = "other"
     head_dim: int | None = None
     packed: int = 1
+    pieces: tuple[int, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
     has_forward: bool = True
     numbers: Mapping[str, int] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()

@@ -77,7 +77,10 @@ class Plan:
                 fqn: [list(u.shard_axes), u.reshard_after_forward, str(u.precision)]
                 for fqn, u in a.units.items()
             },
-            "styles": {fqn: [u.style.name, u.axis] for fqn, u in a.styles.items()},
+            "styles": {
+                fqn: [u.style.name, u.axis, [(p.size, p.parts) for p in u.pieces]]
+                for fqn, u in a.styles.items()
+            },
             "attributes": [[x.module, x.name, x.whole, x.local] for x in a.attributes],
             "recompute": {fqn: str(r.policy) for fqn, r in a.recompute.items()},
             "apply": [[fqn, code] for fqn, code, _ in a.apply],

@@ -22,7 +22,7 @@ from meshplan.spec import (
     Rule,
     Selector,
 )
-from meshplan.styles import PLANNED_STYLES, STYLE_NAMES, parse_placement
+from meshplan.styles import PLANNED_STYLES, STYLE_NAMES, parse_packed, parse_placement
 from meshplan.units import parse_bytes
 from meshplan.values import (
     Decoder,
@@ -226,9 +226,11 @@ def _placement(axis: str, value: Value, found: Findings) -> str | None:
         return AUTO
     elif _PARTIAL.fullmatch(word):
         found.add(value, f"{show(value)} cannot be declared: parameters are never partial", fix)
-    elif word not in _STYLES:
+    elif parse_packed(word)[0] not in _STYLES:
         known = (*_STYLES, "replicate", AUTO, "S(0)", "S(1)")
         found.add(value, f"{show(value)} is not a placement", did_you_mean(word, known, fix))
+    elif 0 in (sizes := parse_packed(word)[1]) or sizes == (1,):
+        found.add(value, f"{show(value)} names no pieces", "write packed_colwise(2), say")
     elif axis in DATA_AXES:
         what = f"'{word}' is a tensor-parallel style, and {axis} is a data axis"
         found.add(value, what, f"write tp: {word}, or {axis}: S(0)")

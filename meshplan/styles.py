@@ -59,6 +59,7 @@ def _rows() -> dict[tuple[str, str], Style]:
     #   name                              kinds            cut dim  input     output
     row("colwise",                        "linear conv1d", "out",   whole,    cut)
     row("colwise",                        "embedding",     "embed", ready,    cut)
+    row("packed_colwise",                 "linear conv1d", "out",   whole,    cut)
     row("colwise_gather_output",          "linear conv1d", "out",   whole,    gather)
     row("colwise_gather_output",          "embedding",     "embed", ready,    gather)
     row("rowwise",                        "linear conv1d", "in",    cut,      add)
@@ -87,7 +88,7 @@ nothing else takes a proof."""
 
 STYLE_NAMES: Final = tuple(dict.fromkeys(name for name, _ in STYLES))
 
-PLANNED_STYLES: Final = ("packed_colwise", "packed_rowwise", "ep_dispatch_experts")
+PLANNED_STYLES: Final = ("packed_rowwise", "ep_dispatch_experts")
 """Words of the format that this version refuses with "not yet"."""
 
 _PLACEMENTS: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
@@ -111,6 +112,7 @@ WEIGHT_DIMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 """Named dims of `weight` by module kind."""
 
+_PACKED = re.compile(r"^(packed_colwise)\(\s*(\d+(?:\s*,\s*\d+)*)\s*\)$")
 _PLACEMENT = re.compile(r"^(?:s|shard)\(\s*(-?\d+)\s*\)$", re.IGNORECASE)
 
 
@@ -140,6 +142,18 @@ def parse_placement(word: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def parse_packed(word: str) -> tuple[str, tuple[int, ...]]:
+    """A style's name and what stands in brackets: a number of equal pieces, or their sizes.
+
+    >>> parse_packed("packed_colwise(64, 16, 16)"), parse_packed("colwise")
+    (('packed_colwise', (64, 16, 16)), ('colwise', ()))
+    """
+    found = _PACKED.match(word.strip())
+    if not found:
+        return word, ()
+    return found[1], tuple(int(number) for number in found[2].split(","))
+
+
 def style_for(word: str, kind: str) -> Style | None:
     """The row for a style name or an `S(d)` on a module of this kind; None when it has none."""
     dim = parse_placement(word)
@@ -148,9 +162,9 @@ def style_for(word: str, kind: str) -> Style | None:
         if not -len(dims) <= dim < len(dims):
             return None
         word = _PLACEMENTS[kind, dims[dim]]
-    return STYLES.get((word, kind))
+    return STYLES.get((parse_packed(word)[0], kind))
 
 
 def kinds_of(name: str) -> tuple[str, ...]:
     """The module kinds that a style name exists for."""
-    return tuple(kind for style, kind in STYLES if style == name)
+    return tuple(kind for style, kind in STYLES if style == parse_packed(name)[0])

@@ -21,7 +21,7 @@ LEVELS = [
     for line in """
         version errors units
         mesh hardware recipes
-        layout flow spec styles
+        layout flow spec styles heads
         rehearsal
         graph dims
         match strategies agreement

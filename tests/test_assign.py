@@ -169,13 +169,13 @@ def test_nothing_to_recompute() -> None:
 
 def test_what_this_version_lacks_is_refused_by_name_and_all_at_once() -> None:
     asked = {
-        "pipeline": {"schedule": "1F1B"}, "offload": "params", "tp_plan": "hf",
+        "pipeline": {"schedule": "1F1B"}, "offload": "params", "tp_plan": "auto",
         "loss_parallel": True, "sync_batchnorm": True, "compile": True,
         "solve": {"objective": "time"}, "batch": {"micro": "auto", "accumulate": {0: 2}},
         "activation_checkpointing": "auto",
     }  # fmt: skip
     rules = [
-        rule("head", stage=0, offload="params", place={"tp": "packed_colwise"}),
+        rule("head", stage=0, offload="params", place={"tp": "packed_rowwise"}),
         rule("embed", place={"ep": "S(0)", "dp_shard": "auto"}),
         tp("norm", "auto"),
     ]

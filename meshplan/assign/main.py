@@ -9,9 +9,11 @@ from typing import Literal
 from meshplan.assign.auto import apply_derived, derive
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.not_yet import not_yet
+from meshplan.assign.pieces import pieces_cut_twice
 from meshplan.assign.presets import presets_of
 from meshplan.assign.recompute import assign_recompute
-from meshplan.assign.tensor_parallel import TensorParallel, assign_tp, no_dim
+from meshplan.assign.tensor_cuts import TensorParallel
+from meshplan.assign.tensor_parallel import assign_tp, no_dim
 from meshplan.assign.types import Assignment, Placed, Reason, Recompute, Unit
 from meshplan.assign.units import PLACE, Units, assign_units
 from meshplan.errors import PlanError, Problem
@@ -224,6 +226,12 @@ def _data_cut(
             units.report(no_dim(tensor, dim, reason.origin))
         dim = 0  # A module's S(1) is about its weight; its bias has only one dim.
     dim %= len(tensor.shape)
+    if tp_layout.pieces(dim) > 1:
+        # Two cuts of one dim in pieces are no placement: the whole tensor would come out permuted.
+        if stated is not None and stated.text.startswith("dp_shard:"):
+            units.report(pieces_cut_twice(tensor, dim, spec.origin(stated.path)))
+        dim = 1 - dim
+        reason = Reason(f"{reason.text}, dim {dim}: tp cuts pieces of the other", reason.origin)
     size = tp_layout.local_shape(tensor.shape, mesh)[dim]
     if dim and size % mesh.size("dp_shard"):
         # FSDP2 pads dim 0 only.

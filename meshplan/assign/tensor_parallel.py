@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
 
 from meshplan.assign.cascade import Cascade, Stated
-from meshplan.assign.types import LocalAttribute, Preset, Reason, StyleUse
+from meshplan.assign.heads import local_attributes
+from meshplan.assign.pairs import check_pairs, check_tied
+from meshplan.assign.pieces import are_equal, share_out
+from meshplan.assign.tensor_cuts import TensorCut, TensorParallel, report
+from meshplan.assign.types import Preset, Reason, StyleUse
 from meshplan.errors import Origin, Problem
 from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
-from meshplan.layout import Layout
+from meshplan.layout import Layout, Piece
 from meshplan.mesh import Mesh
 from meshplan.spec import AUTO, Spec
 from meshplan.styles import (
@@ -25,58 +27,6 @@ from meshplan.styles import (
 )
 
 _FIELD = "place.tp"
-
-
-@dataclass(frozen=True, slots=True)
-class _Partner:
-    """The style that must stand near another, and what is amiss without it."""
-
-    style: str
-    what: str
-    fix: str
-    is_error: bool = False
-
-
-_PARTNERS: Final[Mapping[str, _Partner]] = {
-    "colwise": _Partner(
-        "rowwise",
-        "leaves its output cut, but no rowwise module near it takes it up",
-        "make the projection that consumes it rowwise, or use colwise_gather_output",
-    ),
-    "rowwise": _Partner(
-        "colwise",
-        "expects its input cut, but no colwise module near it leaves one",
-        "make the projections that feed it colwise, or use rowwise_split_input",
-    ),
-    # Without parts the sum would count every gradient once per rank, silently.
-    "replicated_with_grad_allreduce": _Partner(
-        "colwise",
-        "adds up gradients of parts, but no colwise module near it leaves parts",
-        "make the projections that feed it colwise, or remove the placement",
-        is_error=True,
-    ),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorCut:
-    """How tp lays out one parameter, and why."""
-
-    layout: Layout
-    gathered: bool
-    reason: Reason
-    is_local: bool = False
-
-
-@dataclass(slots=True)
-class TensorParallel:
-    """The tp side of an assignment: styles by module and cuts by parameter fqn."""
-
-    styles: dict[str, StyleUse] = field(default_factory=dict)
-    cuts: dict[str, TensorCut] = field(default_factory=dict)
-    attributes: list[LocalAttribute] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    warnings: list[Problem] = field(default_factory=list)
 
 
 def assign_tp(
@@ -115,9 +65,11 @@ def assign_tp(
         if found:
             _assign_param(graph, tensor, _said(spec, found), out)
     proved = {fqn for fqn, said in stated.items() if said.is_proved}
-    _check_tied(graph, mesh, out, proved)
-    _check_pairs(mesh, out, proved)
-    if mesh.size("tp") > 1 and spec.tp_plan == "none" and not any("tp" in rule.place for rule in spec.rules):
+    check_tied(graph, mesh, out, proved)
+    check_pairs(mesh, out, proved)
+    local_attributes(graph, mesh, out)
+    says_nothing = spec.tp_plan == "none" and not any("tp" in rule.place for rule in spec.rules)
+    if mesh.size("tp") > 1 and says_nothing:
         out.problems.append(
             Problem(
                 f"the axis tp of size {mesh.size('tp')} cuts nothing: "
@@ -149,8 +101,6 @@ def _assign_module(
     word, reason = said.word, said.reason
     if word in PLANNED_STYLES:
         return  # Refused by `not_yet`.
-    if word == AUTO:
-        return  # What the data flow says of the modules inside stands in the preset.
     owned = [t for t in graph.owned(info.fqn) if not t.is_buffer]
     if word == "R":
         for tensor in owned:
@@ -164,18 +114,16 @@ def _assign_module(
             for tensor in owned:
                 _cut_param(graph, tensor, dim, reason, out)
             return
-        _report(out, _cannot_take(graph, info, said))
+        report(out, _cannot_take(graph, info, said))
         return
-    checked = said.is_proved or style.cut_dim is None
-    if not checked and not _divides(graph, mesh, info, style, said, out):
+    pieces: tuple[Piece, ...] | Problem = said.pieces
+    if style.cut_dim and not said.is_proved:
+        pieces = _share_out(graph, mesh, info, style, said)
+    if isinstance(pieces, Problem):
+        report(out, pieces)
         return
-    out.styles[info.fqn] = StyleUse(style, "tp", reason)
-    for tensor in owned:
-        layout = Layout.whole(len(tensor.shape))
-        dims = _dims(tensor, info)
-        if style.cut_dim in dims:
-            layout = layout.cut("tp", dims.index(style.cut_dim or ""))
-        _record(out, tensor, TensorCut(layout, False, reason))
+    out.styles[info.fqn] = StyleUse(style, "tp", reason, pieces)
+    _cut(graph, mesh, info, out.styles[info.fqn], out)
 
 
 def _dims(tensor: TensorInfo, owner: ModuleInfo) -> tuple[str, ...]:
@@ -215,60 +163,49 @@ def _either(words: tuple[str, ...]) -> str:
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def _divides(
-    graph: ModelGraph,
-    mesh: Mesh,
-    info: ModuleInfo,
-    style: Style,
-    said: Preset,
-    out: TensorParallel,
-) -> bool:
-    """Whether the cut keeps heads whole and pieces equal, as the code around it expects.
-
-    A gathered output may be uneven: nobody sees the pieces.
-    """
-    tp, cut_dim, word = mesh.size("tp"), style.cut_dim or "", said.word
-    weight = next((t for t in graph.owned(info.fqn) if cut_dim in _dims(t, info)), None)
+def _share_out(
+    graph: ModelGraph, mesh: Mesh, info: ModuleInfo, style: Style, said: Preset
+) -> tuple[Piece, ...] | Problem:
+    """What each rank computes of the dim that the style cuts; () for a plain cut."""
+    dim = style.cut_dim or ""
+    weight = next((t for t in graph.owned(info.fqn) if dim in _dims(t, info)), None)
     if weight is None:
-        _report(out, Problem(
-            f"{info.fqn} ({info.type}) has no parameter with a dim '{cut_dim}': its weight is "
+        return Problem(
+            f"{info.fqn} ({info.type}) has no parameter with a dim '{dim}': its weight is "
             "computed from others (weight_norm and its likes)",
             said.reason.origin,
             "leave this module out of tp",
-        ))  # fmt: skip
-        return False
-    size = weight.shape[_dims(weight, info).index(cut_dim)]
-    pieces_are_seen = "S(-1)" in (style.input[0], style.output[1])
-    problem: Problem | None = None
-    if info.packed > 1 and pieces_are_seen and cut_dim == "out":
-        problem = Problem(
-            f"{info.fqn} ({info.type}) fuses {info.packed} projections in one weight, and "
-            f"'{word}' would cut across them",
-            said.reason.origin,
-            "leave this module out (packed_colwise is not available yet in this version)",
         )
-    elif pieces_are_seen and info.head_dim and (size // info.head_dim) % tp:
-        heads = size // info.head_dim
-        problem = Problem(
-            f"{info.fqn}: {heads} heads of {info.head_dim} do not divide by tp {tp}",
-            said.reason.origin,
-            _divisor_fix(heads, tp, "q, k, v and the output projection"),
-        )
-    elif pieces_are_seen and size % tp:
-        problem = Problem(
-            f"{info.fqn}: its dim '{cut_dim}' of size {size} does not divide by tp {tp}",
-            said.reason.origin,
-            _divisor_fix(size, tp, "this module and its counterparts"),
-        )
-    if problem is None:
-        return True
-    _report(out, problem)
-    return False
+    size = weight.shape[_dims(weight, info).index(dim)]
+    return share_out(graph, info, style, said, size, mesh.size("tp"))
 
 
-def _divisor_fix(size: int, tp: int, whole: str) -> str:
-    divisor = max(d for d in range(1, tp) if size % d == 0)
-    return f"use tp: {divisor}" if divisor > 1 else f"leave {whole} out of tp together"
+def _cut(
+    graph: ModelGraph, mesh: Mesh, info: ModuleInfo, use: StyleUse, out: TensorParallel
+) -> None:
+    """Lay out the parameters of a module under its style.
+
+    A weight in equal pieces is cut in each of them, which one placement can say as long as the
+    data axes cut another dim. Every other weight in pieces stays whole, and so do biases: each
+    rank computes with its own rows, and gradients are added up.
+    """
+    tp, dim, reason = mesh.size("tp"), use.style.cut_dim, use.reason
+    for tensor in graph.owned(info.fqn):
+        if tensor.is_buffer:
+            continue
+        layout, dims, why = Layout.whole(len(tensor.shape)), _dims(tensor, info), reason
+        at = dims.index(dim) if dim in dims else None
+        if at is not None and not use.pieces:
+            layout = layout.cut("tp", at)
+        elif at is not None and tp > 1:
+            others = [size for d, size in enumerate(tensor.shape) if d != at]
+            if others and are_equal(use.pieces, tp) and others[0] % mesh.size("dp_shard") == 0:
+                layout = layout.cut("tp", at, len(use.pieces))
+            else:
+                sizes = "+".join(str(piece.size) for piece in use.pieces)
+                why = Reason(f"{reason.text}, whole: each rank takes its part of {sizes}",
+                             reason.origin)  # fmt: skip
+        _record(out, tensor, TensorCut(layout, False, why))
 
 
 def _assign_param(graph: ModelGraph, tensor: TensorInfo, said: Preset, out: TensorParallel) -> None:
@@ -280,7 +217,7 @@ def _assign_param(graph: ModelGraph, tensor: TensorInfo, said: Preset, out: Tens
     elif dim is not None:
         _cut_param(graph, tensor, dim, reason, out)
     else:
-        _report(out, Problem(
+        report(out, Problem(
             f"'{word}' is a style for modules, not a placement of one parameter",
             reason.origin,
             "use S(0), S(1) or R, or match the module instead",
@@ -293,7 +230,7 @@ def _cut_param(
     """S(d) on a parameter: stored cut, gathered each time its module runs."""
     owner = graph.modules[graph.first_name(tensor.module)]
     if not owner.has_forward:
-        _report(out, Problem(
+        report(out, Problem(
             f"{tensor.fqn} cannot be cut: {owner.type} is never called itself, so nothing says "
             "when to gather it",
             reason.origin,
@@ -301,7 +238,7 @@ def _cut_param(
         ))  # fmt: skip
         return
     if not -len(tensor.shape) <= dim < len(tensor.shape):
-        _report(out, no_dim(tensor, dim, reason.origin))
+        report(out, no_dim(tensor, dim, reason.origin))
         return
     layout = Layout.whole(len(tensor.shape)).cut("tp", dim)
     _record(out, tensor, TensorCut(layout, True, reason))
@@ -322,7 +259,7 @@ def _record(out: TensorParallel, tensor: TensorInfo, cut: TensorCut) -> None:
     """Note a cut; a tied tensor that is cut twice must be cut alike."""
     before = out.cuts.get(tensor.fqn)
     if before is not None and before.layout != cut.layout:
-        _report(out, Problem(
+        report(out, Problem(
             f"{tensor.fqn} and {tensor.aliases[0] if tensor.aliases else tensor.fqn} are one "
             f"tensor, but {before.reason} says {before.layout} and this says {cut.layout}",
             cut.reason.origin,
@@ -330,67 +267,3 @@ def _record(out: TensorParallel, tensor: TensorInfo, cut: TensorCut) -> None:
         ))  # fmt: skip
         return
     out.cuts[tensor.fqn] = cut
-
-
-def _check_tied(graph: ModelGraph, mesh: Mesh, out: TensorParallel, proved: set[str]) -> None:
-    """A tied weight that one of its modules computes on in shards must suit the other too."""
-    for fqn, cut in out.cuts.items():
-        tensor = graph.tensors[fqn]
-        if cut.gathered or not cut.layout.axes or mesh.size("tp") == 1:
-            continue
-        for name in tensor.names:
-            module = name.rpartition(".")[0]
-            owners = {graph.first_name(n.rpartition(".")[0]) for n in tensor.names}
-            if graph.first_name(module) not in out.styles and not owners & proved:
-                _report(out, Problem(
-                    f"{' and '.join(tensor.names)} are one tensor, but only "
-                    f"{_styled(tensor, out)} has a tp style",
-                    cut.reason.origin,
-                    f"give '{module}' a style that cuts it alike, such as vocab",
-                ))  # fmt: skip
-
-
-def _styled(tensor: TensorInfo, out: TensorParallel) -> str:
-    modules = (name.rpartition(".")[0] for name in tensor.names)
-    return ", ".join(m for m in modules if m in out.styles)
-
-
-def _check_pairs(mesh: Mesh, out: TensorParallel, proved: set[str]) -> None:
-    """What one module leaves cut, another near it must take up, and the other way round."""
-    if mesh.size("tp") == 1:
-        return
-    inside = _styles_inside(out)
-    seen: set[object] = set()
-    for fqn, use in out.styles.items():
-        name = use.style.name
-        partner = _PARTNERS.get(name)
-        if partner is None or use.style.kind == "embedding" or use.reason in seen or fqn in proved:
-            continue
-        # Attention blocks such as BERT's keep q, k, v one level below their output projection.
-        around = fqn.rpartition(".")[0]
-        levels = (around, around.rpartition(".")[0])
-        if any(partner.style in inside.get(level, ()) for level in levels):
-            continue
-        seen.add(use.reason)
-        problem = Problem(f"{fqn} is {name} and {partner.what}", use.reason.origin, partner.fix)
-        if partner.is_error:
-            _report(out, problem)
-        else:
-            out.warnings.append(problem)
-
-
-def _styles_inside(out: TensorParallel) -> dict[str, set[str]]:
-    """By module: the styles of everything below it; the root knows its children's only."""
-    inside: dict[str, set[str]] = {}
-    for fqn, use in out.styles.items():
-        parent = fqn.rpartition(".")[0]
-        inside.setdefault(parent, set()).add(use.style.name)
-        while parent := parent.rpartition(".")[0]:
-            inside.setdefault(parent, set()).add(use.style.name)
-    return inside
-
-
-def _report(out: TensorParallel, problem: Problem) -> None:
-    """One mistake, one message: a rule that hits 32 layers reports the first."""
-    if not any(p.origin == problem.origin for p in out.problems):
-        out.problems.append(problem)

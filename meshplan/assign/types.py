@@ -8,7 +8,7 @@ from typing import Literal
 
 from meshplan.errors import Origin, Problem
 from meshplan.graph import TensorInfo
-from meshplan.layout import Layout
+from meshplan.layout import Layout, Piece
 from meshplan.mesh import Mesh
 from meshplan.spec import ActivationCheckpointing, Precision
 from meshplan.strategies import Strategy
@@ -34,11 +34,13 @@ class Preset:
         word: A style name or a placement, as a rule would state it.
         reason: Shown for every tensor that it places.
         is_proved: The data flow says that it is right, whatever names and neighbours suggest.
+        pieces: Then what each rank computes of the output dim, () for a plain cut.
     """
 
     word: str
     reason: Reason
     is_proved: bool = False
+    pieces: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +126,34 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class StyleUse:
-    """A style on a module, along one axis."""
+    """A style on a module, along one axis.
+
+    Args:
+        pieces: What a rank computes of the output dim where that is no plain cut: a part of
+            each of these. The module then computes on local tensors.
+    """
 
     style: Style
     axis: str
     reason: Reason
+    pieces: tuple[Piece, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAttribute:
+    """An attribute that counts what tp cuts: the module's code must see this rank's number.
+
+    Args:
+        module: The fqn of the module that holds it.
+        name: Of the attribute.
+        whole: Its value on one process.
+        local: Its value on each rank.
+    """
+
+    module: str
+    name: str
+    whole: int
+    local: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +194,7 @@ class Assignment:
         units: By fqn, inner ones before the ones around them.
         styles: By module fqn.
         recompute: By module fqn.
+        attributes: Numbers of heads and the like that modules must see as this rank has them.
         apply: (module fqn, "pkg.mod:function", reason): code the plan names.
         sequence_parallel: Activations between styled modules are cut along the sequence.
         warnings: Things that work but are probably not meant.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -29,6 +30,10 @@ class DimClasses:
     sizes: Mapping[Factor, int]
     blocked: Mapping[Factor, str]
     summed: Mapping[int, Dim]
+
+    def sizes_of(self, dim: Dim) -> int:
+        """The size of a dim, or of a part of one."""
+        return math.prod(self.sizes[factor] for factor in dim)
 
     def factors_of(self, value: int) -> frozenset[Factor]:
         """All factors of a value."""

@@ -87,9 +87,13 @@ def _part(value: torch.Tensor, fqn: str, plan: Plan) -> torch.Tensor:
     """This rank's part of a full value, in the dtype it is stored in."""
     placed = plan.assignment.tensors[fqn]
     value = value.detach()
-    slices = placed.stored.slices(placed.info.shape, plan.mesh, dist.get_rank())
+    ranges = placed.stored.ranges(placed.info.shape, plan.mesh, dist.get_rank())
     dtype = getattr(torch, placed.dtype)
-    part = value[slices].to(dtype=dtype)
+    part = value
+    for dim, slices in enumerate(ranges):
+        pieces = [part.narrow(dim, s.start, s.stop - s.start) for s in slices]
+        part = torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
+    part = part.to(dtype=dtype)
     return part.clone() if part.data_ptr() == value.data_ptr() else part.contiguous()
 
 

@@ -119,7 +119,20 @@ def placement(layout: Layout, axis: str) -> Placement:
     if axis in layout.partial:
         return Partial()
     dim = layout.dim_of(axis)
-    return Replicate() if dim is None else Shard(dim)
+    if dim is None:
+        return Replicate()
+    return _packed(dim, layout.pieces(dim)) if layout.pieces(dim) > 1 else Shard(dim)
+
+
+def _packed(dim: int, pieces: int) -> Placement:
+    """Each of the equal pieces of a dim cut by itself.
+
+    Private: no public placement says so. Its `full_tensor` is right as long as no other axis cuts
+    the same dim, which `Layout` asserts.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=pieces)
 
 
 def activation_placement(word: str) -> Placement:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distrib
 from meshplan.assign import Placed, StyleUse
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
+from meshplan.runtime.local_compute import compute_locally, set_local_attributes
 from meshplan.runtime.mesh import activation_placement, placement, submesh
 
 
@@ -46,9 +47,10 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
             _local_at_use(model, placed)
     outside = "S(1)" if plan.assignment.sequence_parallel else "R"
     for fqn, use in plan.assignment.styles.items():
+        if use.pieces:
+            compute_locally(model.get_submodule(fqn), use, tp)
         _flow(model.get_submodule(fqn), use, tp, outside)
-    for attribute in plan.assignment.attributes:
-        vars(model.get_submodule(attribute.module))[attribute.name] = attribute.local
+    set_local_attributes(model, plan)
 
 
 def _distribute(model: nn.Module, names: tuple[str, ...], tp: DeviceMesh, where: Placement) -> None:
@@ -96,6 +98,7 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
     arrives, wanted = spell(use.style.input)
     is_checked = use.style.input[0] != "outside" or arrives != Shard(1)
     _, leaves = spell(use.style.output)
+    gradient = [activation_placement(use.style.gradient)] if use.style.gradient else None
 
     def enter(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -112,11 +115,11 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
     def leave(module: nn.Module, args: tuple[Any, ...], output: DTensor) -> torch.Tensor:
         _check_even(output, leaves, tp)
         there = output.redistribute(placements=[leaves], async_op=True)
-        return there.to_local(grad_placements=[activation_placement(use.style.gradient)]
-                              if use.style.gradient else None)  # fmt: skip
+        return there.to_local(grad_placements=gradient)
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave)
+    if not use.pieces:  # Those compute on local tensors, and leave their part as it is.
+        module.register_forward_hook(leave)
 
 
 def _check_even(x: torch.Tensor, wanted: Placement, tp: DeviceMesh) -> None:

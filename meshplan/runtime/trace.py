@@ -1,7 +1,7 @@
 """A live `nn.Module`, on meta or real, as a `ModelGraph`.
 
-Knows torch's modules and what attention modules call their head size. Reads structure only:
-nothing is run and nothing is changed.
+Knows torch's modules; what attention modules call their sizes stands in `heads`. Reads structure
+only: nothing is run and nothing is changed.
 """
 
 from __future__ import annotations
@@ -13,17 +13,8 @@ from torch import nn
 
 from meshplan.flow import Flow
 from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo, is_inside
+from meshplan.heads import FUSED, HEAD_BY_HEAD, ROLES, pieces_of, role
 from meshplan.styles import dims_of
-
-_HEAD_DIM_ATTRIBUTES = (
-    "head_dim", "attention_head_size", "key_value_proj_dim", "dim_head", "d_head", "head_size",
-)  # fmt: skip
-"""What attention modules (torch, transformers, diffusers, timm) call the size of one head."""
-
-_PACKED_NAMES = MappingProxyType(
-    {"c_attn": 3, "qkv": 3, "qkv_proj": 3, "Wqkv": 3, "query_key_value": 3, "gate_up_proj": 2}
-)
-"""Projections that fuse several weights in one, by the names models give them."""
 
 
 def graph_of(model: nn.Module, flow: Flow | None = None) -> ModelGraph:
@@ -70,15 +61,19 @@ def _modules(model: nn.Module) -> dict[str, ModuleInfo]:
         module = by_id[key]
         parent = model.get_submodule(fqn.rpartition(".")[0])
         kind = _kind(module)
-        is_projection = kind in ("linear", "conv1d")
+        is_projection = kind in ("linear", "conv1d") and parent is not module
+        around = _sizes(parent) if is_projection else {}
+        head_dim, leaf = role(around, "head_dim"), fqn.rpartition(".")[2]
         cls = type(module)
         out[fqn] = ModuleInfo(
             fqn=fqn,
             type=cls.__name__,
             qualified_type=f"{cls.__module__}.{cls.__qualname__}",
             kind=kind,
-            head_dim=_head_dim(parent) if is_projection and parent is not module else None,
-            packed=_PACKED_NAMES.get(fqn.rpartition(".")[2], 1) if is_projection else 1,
+            head_dim=head_dim * HEAD_BY_HEAD.get(leaf, 1) if head_dim else None,
+            packed=FUSED.get(leaf, 1) if is_projection else 1,
+            pieces=pieces_of(leaf, _width(module), around) if is_projection else (),
+            sizes=MappingProxyType(_sizes(module)),
             has_forward=type(module).forward is not nn.Module.forward and not _is_bypassed(module),
             numbers=MappingProxyType(
                 {k: v for k, v in vars(module).items() if type(v) is int and v > 1}
@@ -139,10 +134,16 @@ def _is_bypassed(module: nn.Module) -> bool:
     return type(module).__name__ == "NonDynamicallyQuantizableLinear"
 
 
-def _head_dim(parent: nn.Module) -> int | None:
-    """The size of one attention head, where the module around a projection states it."""
-    for attribute in _HEAD_DIM_ATTRIBUTES:
-        value = vars(parent).get(attribute)  # Not a property: that would run user code.
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
+def _width(projection: nn.Module) -> int:
+    """The size of the output dim of a Linear or a Conv1D."""
+    name = "out_features" if isinstance(projection, nn.Linear) else "nf"
+    return int(vars(projection)[name])
+
+
+def _sizes(module: nn.Module) -> dict[str, int]:
+    """The attributes that count heads, as the instance states them; properties are user code."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name in ROLES and type(value) is int and value > 0
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshplan.assign.auto.derive import Derived
-from meshplan.assign.tensor_parallel import TensorCut, TensorParallel
+from meshplan.assign.tensor_cuts import TensorCut, TensorParallel
 from meshplan.assign.types import LocalAttribute, StyleUse
 from meshplan.graph import ModelGraph
 from meshplan.layout import Layout

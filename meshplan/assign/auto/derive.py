@@ -15,6 +15,7 @@ from meshplan.assign.types import LocalUse, Preset, Reason
 from meshplan.dims import classify
 from meshplan.errors import Origin, Problem
 from meshplan.graph import ModelGraph
+from meshplan.layout import Piece
 from meshplan.mesh import Mesh
 from meshplan.rehearsal import Rehearse
 from meshplan.spec import AUTO, Spec
@@ -69,7 +70,7 @@ def derive(
     whole = _whole(places, choice, may_cut)
     if not choice.regions and not choice.gathered:
         return Derived(problems=(_nothing(whole, size, origin),))
-    preset = _preset(places, choice)
+    preset = _preset(places, choice, size)
     reasons = {fqn: Preset("R", Reason(f"auto: whole, {why}")) for fqn, why in whole.items()}
     return Derived(
         preset=MappingProxyType({**reasons, **preset}),
@@ -106,14 +107,28 @@ def _nothing(whole: Mapping[str, str], size: int, origin: Origin) -> Problem:
     )
 
 
-def _preset(places: Places, choice: Choice) -> dict[str, Preset]:
+def _pieces(places: Places, region: Region, fqn: str, size: int) -> tuple[Piece, ...]:
+    """The equal pieces of a packed projection's output, each cut by itself."""
+    count = region.pieces.get(fqn)
+    if count is None:
+        return ()
+    widths = (
+        places.classes.sizes_of(dim)
+        for tensor in places.graph.owned(fqn)
+        if tensor.fqn in places.values
+        for dim in places.classes.dims[places.values[tensor.fqn]]
+        if region.factor in dim
+    )
+    return (Piece(next(widths) // count, size),) * count
+
+
+def _preset(places: Places, choice: Choice, size: int) -> dict[str, Preset]:
     out: dict[str, Preset] = {}
     for region in choice.regions:
         for fqn, word in region.words.items():
-            pieces = region.pieces.get(fqn)
-            spelled = f"{word}({pieces})" if pieces else word
             reason = Reason(f"auto: {_why(places, region, fqn)}")
-            out[fqn] = Preset(spelled, reason, is_proved=True)
+            pieces = _pieces(places, region, fqn, size)
+            out[fqn] = Preset(word, reason, is_proved=True, pieces=pieces)
     for fqn in choice.gathered:
         words = "its rows are the vocabulary" if places.graph.modules[fqn].kind == "embedding" else (
             "it scores the vocabulary"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from meshplan.dims import DimClasses
-from meshplan.dims.factors import Dim, Factor
+from meshplan.dims.factors import Factor
 from meshplan.flow import Call
 from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
 
@@ -109,7 +109,7 @@ def find_region(places: Places, factor: Factor) -> Region:
         dims = places.classes.dims[places.values[name]]
         along = [place for place, dim in enumerate(dims) if factor in dim]
         dim = dims[along[0]]
-        outer = _size(places, dim[: dim.index(factor)])
+        outer = places.classes.sizes_of(dim[: dim.index(factor)])
         num_elements += tensor.numel
         owners = places.owners(tensor)
         if places.used_outside(tensor, owners):
@@ -142,13 +142,6 @@ def find_region(places: Places, factor: Factor) -> Region:
 
 def _is_plain(places: Places, info: ModuleInfo) -> bool:
     return info.kind in _PLAIN and info.fqn in places.calls and not places.does_more(info)
-
-
-def _size(places: Places, dim: Dim) -> int:
-    out = 1
-    for factor in dim:
-        out *= places.classes.sizes[factor]
-    return out
 
 
 def _word(info: ModuleInfo, tensor: TensorInfo, dim: int, outer: int) -> str | None:
