@@ -157,23 +157,6 @@ class LocalAttribute:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalAttribute:
-    """An attribute that counts what tp cuts: the module's code must see this rank's number.
-
-    Args:
-        module: The fqn of the module that holds it.
-        name: Of the attribute.
-        whole: Its value on one process.
-        local: Its value on each rank.
-    """
-
-    module: str
-    name: str
-    whole: int
-    local: int
-
-
-@dataclass(frozen=True, slots=True)
 class Recompute:
     """Activation checkpointing of one module."""
 

@@ -46,8 +46,8 @@ def classify(flow: Flow) -> DimClasses:
     for number, op in enumerate(flow.ops):
         link(linker, number, op)
     factors = linker.factors
-    for value, dims in linker.dims.items():
-        leaves = [leaf for dim in dims for leaf in factors.leaves(dim)]
+    for value, found in linker.dims.items():
+        leaves = [leaf for dim in found for leaf in factors.leaves(dim)]
         twice = [leaf for leaf in set(leaves) if leaves.count(leaf) > 1]
         origin = flow.values[value].origin
         factors.block(twice, "two dims of one tensor run along it")

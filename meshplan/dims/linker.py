@@ -96,7 +96,7 @@ def argument(op: Op, place: int, name: str, default: Any = None) -> Any:
 
 
 def base_name(op: Op) -> str:
-    """ "mm" of "aten.mm.default"."""
+    """The operator without its room and overload: "mm" of "aten.mm.default"."""
     return op.name.split(".")[1] if "." in op.name else op.name
 
 

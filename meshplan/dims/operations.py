@@ -17,24 +17,32 @@ from meshplan.flow import UPDATE, Op
 Handler = Callable[[Linker, int, Op], None]
 
 _ALONG: Final = frozenset(
-    "_to_copy alias detach clone copy_ lift_fresh native_dropout bernoulli bernoulli_ masked_fill "
-    "masked_fill_ fill_ zero_ contiguous dropout zeros_like ones_like full_like empty_like "
-    "rand_like randn_like polar complex real imag".split()
-)
+    (
+        "_to_copy", "alias", "detach", "clone", "copy_", "lift_fresh", "native_dropout",
+        "bernoulli", "bernoulli_", "masked_fill", "masked_fill_", "fill_", "zero_",
+        "contiguous", "dropout", "zeros_like", "ones_like", "full_like", "empty_like",
+        "rand_like", "randn_like", "polar", "complex", "real", "imag",
+    )
+)  # fmt: skip
 """Element by element, though torch does not tag them so."""
 
 UNIFORM: Final = frozenset(
-    "zeros ones full empty new_zeros new_ones new_full new_empty scalar_tensor empty_strided "
-    "new_empty_strided".split()
-)
+    (
+        "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty",
+        "scalar_tensor", "empty_strided", "new_empty_strided",
+    )
+)  # fmt: skip
 """Makes a tensor that is the same everywhere."""
 
-_REDUCED: Final[Mapping[str, tuple[int, ...]]] = MappingProxyType(
+_REDUCED: Final[Mapping[str, int]] = MappingProxyType(
     dict.fromkeys(
-        "sum mean amax amin argmax argmin var std var_mean std_mean logsumexp linalg_vector_norm "
-        "norm any all prod max min median nanmean nansum count_nonzero".split(), (1,)
+        (
+            "sum", "mean", "amax", "amin", "argmax", "argmin", "var", "std", "var_mean",
+            "std_mean", "logsumexp", "any", "all", "prod", "max", "min", "median", "nanmean",
+            "nansum", "count_nonzero",
+        ), 1,
     )
-    | {"linalg_vector_norm": (2,), "norm": (2,)}
+    | {"linalg_vector_norm": 2, "norm": 2}
 )  # fmt: skip
 """Takes many elements together along dims: the place of the argument that names them."""
 
@@ -162,8 +170,7 @@ def _attention(linker: Linker, number: int, op: Op) -> None:
 
 def _reduce(linker: Linker, op: Op, name: str) -> None:
     dims, shape = linker.of_shape(op.args[0])
-    (place,) = _REDUCED[name]
-    which = argument(op, place, "dim")
+    which = argument(op, _REDUCED[name], "dim")
     if name in ("max", "min") and len(op.args) > 1 and not isinstance(op.args[1], int):
         linker.block_all(op, f"{name} is not known to keep it apart")
         return
@@ -202,7 +209,7 @@ def _looks_along(linker: Linker, op: Op, name: str) -> None:
 
 def _layer_norm(linker: Linker, number: int, op: Op) -> None:
     """native_layer_norm and _fused_rms_norm: (x, normalized shape, weight, bias, ...)."""
-    dims, shape = linker.of_shape(op.args[0])
+    dims = linker.of(op.args[0])
     last = len(tuple(op.args[1]))
     reason = "a norm takes it together"
     linker.block(dims[-last:], reason)

@@ -44,9 +44,7 @@ def _rehearse(model: nn.Module, inputs: Any, what: Rehearsal) -> Flow | Stopped:
         except Exception as error:  # The user's forward may raise anything on such shapes.
             first = (str(error).strip() or repr(error)).splitlines()[0]
             module, num_ops = recorder.progress()
-            return Stopped(
-                module=module, num_ops=num_ops, text=f"{type(error).__name__}: {first}"
-            )
+            return Stopped(module=module, num_ops=num_ops, text=f"{type(error).__name__}: {first}")
         return recorder.flow()
 
 

@@ -186,7 +186,7 @@ def _as_dtensor(
 
 
 def _local_at_use(model: nn.Module, placed: Placed) -> None:
-    """Plain code computes with what this rank holds: its part, or all and an addend of its gradient.
+    """Plain code computes with what this rank holds: its part, or all, adding up its gradient.
 
     Inside each forward, as for `_gather_at_use`.
     """

@@ -29,5 +29,5 @@ def apply_derived(graph: ModelGraph, derived: Derived, out: TensorParallel) -> N
     proved = {fqn.rpartition(".")[0] for fqn, said in derived.preset.items() if said.word != "R"}
     out.attributes = [a for a in out.attributes if a.module in out.styles or a.module not in proved]
     for (module, name), local in derived.attributes.items():
-        whole = graph.modules[module].numbers[name]
-        out.attributes.append(LocalAttribute(module, name, whole, local))
+        number = graph.modules[module].numbers[name]
+        out.attributes.append(LocalAttribute(module, name, number, local))

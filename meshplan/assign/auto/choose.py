@@ -173,7 +173,11 @@ def _vocabulary(places: Places, out: Choice, may_cut: Callable[[str], bool]) -> 
         if info.kind != "linear" or fqn in taken or fqn in found or fqn not in places.calls:
             continue
         weight = next((t for t in graph.owned(fqn) if len(t.shape) == 2), None)
-        if weight is None or weight.shape[0] not in rows or not _reaches_outputs(places, weight.fqn):
+        if (
+            weight is None
+            or weight.shape[0] not in rows
+            or not _reaches_outputs(places, weight.fqn)
+        ):
             continue
         shared = any(len(t.names) > 1 and _is_shared(places, t.fqn, fqn) for t in graph.owned(fqn))
         if not (shared or _cannot_gather(places, fqn, taken)) and may_cut(fqn) and (
@@ -223,14 +227,16 @@ def _from_input(places: Places, value: int) -> bool:
 
 
 _SAME_NUMBERS = frozenset(
-    "view _unsafe_view reshape alias detach clone _to_copy unsqueeze squeeze expand slice select "
-    "where masked_fill transpose clamp new_zeros copy_".split()
-)
+    (
+        "view", "_unsafe_view", "reshape", "alias", "detach", "clone", "_to_copy", "unsqueeze",
+        "squeeze", "expand", "slice", "select", "where", "masked_fill", "transpose", "clamp",
+        "new_zeros", "copy_",
+    )
+)  # fmt: skip
+"""Only looked at otherwise, or with a few replaced: still numbers of tokens."""
 
 
 def _reaches_outputs(places: Places, weight: str) -> bool:
     """Whether the model returns something that lies along the rows of a weight."""
     rows = places.classes.dims[places.values[weight]][0]
-    return any(
-        set(rows) & places.classes.factors_of(value) for _, value in places.flow.outputs
-    )
+    return any(set(rows) & places.classes.factors_of(value) for _, value in places.flow.outputs)

@@ -17,9 +17,12 @@ from meshplan.flow import UPDATE, Flow, Op, Ref
 from meshplan.rehearsal import Stopped
 
 _SPELLS_SHAPE: Final = frozenset(
-    "view _unsafe_view reshape expand zeros ones full empty new_zeros new_ones new_full new_empty "
-    "split split_with_sizes empty_strided new_empty_strided repeat view_copy".split()
-)
+    (
+        "view", "_unsafe_view", "reshape", "expand", "zeros", "ones", "full", "empty",
+        "new_zeros", "new_ones", "new_full", "new_empty", "split", "split_with_sizes",
+        "empty_strided", "new_empty_strided", "repeat", "view_copy",
+    )
+)  # fmt: skip
 """Its integers say nothing but the shape of the result, which is compared."""
 
 
@@ -126,9 +129,9 @@ class _Comparison:
         if isinstance(mine, tuple | list) and isinstance(theirs, tuple | list):
             if len(mine) != len(theirs):
                 return "it is given other arguments"
-            parts = zip(mine, theirs, strict=True)
-            return next((t for a, b in parts if (t := self._same(a, b, op))), "")
-        if type(mine) is type(theirs) and (mine == theirs or mine != mine and theirs != theirs):
+            items = zip(mine, theirs, strict=True)
+            return next((t for a, b in items if (t := self._same(a, b, op))), "")
+        if type(mine) is type(theirs) and (mine == theirs or (mine != mine and theirs != theirs)):
             return ""
         spells = base_name(op) in _SPELLS_SHAPE or base_name(op) == "slice"
         if spells and type(mine) is int and type(theirs) is int and theirs * self.size == mine:

@@ -130,15 +130,14 @@ def _preset(places: Places, choice: Choice, size: int) -> dict[str, Preset]:
             pieces = _pieces(places, region, fqn, size)
             out[fqn] = Preset(word, reason, is_proved=True, pieces=pieces)
     for fqn in choice.gathered:
-        words = "its rows are the vocabulary" if places.graph.modules[fqn].kind == "embedding" else (
-            "it scores the vocabulary"
-        )  # fmt: skip
-        out[fqn] = Preset("vocab", Reason(f"auto: {words}"), is_proved=True)
+        is_table = places.graph.modules[fqn].kind == "embedding"
+        why = "its rows are the vocabulary" if is_table else "it scores the vocabulary"
+        out[fqn] = Preset("vocab", Reason(f"auto: {why}"), is_proved=True)
     return out
 
 
 def _why(places: Places, region: Region, fqn: str) -> str:
-    """ "its 8 heads pair with o_proj" """
+    """Such as "its 8 heads pair with o_proj"."""
     opens = region.words[fqn] != "rowwise"
     partners = [m for m, w in region.words.items() if (w == "rowwise") == opens]
     around = fqn.split(".")
@@ -150,7 +149,7 @@ def _why(places: Places, region: Region, fqn: str) -> str:
 
 
 def _counted(places: Places, region: Region, fqn: str) -> str:
-    """ "8 heads", or "128 features" where nothing looks into a place."""
+    """Such as "8 heads", or "128 features" where nothing looks into a place."""
     classes = places.classes
     dims = (d for t in places.graph.owned(fqn) for d in classes.dims[places.values[t.fqn]])
     dim = next(d for d in dims if region.factor in d)
