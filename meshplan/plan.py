@@ -78,7 +78,7 @@ class Plan:
                 for fqn, u in a.units.items()
             },
             "styles": {
-                fqn: [u.style.name, u.axis, [(p.size, p.parts) for p in u.pieces]]
+                fqn: [u.style.name, u.axis, [(p.size, p.parts) for p in u.pieces], u.is_written]
                 for fqn, u in a.styles.items()
             },
             "attributes": [[x.module, x.name, x.whole, x.local] for x in a.attributes],

@@ -131,12 +131,14 @@ class StyleUse:
     Args:
         pieces: What a rank computes of the output dim where that is no plain cut: a part of
             each of these. The module then computes on local tensors.
+        is_written: The code around writes into the module's output, so it must be a copy.
     """
 
     style: Style
     axis: str
     reason: Reason
     pieces: tuple[Piece, ...] = ()
+    is_written: bool = False
 
 
 @dataclass(frozen=True, slots=True)

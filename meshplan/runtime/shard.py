@@ -115,7 +115,9 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
     def leave(module: nn.Module, args: tuple[Any, ...], output: DTensor) -> torch.Tensor:
         _check_even(output, leaves, tp)
         there = output.redistribute(placements=[leaves], async_op=True)
-        return there.to_local(grad_placements=gradient)
+        local = there.to_local(grad_placements=gradient)
+        # torch forbids writing into what leaves a DTensor.
+        return local.clone() if use.is_written else local
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     if not use.pieces:  # Those compute on local tensors, and leave their part as it is.
