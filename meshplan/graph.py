@@ -97,6 +97,8 @@ class ModuleInfo:
             from their number, by name (`heads.ROLES`).
         has_forward: Whether it is called itself; False for ModuleList and ModuleDict, which
             only hold others and so cannot be a unit of sharding.
+        numbers: Integers above 1 that the instance holds as attributes, by name: its code may
+            build shapes from them.
         aliases: Further names of the very same module (shared submodules).
     """
 
@@ -109,6 +111,7 @@ class ModuleInfo:
     pieces: tuple[int, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     has_forward: bool = True
+    numbers: Mapping[str, int] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
 
 

@@ -16,6 +16,7 @@ from meshplan.assign.not_yet import not_yet
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
 from meshplan.mesh import DATA_AXES, Mesh
+from meshplan.rehearsal import Rehearse
 from meshplan.spec import Spec
 from meshplan.strategies import resolve_mesh
 
@@ -70,7 +71,7 @@ class Plan:
             "tensors": {
                 fqn: [list(p.info.shape), p.info.dtype, list(p.info.aliases), p.info.trainable,
                       str(p.stored), str(p.gradient), p.dtype, p.compute_dtype,
-                      list(p.gathered_axes), p.reduced_alone, p.unit]
+                      list(p.gathered_axes), p.reduced_alone, p.unit, p.is_local]
                 for fqn, p in a.tensors.items()
             },
             "units": {
@@ -78,7 +79,7 @@ class Plan:
                 for fqn, u in a.units.items()
             },
             "styles": {
-                fqn: [u.style.name, u.axis, [(p.size, p.parts) for p in u.pieces]]
+                fqn: [u.style.name, u.axis, [(p.size, p.parts) for p in u.pieces], u.is_written]
                 for fqn, u in a.styles.items()
             },
             "attributes": [[x.module, x.name, x.whole, x.local] for x in a.attributes],
@@ -96,17 +97,21 @@ def make_plan(
     *,
     world_size: int | None = None,
     gpus_per_node: int | None = None,
+    rehearse: Rehearse | None = None,
 ) -> Plan:
     """Decide a spec for a model.
 
     Args:
         world_size: Ranks of the running job; None takes `hardware:` or the mesh itself.
         gpus_per_node: Ranks on one machine of the running job; None as above.
+        rehearse: Runs a live model as one rank would (`runtime.rehearse`), for `auto`.
 
     Raises:
         PlanError: With every problem found.
     """
-    assignment = assign(spec, graph, world_size=world_size, gpus_per_node=gpus_per_node)
+    assignment = assign(
+        spec, graph, world_size=world_size, gpus_per_node=gpus_per_node, rehearse=rehearse
+    )
     accumulate, micro, problems = split_batch(spec, assignment.mesh.size(*DATA_AXES))
     if problems:
         raise PlanError(problems)

@@ -22,7 +22,8 @@ LEVELS = [
         version errors units
         mesh hardware recipes
         layout flow spec styles heads
-        graph
+        rehearsal
+        graph dims
         match strategies agreement
         values
         rules source

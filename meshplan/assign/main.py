@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal
 
+from meshplan.assign.auto import apply_derived, derive
 from meshplan.assign.batchnorm import assign_batchnorm
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.context import assign_context
@@ -22,6 +23,7 @@ from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph, TensorInfo, is_inside
 from meshplan.layout import Layout
 from meshplan.mesh import GRADIENT_AXES, Axis, Mesh
+from meshplan.rehearsal import Rehearse
 from meshplan.spec import Spec
 from meshplan.strategies import Strategy, resolve_mesh
 from meshplan.styles import parse_placement
@@ -33,12 +35,14 @@ def assign(
     *,
     world_size: int | None = None,
     gpus_per_node: int | None = None,
+    rehearse: Rehearse | None = None,
 ) -> Assignment:
     """Decide every layout of `graph` under `spec`.
 
     Args:
         world_size: Ranks of the running job; None on the command line.
         gpus_per_node: Ranks on one machine of the running job; None as above.
+        rehearse: Runs a live model as one rank would (`runtime.rehearse`), for `auto`.
 
     Raises:
         PlanError: With every problem found: contradictions, rules that match nothing, modules
@@ -57,7 +61,9 @@ def assign(
         mesh = Mesh((Axis("dp_replicate", 1), *mesh.axes))
 
     presets = presets_of(spec, graph, cascade, mesh)
-    tp = assign_tp(spec, graph, cascade, mesh, presets.by_module)
+    derived = derive(spec, graph, cascade, mesh, rehearse)
+    tp = assign_tp(spec, graph, cascade, mesh, {**presets.by_module, **derived.preset})
+    apply_derived(graph, derived, tp)
     problems += assign_loss(spec, graph, mesh, tp)
     units = assign_units(spec, graph, cascade, mesh, strategy)
     recompute, recompute_problems = assign_recompute(spec, graph, cascade)
@@ -205,6 +211,7 @@ def _place(
         reduced_alone=is_alone and wrapper == "units",
         data_reason=reason,
         tp_reason=cut.reason if cut else None,
+        is_local=cut is not None and cut.is_local,
     )
 
 

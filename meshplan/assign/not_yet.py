@@ -19,8 +19,6 @@ def not_yet(spec: Spec) -> list[Problem]:
 
     ask(spec.pipeline, "pipeline", "pipeline parallelism")
     ask(_offloads(spec.offload), "offload", "offloading")
-    ask(spec.tp_plan == AUTO, "tp_plan", f"'tp_plan: {spec.tp_plan}'",
-        "write rules with colwise and rowwise")  # fmt: skip
     ask(spec.solve, "solve", "the planner that reads 'solve'")
     for name in ("micro", "accumulate"):
         value = getattr(spec.batch, name)

@@ -33,9 +33,27 @@ class Preset:
     Args:
         word: A style name or a placement, as a rule would state it.
         reason: Shown for every tensor that it places.
+        is_proved: The data flow says that it is right, whatever names and neighbours suggest.
+        pieces: Then what each rank computes of the output dim, () for a plain cut.
     """
 
     word: str
+    reason: Reason
+    is_proved: bool = False
+    pieces: tuple[Piece, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalUse:
+    """A parameter that plain code computes with beside cut values, as each rank holds it.
+
+    Args:
+        dim: The dim of which each rank holds a part; None where it is whole, and each rank has
+            an addend of its gradient.
+        reason: Why.
+    """
+
+    dim: int | None
     reason: Reason
 
 
@@ -84,6 +102,8 @@ class Placed:
             or too special for its unit.
         data_reason: Why the data axes place it so.
         tp_reason: Why tp places it so; None when tp does not concern it.
+        is_local: Its module's code computes with the rank's own part of it, or with all of it
+            and an addend of its gradient.
     """
 
     info: TensorInfo
@@ -97,6 +117,7 @@ class Placed:
     reduced_alone: bool = False
     data_reason: Reason
     tp_reason: Reason | None = None
+    is_local: bool = False
 
     def local_shape(self, mesh: Mesh, rank: int = 0) -> tuple[int, ...]:
         """What `rank` holds at rest."""
@@ -110,12 +131,14 @@ class StyleUse:
     Args:
         pieces: What a rank computes of the output dim where that is no plain cut: a part of
             each of these. The module then computes on local tensors.
+        is_written: The code around writes into the module's output, so it must be a copy.
     """
 
     style: Style
     axis: str
     reason: Reason
     pieces: tuple[Piece, ...] = ()
+    is_written: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -248,6 +249,34 @@ def fake_mode() -> AbstractContextManager[object]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Fake tensors log a traceback before they raise; what is expected to raise is not news."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes | None:
+    """The numbers of a plain tensor; None where it has none, on meta or fake.
+
+    Under a fake mode every operation gives a fake tensor, and only private names tell which
+    tensor is one and turn the modes off.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
+        return None
+    with _disable_current_modes():
+        plain = tensor.detach().cpu().contiguous().flatten()
+        return bytes(plain.view(torch.uint8).numpy().tobytes())
 
 
 def forget_units(modules: Iterable[nn.Module]) -> None:

@@ -44,6 +44,7 @@ from meshplan.runtime.mesh import (
 from meshplan.runtime.randomness import give_own_stream
 from meshplan.runtime.recompute import apply_recompute
 from meshplan.runtime.record import record
+from meshplan.runtime.rehearse import rehearser
 from meshplan.runtime.selftest import watch_first_step
 from meshplan.runtime.shard import apply_tensor_parallel, lay_gradients
 from meshplan.runtime.trace import graph_of
@@ -172,7 +173,11 @@ def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: b
     inputs = find_example(model, spec, example_inputs) if spec.reads_flow else None
     graph = graph_of(model, record(model, inputs) if spec.reads_flow else None)
     decided = make_plan(
-        spec, graph, world_size=dist.get_world_size(), gpus_per_node=ranks_per_node()
+        spec,
+        graph,
+        world_size=dist.get_world_size(),
+        gpus_per_node=ranks_per_node(),
+        rehearse=rehearser(model, inputs) if spec.reads_flow else None,
     )
     if isinstance(plan, Plan) and plan.digest() != decided.digest():
         raise PlanError(

@@ -76,6 +76,9 @@ def _modules(model: nn.Module) -> dict[str, ModuleInfo]:
             pieces=pieces_of(leaf, _width(module), around) if is_projection else (),
             sizes=MappingProxyType(_sizes(module)),
             has_forward=type(module).forward is not nn.Module.forward and not _is_bypassed(module),
+            numbers=MappingProxyType(
+                {k: v for k, v in vars(module).items() if type(v) is int and v > 1}
+            ),
             aliases=tuple(aliases),
         )
     return out
