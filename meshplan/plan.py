@@ -65,6 +65,7 @@ class Plan:
         a = self.assignment
         return {
             "mesh": [(axis.name, axis.size) for axis in a.mesh],
+            "loans": [[loan.name, loan.size, loan.within, loan.rest] for loan in a.mesh.loans],
             "wrapper": [a.wrapper, sorted(a.strategy.cuts), a.sequence_parallel],
             "tensors": {
                 fqn: [list(p.info.shape), p.info.dtype, list(p.info.aliases), p.info.trainable,
@@ -73,10 +74,12 @@ class Plan:
                 for fqn, p in a.tensors.items()
             },
             "units": {
-                fqn: [list(u.shard_axes), u.reshard_after_forward, str(u.precision)]
+                fqn: [list(u.shard_axes), u.reshard_after_forward, str(u.precision),
+                      u.casts_inputs]
                 for fqn, u in a.units.items()
             },
             "styles": {fqn: [u.style.name, u.axis] for fqn, u in a.styles.items()},
+            "experts": {fqn: u.num_experts for fqn, u in a.experts.items()},
             "recompute": {fqn: str(r.policy) for fqn, r in a.recompute.items()},
             "apply": [[fqn, code] for fqn, code, _ in a.apply],
             "step": [self.accumulate, self.micro, self.spec.clip_grad_norm, dict(self.spec.ddp)],

@@ -22,7 +22,7 @@ from meshplan.spec import (
     Rule,
     Selector,
 )
-from meshplan.styles import PLANNED_STYLES, STYLE_NAMES, parse_placement
+from meshplan.styles import EXPERT_STYLE, PLANNED_STYLES, STYLE_NAMES, parse_placement
 from meshplan.units import parse_bytes
 from meshplan.values import (
     Decoder,
@@ -44,7 +44,7 @@ from meshplan.values import (
     text,
 )
 
-_STYLES: Final = (*STYLE_NAMES, *PLANNED_STYLES)
+_STYLES: Final = (*STYLE_NAMES, *PLANNED_STYLES, EXPERT_STYLE)
 _REPLICATE: Final = ("r", "replicate", "replicate()")
 _PARTIAL: Final = re.compile(r"p|(p|_?partial)(\(.*\))?", re.IGNORECASE)
 
@@ -229,6 +229,9 @@ def _placement(axis: str, value: Value, found: Findings) -> str | None:
     elif word not in _STYLES:
         known = (*_STYLES, "replicate", AUTO, "S(0)", "S(1)")
         found.add(value, f"{show(value)} is not a placement", did_you_mean(word, known, fix))
+    elif (word == EXPERT_STYLE) != (axis == "ep"):
+        what = f"'{word}' is not a style of the axis {axis}"
+        found.add(value, what, f"write {'ep' if word == EXPERT_STYLE else 'tp'}: {word}")
     elif axis in DATA_AXES:
         what = f"'{word}' is a tensor-parallel style, and {axis} is a data axis"
         found.add(value, what, f"write tp: {word}, or {axis}: S(0)")

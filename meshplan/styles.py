@@ -74,8 +74,11 @@ STYLES: Final[Mapping[tuple[str, str], Style]] = MappingProxyType(_rows())
 
 STYLE_NAMES: Final = tuple(dict.fromkeys(name for name, _ in STYLES))
 
-PLANNED_STYLES: Final = ("packed_colwise", "packed_rowwise", "ep_dispatch_experts")
+PLANNED_STYLES: Final = ("packed_colwise", "packed_rowwise")
 """Words of the format that this version refuses with "not yet"."""
+
+EXPERT_STYLE: Final = "ep_dispatch_experts"
+"""The one style of ep: each rank holds some of the experts, and tokens travel to them."""
 
 _PLACEMENTS: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
     {

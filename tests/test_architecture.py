@@ -22,7 +22,8 @@ LEVELS = [
         version errors units
         mesh hardware recipes
         layout graph spec styles
-        match strategies agreement
+        match borrow agreement
+        strategies
         values
         rules source
         schema

@@ -176,7 +176,7 @@ def test_what_this_version_lacks_is_refused_by_name_and_all_at_once() -> None:
     }  # fmt: skip
     rules = [
         rule("head", stage=0, offload="params", place={"tp": "packed_colwise"}),
-        rule("embed", place={"ep": "S(0)", "dp_shard": "auto"}),
+        rule("embed", place={"cp": "S(0)", "dp_shard": "auto"}),
         tp("norm", "auto"),
     ]
     mesh = {"mesh": {"dp_shard": 2, "tp": 2}}
@@ -186,7 +186,7 @@ def test_what_this_version_lacks_is_refused_by_name_and_all_at_once() -> None:
         "pipeline", "offload", "tp_plan", "loss_parallel", "sync_batchnorm", "compile", "solve",
         "batch.micro", "batch.accumulate", "activation_checkpointing",
         "rules[0].stage", "rules[0].offload", "rules[0].place.tp",
-        "rules[1].place.ep", "rules[1].place.dp_shard", "rules[2].place.tp",
+        "rules[1].place.cp", "rules[1].place.dp_shard", "rules[2].place.tp",
     ]  # fmt: skip
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
 from meshplan.assign.cascade import Cascade
+from meshplan.assign.expert_parallel import ExpertParallel, assign_ep
 from meshplan.assign.not_yet import not_yet
 from meshplan.assign.recompute import assign_recompute
 from meshplan.assign.tensor_parallel import TensorParallel, assign_tp, no_dim
 from meshplan.assign.types import Assignment, Placed, Reason, Recompute, Unit
 from meshplan.assign.units import PLACE, Units, assign_units
-from meshplan.errors import PlanError, Problem
+from meshplan.errors import Origin, PlanError, Problem
 from meshplan.graph import ModelGraph, TensorInfo, is_inside
 from meshplan.layout import Layout
 from meshplan.mesh import DATA_AXES, Axis, Mesh
@@ -48,21 +50,22 @@ def assign(
     precisions = (spec.precision, *(rule.precision for rule in spec.rules if rule.precision))
     if any(p.is_mixed for p in precisions) and not mesh.present(DATA_AXES):
         # FSDP2 does the casting; along an axis of one rank it does nothing else.
-        mesh = Mesh((Axis("dp_replicate", 1), *mesh.axes))
+        mesh = replace(mesh, axes=(Axis("dp_replicate", 1), *mesh.axes))
 
     tp = assign_tp(spec, graph, cascade, mesh)
-    units = assign_units(spec, graph, cascade, mesh, strategy)
+    ep = assign_ep(spec, graph, cascade, mesh, tp)
+    units = assign_units(spec, graph, cascade, mesh, strategy, ep)
     recompute, recompute_problems = assign_recompute(spec, graph, cascade)
     wrapper = _wrapper(graph, mesh, units, tp, strategy)
     tensors = {
-        tensor.fqn: _place(spec, graph, cascade, mesh, strategy, tp, units, wrapper, tensor)
+        tensor.fqn: _place(spec, graph, cascade, mesh, strategy, tp, ep, units, wrapper, tensor)
         for tensor in graph.tensors.values()
     }
     apply = tuple(
         (fqn, stated.value, Reason(stated.text, spec.origin(stated.path)))
         for fqn, stated in cascade.modules_with("apply")
     )
-    problems += tp.problems + units.problems + recompute_problems
+    problems += tp.problems + ep.problems + units.problems + recompute_problems
     problems += _one_dtype(units, tensors) if wrapper == "units" else _no_units(spec, cascade)
     problems += _no_empty_parts(mesh, tensors)
     problems += _no_such_dim(spec, graph, cascade)
@@ -100,6 +103,7 @@ def assign(
         tensors=MappingProxyType(tensors),
         units=MappingProxyType(units.by_fqn if wrapper == "units" else {}),
         styles=MappingProxyType(tp.styles),
+        experts=MappingProxyType(ep.uses),
         recompute=MappingProxyType(recompute),
         apply=apply,
         sequence_parallel=spec.sequence_parallel,
@@ -138,6 +142,7 @@ def _place(
     mesh: Mesh,
     strategy: Strategy,
     tp: TensorParallel,
+    ep: ExpertParallel,
     units: Units,
     wrapper: str,
     tensor: TensorInfo,
@@ -150,9 +155,9 @@ def _place(
                       data_reason=reason)  # fmt: skip
     unit = units.by_fqn[units.of(tensor.fqn, graph)]
     cut = tp.cuts.get(tensor.fqn)
-    tp_layout = cut.layout if cut else whole
-    is_alone, dim, reason = _data_cut(spec, cascade, mesh, tensor, tp_layout, unit, units)
-    stored = tp_layout.cut("dp_shard", dim) if dim is not None else tp_layout
+    used = ep.layouts.get(tensor.fqn, cut.layout if cut else whole)
+    is_alone, dim, reason = _data_cut(spec, cascade, mesh, tensor, used, unit, units)
+    stored = used.cut(unit.shard_axes[0], dim) if dim is not None else used
     is_float = tensor.dtype in ("float32", "bfloat16", "float16", "float64")
     dtype = (unit.precision.master or tensor.dtype) if is_float else tensor.dtype
     compute = (unit.precision.param or dtype) if is_float and not is_alone else dtype
@@ -160,14 +165,15 @@ def _place(
         info=tensor,
         unit=None if is_alone or wrapper == "none" else unit.fqn,
         stored=stored,
-        computed=whole if cut and cut.gathered else tp_layout,
-        gradient=stored if "gradient" in strategy.cuts else tp_layout,
+        computed=whole if cut and cut.gathered else used,
+        gradient=stored if "gradient" in strategy.cuts else used,
         dtype=dtype,
         compute_dtype=compute,
         gathered_axes=("tp",) if cut and cut.gathered else (),
         reduced_alone=is_alone and wrapper == "units",
         data_reason=reason,
         tp_reason=cut.reason if cut else None,
+        ep_reason=ep.reason(tensor.fqn),
     )
 
 
@@ -176,7 +182,7 @@ def _data_cut(
     cascade: Cascade,
     mesh: Mesh,
     tensor: TensorInfo,
-    tp_layout: Layout,
+    used: Layout,
     unit: Unit,
     units: Units,
 ) -> tuple[bool, int | None, Reason]:
@@ -195,6 +201,8 @@ def _data_cut(
         origin = spec.origin(own.path)
         reason = Reason(own.text, origin)
         if own.value == "R":
+            if unit.is_sharded and "ep" in used.axes:
+                units.report(_not_alone(tensor, origin))
             return unit.is_sharded, None, reason
         if not unit.is_sharded:
             units.report(
@@ -208,24 +216,40 @@ def _data_cut(
     if not unit.is_sharded:
         return False, None, reason
     stated = own or around
-    dim = (parse_placement(str(stated.value)) if stated else None) or 0
+    axis = unit.shard_axes[0]
+    sizes, ranks = used.local_shape(tensor.shape, mesh), mesh.size(axis)
+    asked = parse_placement(str(stated.value)) if stated and not stated.rule.data else None
+    dim = asked if asked is not None else _first_even(sizes, ranks) if "ep" in used.axes else 0
     if not -len(tensor.shape) <= dim < len(tensor.shape):
         if own is not None:
             units.report(no_dim(tensor, dim, reason.origin))
         dim = 0  # A module's S(1) is about its weight; its bias has only one dim.
     dim %= len(tensor.shape)
-    size = tp_layout.local_shape(tensor.shape, mesh)[dim]
-    if dim and size % mesh.size("dp_shard"):
+    if dim and sizes[dim] % ranks:
         # FSDP2 pads dim 0 only.
         units.report(
             Problem(
-                f"{tensor.fqn}: dim {dim} of size {size} does not divide by dp_shard "
-                f"{mesh.size('dp_shard')}, and only dim 0 may be uneven",
+                f"{tensor.fqn}: dim {dim} of size {sizes[dim]} does not divide by {axis} "
+                f"{ranks}, and only dim 0 may be uneven",
                 spec.origin(stated.path) if stated else None,
                 "use S(0)",
             )
         )
     return False, dim, reason
+
+
+def _first_even(sizes: tuple[int, ...], ranks: int) -> int:
+    """The dim that cuts into equal pieces: few experts are left to a rank, often too few."""
+    return next((dim for dim, size in enumerate(sizes) if size % ranks == 0), 0)
+
+
+def _not_alone(tensor: TensorInfo, origin: Origin | None) -> Problem:
+    # What is reduced by itself is averaged over ranks that hold other experts.
+    return Problem(
+        f"{tensor.fqn} holds experts that ep spreads: it cannot be replicated by itself",
+        origin,
+        f"match the module '{tensor.module}' instead",
+    )
 
 
 def _other_size(spec: Spec, world_size: int | None) -> list[Problem]:

@@ -39,6 +39,7 @@ class Unit:
             them until backward is done, an int reshards to that many ranks.
         precision: Dtypes by role; None in a role leaves the model's own.
         reason: What made it so.
+        casts_inputs: What its module is called with becomes `precision.param`.
     """
 
     fqn: str
@@ -47,6 +48,7 @@ class Unit:
     reshard_after_forward: bool | int
     precision: Precision
     reason: Reason
+    casts_inputs: bool = True
 
     @property
     def is_sharded(self) -> bool:
@@ -71,6 +73,7 @@ class Placed:
             or too special for its unit.
         data_reason: Why the data axes place it so.
         tp_reason: Why tp places it so; None when tp does not concern it.
+        ep_reason: Why ep places it so; None when ep does not concern it.
     """
 
     info: TensorInfo
@@ -84,6 +87,7 @@ class Placed:
     reduced_alone: bool = False
     data_reason: Reason
     tp_reason: Reason | None = None
+    ep_reason: Reason | None = None
 
     def local_shape(self, mesh: Mesh, rank: int = 0) -> tuple[int, ...]:
         """What `rank` holds at rest."""
@@ -96,6 +100,18 @@ class StyleUse:
 
     style: Style
     axis: str
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertUse:
+    """A module whose experts are spread over ep, and to which tokens are sent.
+
+    Args:
+        num_experts: On all ranks together; each rank of ep holds an equal share, in order.
+    """
+
+    num_experts: int
     reason: Reason
 
 
@@ -119,6 +135,7 @@ class Assignment:
         tensors: By fqn.
         units: By fqn, inner ones before the ones around them.
         styles: By module fqn.
+        experts: By module fqn.
         recompute: By module fqn.
         apply: (module fqn, "pkg.mod:function", reason): code the plan names.
         sequence_parallel: Activations between styled modules are cut along the sequence.
@@ -135,3 +152,4 @@ class Assignment:
     apply: tuple[tuple[str, str, Reason], ...] = ()
     sequence_parallel: bool = False
     warnings: tuple[Problem, ...] = field(default=())
+    experts: Mapping[str, ExpertUse] = field(default_factory=dict)

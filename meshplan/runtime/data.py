@@ -6,6 +6,7 @@ Applied last, after tensor parallelism and activation checkpointing.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,7 @@ def _wrap_unit(
     mesh: DeviceMesh,
     alone: set[nn.Parameter],
 ) -> None:
-    policy = mixed_precision(unit.precision)
+    policy = replace(mixed_precision(unit.precision), cast_forward_inputs=unit.casts_inputs)
     if not unit.is_sharded:
         axes = unit.replicate_axes
         replicate_unit(module, submesh(mesh, axes, flat=True), policy, alone)
@@ -75,10 +76,10 @@ def _wrap_unit(
 
 
 def _shard_dims(model: nn.Module, plan: Plan, unit: Unit) -> dict[nn.Parameter, int]:
-    """The dim that dp_shard cuts, for each parameter of the unit."""
+    """The dim that the unit's axis cuts, for each of its parameters."""
 
     def dim(placed: Placed) -> int:
-        return placed.stored.dim_of("dp_shard") or 0
+        return placed.stored.dim_of(unit.shard_axes[0]) or 0
 
     return {
         model.get_parameter(fqn): dim(placed)

@@ -27,6 +27,8 @@ from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from meshplan.runtime.check import check_live
 from meshplan.runtime.data import apply_data_parallel, reduce_alone
+from meshplan.runtime.expert import apply_expert_parallel
+from meshplan.runtime.expert_protocol import expert_problems
 from meshplan.runtime.materialize import agree_on_values
 from meshplan.runtime.mesh import (
     device,
@@ -100,6 +102,7 @@ def parallelize(
         _cast(model, decided)
         _apply_code(model, decided)
         apply_tensor_parallel(model, decided, mesh)
+        apply_expert_parallel(model, decided, mesh)
         apply_recompute(model, decided)
         if decided.assignment.wrapper != "units" and not values.local:
             model.to(device())
@@ -165,6 +168,7 @@ def _decide(model: nn.Module, plan: PlanLike, allow_code: bool) -> Plan:
         if (problem := _code_problem(code, reason.origin, allow_code))
     ]
     problems += _state_problems(model, decided)
+    problems += expert_problems(model, decided)
     if problems:
         raise PlanError(problems)
     return decided

@@ -225,7 +225,7 @@ def _sum_over(
     """Along each axis that cuts these gradients, every rank holds other elements: add them."""
     for axis in axes:
         op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
-        dist.all_reduce(value, op=op, group=mesh[axis].get_group())
+        dist.all_reduce(value, op=op, group=submesh(mesh, (axis,)).get_group())
     return value
 
 
