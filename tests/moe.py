@@ -35,6 +35,8 @@ class Stack(nn.Module):
         out = torch.zeros_like(x)
         for expert in range(self.experts_here):
             token, slot = torch.where(chosen == expert)
+            if not token.numel():
+                continue
             middle = torch.clamp(x[token] @ self.up[expert] + self.up_bias[expert], max=self.limit)
             made = F.silu(middle) @ self.down[expert]
             out.index_add_(0, token, made * scores[token, slot, None])
