@@ -97,13 +97,20 @@ class Own(nn.Module):
     """
 
     def __init__(
-        self, kind: str = "stack", count: int = EXPERTS, ffn: int = FFN, favour: int = 0
+        self,
+        kind: str = "stack",
+        count: int = EXPERTS,
+        ffn: int = FFN,
+        favour: int = 0,
+        frozen: bool = False,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(models.VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Mixture(kind, count, WIDTH, ffn, favour) for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, models.VOCAB)
+        for block in self.blocks:
+            block.experts.requires_grad_(not frozen)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
@@ -167,6 +174,7 @@ BUILDERS: Final[Mapping[str, Callable[[], nn.Module]]] = {
     "grouped": functools.partial(Own, "grouped"),
     "uneven": functools.partial(Own, count=6, ffn=33),
     "one rank gets all": functools.partial(Own, favour=TOP_K),
+    "one rank gets all, frozen": functools.partial(Own, favour=TOP_K, frozen=True),
     "grouped, one rank gets all": functools.partial(Own, "grouped", favour=TOP_K),
 }
 

@@ -15,7 +15,7 @@ from meshplan.assign.types import ExpertUse, Reason
 from meshplan.errors import Problem
 from meshplan.graph import ModelGraph, TensorInfo, is_inside
 from meshplan.layout import Layout
-from meshplan.mesh import Mesh
+from meshplan.mesh import EXPERT_SHARD, Mesh
 from meshplan.spec import Spec
 from meshplan.styles import EXPERT_STYLE
 
@@ -62,6 +62,7 @@ def assign_ep(
                 )
             )
     is_borrowed = any(loan.name == "ep" for loan in mesh.loans)
+    is_placed = any("ep" in rule.place for rule in spec.rules)
     for fqn, statement in stated.items():
         found_wrong = _problem(graph, mesh, tp, fqn, statement, is_borrowed)
         if found_wrong is not None:
@@ -73,7 +74,7 @@ def assign_ep(
             out.uses[fqn] = ExpertUse(tensors[0].shape[0], reason)
             for tensor in tensors:
                 out.layouts[tensor.fqn] = Layout.whole(len(tensor.shape)).cut("ep", 0)
-    for problem in _beside(spec, mesh, out, is_borrowed and not stated):
+    for problem in _beside(spec, mesh, out, is_borrowed and not is_placed):
         out.report(problem)
     return out
 
@@ -132,7 +133,8 @@ def _problem(
         if tensor.is_buffer:
             what = f"{name} holds the buffer {tensor.fqn}, which may be one value per expert"
             return what, "keep it outside the module, or leave these experts out of ep"
-        if not tensor.shape or len(sizes) > 1 or not any(len(t.shape) > 2 for t in tensors):
+        beside = [t for t in tensors if t.module == tensor.module]  # A router has none of 3 dims.
+        if not tensor.shape or len(sizes) > 1 or not any(len(t.shape) > 2 for t in beside):
             shapes = ", ".join(f"{t.fqn.removeprefix(fqn + '.')} {list(t.shape)}" for t in tensors)
             what = f"{name} does not stack experts: not all parameters have one entry per expert"
             return f"{what} ({_short(shapes)})", _nearer(graph, fqn, stack)
@@ -144,8 +146,9 @@ def _problem(
             return f"{what}: that is not available yet in this version", "leave one of them out"
     num = tensors[0].shape[0]
     if num % mesh.size("ep"):
-        divisors = [d for d in range(2, mesh.size("ep")) if num % d == 0]
-        fix = f"use ep: {divisors[-1]}" if divisors else "leave ep out"
+        lent = mesh.size("ep", EXPERT_SHARD)
+        divisors = [d for d in range(2, mesh.size("ep")) if num % d == lent % d == 0]
+        fix = f"use ep: {divisors[-1]} in dp_shard" if divisors else "leave ep out"
         return f"{name} has {num} experts, which do not divide by ep {mesh.size('ep')}", fix
     return None
 

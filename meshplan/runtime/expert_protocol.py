@@ -143,7 +143,7 @@ def find_protocol(module: nn.Module, num_experts: int) -> Protocol | str:
     if isinstance(names, str):
         return names
     hidden, second, third = names
-    why = "its forward was never tried"
+    raised, wrong = "", ""
     for protocol in (
         Protocol((hidden, *pair), names, counters)
         for counters in _counters(module, num_experts)
@@ -152,14 +152,17 @@ def find_protocol(module: nn.Module, num_experts: int) -> Protocol | str:
         for dtype in dict.fromkeys((torch.float32, next(module.parameters()).dtype)):
             for width in _widths(module):
                 trial = _Trial(module, protocol, num_experts, width, dtype)
-                complaint = trial.complaint()
+                try:
+                    complaint = trial.complaint()
+                except Exception as error:  # What was not written for such a call may raise all.
+                    first_line = str(error).partition("\n")[0]
+                    raised = raised or f"it raised {type(error).__name__}: {first_line}"
+                    continue
                 if complaint is None:
                     return protocol
-                # What fails late tells more than a width or an order that does not fit at all.
-                why = complaint if not complaint.startswith("it raised") else why
-                if why == "its forward was never tried":
-                    why = complaint
-    return why
+                wrong = wrong or complaint
+    # What can be called but is wrong tells more than what cannot be called in that way.
+    return wrong or raised
 
 
 def _arguments(forward: Callable[..., Any]) -> tuple[str, str, str] | str:
@@ -217,8 +220,6 @@ class _Trial:
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 return self._complaint()
-        except Exception as error:  # A forward that was written for other calls may raise anything.
-            return f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         finally:
             for m, training in modes:
                 m.training = training
@@ -245,22 +246,21 @@ class _Trial:
         )
         if not _same(both, alone):
             return "its output is not the sum over the slots of what each expert makes of them"
-        single = self._call(self._only(0), 1, tokens[:1], first[:1], weights[:1, :1])
-        if not _same(single, shown[:1]):
-            return "its output for a token depends on the other tokens"
+        for token in range(num):
+            at = slice(token, token + 1)
+            single = self._call(self._only(0), 1, tokens[at], first[at], weights[at, :1])
+            if not _same(single, shown[at]):
+                return "its output for a token depends on the other tokens"
+        # Every expert is the same one, without copies, so only its number can make a difference.
+        alike = {n: p[:1].expand(self.num_experts, *p.shape[1:]) for n, p in self.two.items()}
         for begin in range(0, self.num_experts, _CHUNK):
             ids = torch.arange(begin, min(begin + _CHUNK, self.num_experts), device=self.device)
-            count = ids.shape[0]
-            # Every expert is the same one, without copies: only its number differs.
-            out = self._call(
-                {n: p[:1].expand(self.num_experts, *p.shape[1:]) for n, p in self.two.items()},
-                self.num_experts,
-                tokens[:1].expand(count, -1),
-                ids.unsqueeze(-1),
-                weights[:1, :1].expand(count, 1),
-            )
-            if not _same(out, shown[:1].expand(count, -1)):
+            one, score = tokens[:1].expand(len(ids), -1), weights[:1, :1].expand(len(ids), 1)
+            out = self._call(alike, self.num_experts, one, ids.unsqueeze(-1), score)
+            if not _same(out, shown[:1].expand(len(ids), -1)):
                 return "its output depends on an expert's number, not only on its parameters"
+        if not _same(self._call(alike, self.num_experts, tokens, first, weights[:, :1]), shown):
+            return "its output for a token depends on how many go to its expert"
         return None
 
     def _only(self, expert: int) -> dict[str, torch.Tensor]:
