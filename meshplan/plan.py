@@ -66,6 +66,7 @@ class Plan:
         a = self.assignment
         return {
             "mesh": [(axis.name, axis.size) for axis in a.mesh],
+            "loans": [[loan.name, loan.size, loan.within, loan.rest] for loan in a.mesh.loans],
             "wrapper": [a.wrapper, sorted(a.strategy.cuts), a.sequence_parallel],
             "context": [a.context.attention, a.context.balance] if a.context else None,
             "tensors": {
@@ -75,7 +76,8 @@ class Plan:
                 for fqn, p in a.tensors.items()
             },
             "units": {
-                fqn: [list(u.shard_axes), u.reshard_after_forward, str(u.precision)]
+                fqn: [list(u.shard_axes), u.reshard_after_forward, str(u.precision),
+                      u.casts_inputs]
                 for fqn, u in a.units.items()
             },
             "styles": {
@@ -83,6 +85,7 @@ class Plan:
                 for fqn, u in a.styles.items()
             },
             "attributes": [[x.module, x.name, x.whole, x.local] for x in a.attributes],
+            "experts": {fqn: u.num_experts for fqn, u in a.experts.items()},
             "recompute": {fqn: str(r.policy) for fqn, r in a.recompute.items()},
             "compiled": list(a.compiled),
             "synchronized": list(a.synchronized),

@@ -98,8 +98,11 @@ nothing else takes a proof."""
 
 STYLE_NAMES: Final = tuple(dict.fromkeys(name for name, _ in STYLES))
 
-PLANNED_STYLES: Final = ("packed_rowwise", "ep_dispatch_experts")
+PLANNED_STYLES: Final = ("packed_rowwise",)
 """Words of the format that this version refuses with "not yet"."""
+
+EXPERT_STYLE: Final = "ep_dispatch_experts"
+"""The one style of ep: each rank holds some of the experts, and tokens travel to them."""
 
 _PLACEMENTS: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
     {

@@ -24,7 +24,8 @@ LEVELS = [
         layout flow spec styles heads
         rehearsal
         graph dims
-        match strategies agreement
+        match borrow agreement
+        strategies
         values
         rules source
         schema

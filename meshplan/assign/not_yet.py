@@ -36,7 +36,7 @@ def not_yet(spec: Spec) -> list[Problem]:
         for axis, word in rule.place.items():
             path = f"{at}.place.{axis}"
             ask(word in PLANNED_STYLES, path, f"the style '{word}'")
-            ask(axis in ("pp", "ep"), path, f"axis '{axis}'")
+            ask(axis == "pp", path, f"axis '{axis}'")
             ask(axis == "dp_shard" and word == AUTO, path, "'auto'", "write S(0) or R")
     problems = [
         Problem(f"{what} is not available yet in this version", spec.origin(path), fix)

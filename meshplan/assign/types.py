@@ -70,6 +70,7 @@ class Unit:
             them until backward is done, an int reshards to that many ranks.
         precision: Dtypes by role; None in a role leaves the model's own.
         reason: What made it so.
+        casts_inputs: What its module is called with becomes `precision.param`.
     """
 
     fqn: str
@@ -78,6 +79,7 @@ class Unit:
     reshard_after_forward: bool | int
     precision: Precision
     reason: Reason
+    casts_inputs: bool = True
 
     @property
     def is_sharded(self) -> bool:
@@ -104,6 +106,7 @@ class Placed:
         tp_reason: Why tp places it so; None when tp does not concern it.
         is_local: Its module's code computes with the rank's own part of it, or with all of it
             and an addend of its gradient.
+        ep_reason: Why ep places it so; None when ep does not concern it.
     """
 
     info: TensorInfo
@@ -118,6 +121,7 @@ class Placed:
     data_reason: Reason
     tp_reason: Reason | None = None
     is_local: bool = False
+    ep_reason: Reason | None = None
 
     def local_shape(self, mesh: Mesh, rank: int = 0) -> tuple[int, ...]:
         """What `rank` holds at rest."""
@@ -156,6 +160,18 @@ class LocalAttribute:
     name: str
     whole: int
     local: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertUse:
+    """A module whose experts are spread over ep, and to which tokens are sent.
+
+    Args:
+        num_experts: On all ranks together; each rank of ep holds an equal share, in order.
+    """
+
+    num_experts: int
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +220,7 @@ class Assignment:
         tensors: By fqn.
         units: By fqn, inner ones before the ones around them.
         styles: By module fqn.
+        experts: By module fqn.
         recompute: By module fqn.
         attributes: Numbers of heads and the like that modules must see as this rank has them.
         apply: (module fqn, "pkg.mod:function", reason): code the plan names.
@@ -230,3 +247,4 @@ class Assignment:
     loss_parallel: bool = False
     context: ContextParallel | None = None
     warnings: tuple[Problem, ...] = field(default=())
+    experts: Mapping[str, ExpertUse] = field(default_factory=dict)

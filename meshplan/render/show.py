@@ -150,7 +150,7 @@ def _tensor_cells(
         dtype += f", computed in {placed.compute_dtype}"
     # What made the unit, ", repeated block", is said on its own row.
     data = Reason(placed.data_reason.text.partition(", ")[0], placed.data_reason.origin)
-    why = [_why(r, plan) for r in (placed.tp_reason, data) if r]
+    why = [_why(r, plan) for r in (placed.tp_reason, placed.ep_reason, data) if r]
     if not info.is_buffer and not info.trainable:
         why.append("frozen")
     if info.aliases:
@@ -284,7 +284,9 @@ def _tensor_to_json(plan: Plan, placed: Placed) -> dict[str, Any]:
         "trainable": info.trainable,
         "unit": placed.unit,
         "decided_by": [
-            _reason_to_json(r) for r in (placed.tp_reason, placed.data_reason) if r is not None
+            _reason_to_json(r)
+            for r in (placed.tp_reason, placed.ep_reason, placed.data_reason)
+            if r is not None
         ],
     }
 

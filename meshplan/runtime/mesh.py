@@ -32,7 +32,7 @@ below torch's half hour."""
 _JOINT = "+"
 """Joins the names of axes that torch sees as one dim."""
 
-_meshes: dict[tuple[str, tuple[Any, ...]], tuple[object, DeviceMesh]] = {}
+_meshes: dict[tuple[str, Mesh], tuple[object, DeviceMesh, DeviceMesh]] = {}
 
 
 def device_type() -> str:
@@ -98,17 +98,32 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     each.
     """
     kind = device_type()
-    key = (kind, mesh.axes)
+    key = (kind, mesh)
     world = dist.group.WORLD
     found = _meshes.get(key)
     if found is None or found[0] is not world:
         made = init_device_mesh(kind, tuple(mesh.sizes.values()), mesh_dim_names=mesh.names)
-        found = _meshes[key] = (world, made)
+        found = _meshes[key] = (world, made, _split(made, mesh))
     return found[1]
+
+
+def _split(made: DeviceMesh, mesh: Mesh) -> DeviceMesh:
+    """The same ranks with borrowed axes in place of those that lend.
+
+    Private until `DeviceMesh.unflatten` is public. FSDP2 joins the mesh it shards over with the
+    one that ep cut before, so both must be parts of one mesh.
+    """
+    for loan in mesh.loans:
+        sizes = mesh.size(loan.rest), loan.size
+        made = made._unflatten(loan.within, sizes, (loan.rest, loan.name))
+    return made
 
 
 def submesh(whole: DeviceMesh, axes: Sequence[str], *, flat: bool = False) -> DeviceMesh:
     """The part of the mesh along `axes`, in mesh order; `flat` joins them to one dim."""
+    split = next((split for _, made, split in _meshes.values() if made is whole), whole)
+    borrowed = set(split.mesh_dim_names or ()) - set(whole.mesh_dim_names or ())
+    whole = split if borrowed & set(axes) else whole
     names = tuple(name for name in whole.mesh_dim_names or () if name in axes)
     part = whole[names] if len(names) < whole.ndim else whole
     if flat and part.ndim > 1:

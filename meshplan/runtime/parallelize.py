@@ -31,6 +31,8 @@ from meshplan.runtime.compiled import apply_compile
 from meshplan.runtime.context.apply import ContextParallelism
 from meshplan.runtime.data import apply_data_parallel
 from meshplan.runtime.example import find_example
+from meshplan.runtime.expert import apply_expert_parallel
+from meshplan.runtime.expert_protocol import expert_problems
 from meshplan.runtime.gradients import agree_on_gradients
 from meshplan.runtime.guard import guarded
 from meshplan.runtime.materialize import agree_on_values
@@ -118,6 +120,7 @@ def _parallelize(
         _cast(model, decided)
         _apply_code(model, decided)
         apply_tensor_parallel(model, decided, mesh)
+        apply_expert_parallel(model, decided, mesh)
         apply_sync_batchnorm(model, decided, mesh)
         context = ContextParallelism(model, decided, mesh)
         apply_recompute(model, decided)
@@ -193,6 +196,7 @@ def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: b
         if (problem := _code_problem(code, reason.origin, allow_code))
     ]
     problems += _state_problems(model, decided)
+    problems += expert_problems(model, decided)
     if problems:
         raise PlanError(problems)
     return decided

@@ -42,7 +42,7 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
         is_touched = placed.computed.axes or placed.gathered_axes or placed.is_local
         if not is_touched and not owners & styled:
             continue  # R on a parameter that nothing computes on in shards: it stays as it is.
-        _distribute(model, placed.info.names, tp, placement(placed.stored, "tp"))
+        distribute(model, placed.info.names, tp, placement(placed.stored, "tp"))
         if placed.gathered_axes:
             for name in placed.info.names:
                 _gather_at_use(model, name)
@@ -60,12 +60,14 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
     set_local_attributes(model, plan)
 
 
-def _distribute(model: nn.Module, names: tuple[str, ...], tp: DeviceMesh, where: Placement) -> None:
+def distribute(
+    model: nn.Module, names: tuple[str, ...], mesh: DeviceMesh, where: Placement
+) -> None:
     """Replace a parameter by its DTensor under all its names, so that tied ones stay tied."""
     old = model.get_parameter(names[0])
     # No source rank: values agree already, and a broadcast per tensor would be all there is.
     new = nn.Parameter(
-        distribute_tensor(old.detach(), tp, [where], src_data_rank=None),
+        distribute_tensor(old.detach(), mesh, [where], src_data_rank=None),
         requires_grad=old.requires_grad,
     )
     for name in names:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from types import MappingProxyType
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -102,7 +103,7 @@ def _tensors(model: nn.Module, modules: dict[str, ModuleInfo]) -> dict[str, Tens
             fqn=fqn,
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
-            dims=dims_of(kind, leaf, tensor.ndim),
+            dims=_expert_dims(owner, tensor) or dims_of(kind, leaf, tensor.ndim),
             aliases=tuple(aliases),
             trainable=tensor.requires_grad,
             is_buffer=fqn in buffers,
@@ -133,6 +134,27 @@ def _kind(module: nn.Module) -> str:
     if is_norm and not by_group and isinstance(weight, nn.Parameter) and weight.ndim == 1:
         return "norm"
     return "other"
+
+
+def _expert_dims(owner: nn.Module, tensor: torch.Tensor) -> tuple[str, ...]:
+    """Named dims of a parameter that has an entry per expert, () for any other.
+
+    A module says so that counts experts and whose own parameters all begin with that number:
+    stacked experts, or the router that chooses among them.
+    """
+    own = [p for p in owner._parameters.values() if p is not None]
+    counts = {
+        value
+        for name, value in vars(owner).items()
+        if "expert" in name and "per_tok" not in name and type(value) is int
+    }
+    if not any(tensor is p for p in own) or not all(p.ndim and p.shape[0] in counts for p in own):
+        return ()
+    is_transposed = vars(owner).get("is_transposed")  # transformers' word for (in, out).
+    if tensor.ndim == 3 and is_transposed is not None:
+        return ("expert", "in", "out") if is_transposed else ("expert", "out", "in")
+    is_router = tensor.ndim == 2 and len(own) == 1 and type(owner).__name__.endswith("Router")
+    return ("expert", "in") if is_router else ("expert",) + ("",) * (tensor.ndim - 1)
 
 
 def _is_bypassed(module: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from meshplan.runtime.context.batch import local_sequence
 from meshplan.runtime.data import set_gradient_sync
 from meshplan.runtime.guard import guarded
 from meshplan.runtime.loss import LossParallel, take_loss
-from meshplan.runtime.mesh import device, local_of, shard_axes, without_partial
+from meshplan.runtime.mesh import device, local_of, shard_axes, submesh, without_partial
 from meshplan.runtime.parallelize import Applied, applied
 from meshplan.runtime.selftest import check_loss
 
@@ -273,7 +273,7 @@ def _sum_over(
     """Along each axis that cuts these gradients, every rank holds other elements: add them."""
     for axis in axes:
         op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
-        dist.all_reduce(value, op=op, group=mesh[axis].get_group())
+        dist.all_reduce(value, op=op, group=submesh(mesh, (axis,)).get_group())
     return value
 
 
