@@ -58,7 +58,7 @@ STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType(
     }
 )
 
-_SUPPORTED_AXES: Final = (*DATA_AXES, "tp")
+_SUPPORTED_AXES: Final = (*DATA_AXES, "tp", "pp")
 
 
 def resolve_mesh(

@@ -20,9 +20,9 @@ LEVELS = [
     line.split()
     for line in """
         version errors units
-        mesh hardware recipes
+        mesh hardware recipes schedules
         layout flow spec styles
-        graph
+        graph relay
         match strategies agreement
         values
         rules source

@@ -9,6 +9,7 @@ from typing import Literal
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.not_yet import not_yet
 from meshplan.assign.recompute import assign_recompute
+from meshplan.assign.stages import assign_stages
 from meshplan.assign.tensor_parallel import TensorParallel, assign_tp, no_dim
 from meshplan.assign.types import Assignment, Placed, Reason, Recompute, Unit
 from meshplan.assign.units import PLACE, Units, assign_units
@@ -53,6 +54,7 @@ def assign(
     tp = assign_tp(spec, graph, cascade, mesh)
     units = assign_units(spec, graph, cascade, mesh, strategy)
     recompute, recompute_problems = assign_recompute(spec, graph, cascade)
+    stages, stage_problems = assign_stages(spec, graph, cascade, mesh, recompute)
     wrapper = _wrapper(graph, mesh, units, tp, strategy)
     tensors = {
         tensor.fqn: _place(spec, graph, cascade, mesh, strategy, tp, units, wrapper, tensor)
@@ -62,7 +64,7 @@ def assign(
         (fqn, stated.value, Reason(stated.text, spec.origin(stated.path)))
         for fqn, stated in cascade.modules_with("apply")
     )
-    problems += tp.problems + units.problems + recompute_problems
+    problems += tp.problems + units.problems + recompute_problems + stage_problems
     problems += _one_dtype(units, tensors) if wrapper == "units" else _no_units(spec, cascade)
     problems += _no_empty_parts(mesh, tensors)
     problems += _no_such_dim(spec, graph, cascade)
@@ -103,6 +105,7 @@ def assign(
         recompute=MappingProxyType(recompute),
         apply=apply,
         sequence_parallel=spec.sequence_parallel,
+        stages=stages,
         warnings=(
             *cascade.shadowed(),
             *tp.warnings,
@@ -120,13 +123,14 @@ def _wrapper(
     """DDP proper where the whole model is plain replicas; FSDP2's units for everything else.
 
     DistributedDataParallel does not keep DTensor parameters in its state dict and cannot mix
-    precisions, so tp and mixed precision go through units even where nothing is sharded.
+    precisions, and it counts on one backward per forward, so tp, mixed precision and pp go
+    through units even where nothing is sharded.
     """
     mixed = any(unit.precision.is_mixed for unit in units.by_fqn.values())
     if not mesh.present(DATA_AXES) or not any(t.trainable for t in graph.parameters):
         return "none"
     sharded = any(unit.is_sharded for unit in units.by_fqn.values())
-    if sharded or mixed or tp.cuts or tp.styles or strategy.cuts:
+    if sharded or mixed or tp.cuts or tp.styles or strategy.cuts or mesh.size("pp") > 1:
         return "units"
     return "ddp"
 
