@@ -233,15 +233,15 @@ class Cut:
     def _around(self, op: int) -> str:
         return self.flow.calls[self.flow.ops[op].call].module or "the model"
 
-    def relay(self, stages: Sequence[int]) -> Relay:
+    def relay(self, stages: Sequence[int], count: int) -> Relay:
         """What crosses every cut.
 
         Args:
             stages: Of each unit, never falling.
+            count: How many there are.
 
         Assumes: no bond is cut.
         """
-        count = stages[-1] + 1
         until: dict[int, int] = {}
         reads: list[set[str]] = [set() for _ in range(count)]
         for stage, need in (*zip(stages, self.needs, strict=True), (count - 1, self.output_need)):

@@ -280,7 +280,7 @@ class _Cutter:
                     holders[fqn].add(stage)
         if self.graph.flow is not None:
             cut = Cut(self.graph.flow, [call for _, call in units if call is not None])
-            for stage, names in enumerate(cut.relay(stages).reads):
+            for stage, names in enumerate(cut.relay(stages, self.count).reads):
                 for name in names:
                     if name in first:
                         holders[first[name]].add(stage)

@@ -20,18 +20,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshplan.errors import ApplyError, Problem
 from meshplan.flow import UPDATE, Call, Flow, Op, Ref, Value
 from meshplan.runtime.mesh import fake_mode
-from meshplan.runtime.nest import tensors_in
+from meshplan.runtime.nest import shape_of, tensors_in
 
 _REAL_BYTES_LIMIT = 4 * 2**30
 """A model of more bytes is not copied to be run for real."""
 
 
-def record(model: nn.Module, inputs: Any) -> Flow:
+def record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None = None) -> Flow:
     """One forward pass of `model` in the mode (train or eval) that it is in.
 
     Args:
         inputs: A tensor, a tuple of arguments or a mapping of keyword arguments; only shapes
             and dtypes count unless the model's control flow reads values.
+        forms: Takes the form (`nest.shape_of`) of every call's result, by `Call.id`.
 
     Returns:
         Every operation below autograd, composite ones taken apart.
@@ -43,13 +44,13 @@ def record(model: nn.Module, inputs: Any) -> Flow:
     a real copy, if it has numbers and is small.
     """
     try:
-        return _record(model, inputs, is_fake=True)
+        return _record(model, inputs, forms, is_fake=True)
     except Exception as error:  # The user's forward may raise anything.
         if not _is_small_and_real(model):
             raise ApplyError(_problem(model, error)) from error
     try:
         with torch.random.fork_rng(devices=[]):
-            return _record(model, inputs, is_fake=False)
+            return _record(model, inputs, forms, is_fake=False)
     except Exception as error:
         raise ApplyError(_problem(model, error)) from error
 
@@ -70,7 +71,9 @@ def _is_small_and_real(model: nn.Module) -> bool:
     )
 
 
-def _record(model: nn.Module, inputs: Any, *, is_fake: bool) -> Flow:
+def _record(
+    model: nn.Module, inputs: Any, forms: dict[int, Any] | None, *, is_fake: bool
+) -> Flow:
     mode: AbstractContextManager[object] = fake_mode() if is_fake else nullcontext()
     with torch.no_grad():
         memo: dict[int, Any] = {}
@@ -85,6 +88,8 @@ def _record(model: nn.Module, inputs: Any, *, is_fake: bool) -> Flow:
         with mode, recorder:
             recorder.begin(args, kwargs)
             twin(*args, **kwargs)
+        if forms is not None:
+            forms.update(recorder.forms)
         return recorder.flow()
 
 
@@ -121,6 +126,7 @@ class _Recorder(TorchDispatchMode):
         self._ops: list[Op] = []
         self._calls: list[Call] = []
         self._open: list[int] = []
+        self.forms: dict[int, Any] = {}
         # Tensors by id, held so that no id is given out twice.
         self._known: dict[int, tuple[torch.Tensor, int]] = {}
         self._sharing: dict[int, dict[int, torch.Tensor]] = {}
@@ -159,6 +165,7 @@ class _Recorder(TorchDispatchMode):
             number = self._open.pop()
             call = self._calls[number]
             outputs = tuple((path, self._value(t)) for path, t in tensors_in(output))
+            self.forms[number] = shape_of(output, self._value)
             ops = (call.ops[0], len(self._ops))
             self._calls[number] = replace(call, outputs=outputs, ops=ops)
 
