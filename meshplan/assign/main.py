@@ -9,6 +9,7 @@ from typing import Literal
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.not_yet import not_yet
 from meshplan.assign.recompute import assign_recompute
+from meshplan.assign.split import gathered_throughout, split_problems
 from meshplan.assign.stages import assign_stages
 from meshplan.assign.tensor_parallel import TensorParallel, assign_tp, no_dim
 from meshplan.assign.types import Assignment, Placed, Reason, Recompute, Unit
@@ -67,6 +68,7 @@ def assign(
     problems += tp.problems + units.problems + recompute_problems + stage_problems
     problems += _one_dtype(units, tensors) if wrapper == "units" else _no_units(spec, cascade)
     problems += _no_empty_parts(mesh, tensors)
+    problems += split_problems(spec, cascade, stages, recompute, tensors)
     problems += _no_such_dim(spec, graph, cascade)
     if spec.ddp and wrapper != "ddp":
         problems.append(
@@ -100,7 +102,9 @@ def assign(
         strategy=strategy,
         wrapper=wrapper,
         tensors=MappingProxyType(tensors),
-        units=MappingProxyType(units.by_fqn if wrapper == "units" else {}),
+        units=MappingProxyType(
+            gathered_throughout(units.by_fqn, stages) if wrapper == "units" else {}
+        ),
         styles=MappingProxyType(tp.styles),
         recompute=MappingProxyType(recompute),
         apply=apply,

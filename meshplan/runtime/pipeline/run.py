@@ -18,12 +18,8 @@ from torch.distributed import ProcessGroup
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
-from meshplan.runtime.mesh import (
-    backward_of_inputs,
-    backward_of_weights,
-    device,
-    reduce_units,
-)
+from meshplan.runtime.mesh import device, reduce_units
+from meshplan.runtime.pipeline.halves import Halves, check_weights, first_half, second_half
 from meshplan.runtime.pipeline.stage import Program, Replay
 from meshplan.schedules import Action, Schedule
 
@@ -62,7 +58,7 @@ class _Flight:
     received: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: list[torch.Tensor] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
-    groups: list[dict[str, Any]] = field(default_factory=list)
+    halves: Halves = field(default_factory=Halves)
 
 
 class Run:
@@ -151,29 +147,18 @@ class Run:
         flight.outputs = []
 
     def _backward_inputs(self, stage: int, m: int) -> None:
-        flight, part = self._before_backward(stage, m), self.parts[stage]
+        flight, weights = self._before_backward(stage, m), self.parts[stage].module.parameters()
         outputs, gradients = self._roots(stage, flight)
         leaves = self._leaves(flight)
-        if not leaves:
-            # Nothing waits for these gradients: all of them come with the weights'.
-            flight.outputs, flight.gradients = outputs, gradients or []
-            return
-        # A view cannot be detached in place, which is how torch frees the graph.
-        outputs = [t.clone() if t._is_view() else t for t in outputs]
-        if outputs:
-            flight.groups = backward_of_inputs(
-                outputs, gradients, leaves, part.module.parameters()
-            )
+        if self.form.is_new and m == 0:
+            check_weights(outputs, leaves, self.parts[stage].module.parameters())
+        flight.halves = first_half(outputs, gradients, leaves, weights)
         flight.outputs = []
 
     def _backward_weights(self, stage: int, m: int) -> None:
-        flight, part = self._flight(stage, m), self.parts[stage]
-        if flight.outputs:
-            torch.autograd.backward(flight.outputs, flight.gradients or None)
-            flight.outputs, flight.gradients = [], []
-        elif flight.groups:
-            backward_of_weights(part.module.parameters(), flight.groups)
-            flight.groups = []
+        flight = self._flight(stage, m)
+        second_half(flight.halves, self.parts[stage].module.parameters())
+        flight.halves = Halves()
 
     def _before_backward(self, stage: int, m: int) -> _Flight:
         flight = self._flight(stage, m)

@@ -41,9 +41,12 @@ class SharedTensors:
             places = tuple(sorted({stages.rank_of(stage) for stage in holders}))
             if places not in made:
                 made[places] = _group_of(places, pp, mesh)
-            copies = [
-                module.get_parameter(fqn) for stage, module in parts.items() if stage in holders
-            ]
+            # Stages of one rank hold the very same parameter unless something wrapped it.
+            copies = list(
+                dict.fromkeys(
+                    module.get_parameter(fqn) for stage, module in parts.items() if stage in holders
+                )
+            )
             if not copies:
                 continue
             self._copies.append((fqn, copies))
