@@ -169,7 +169,8 @@ class Cut:
         consumers = [*enumerate(self.needs), (last, self.output_need)]
         for number, need in consumers:
             for value, maker in sorted(need.leaks):
-                yield Bond(*sorted((maker, number)), self._leak(value, maker))
+                first, behind = sorted((maker, number))
+                yield Bond(first, behind, self._leak(value, maker))
         drawn: dict[int, list[int]] = {}
         for number, need in consumers:
             for op in need.random:

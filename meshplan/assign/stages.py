@@ -47,9 +47,7 @@ def assign_stages(
     problems: list[Problem] = []
     is_stated = "pipeline.virtual" in spec.origins
     virtual = row.virtual or (asked.virtual if is_stated or asked.virtual > 1 else 2)
-    if (row.virtual and is_stated and asked.virtual != row.virtual) or virtual < (
-        row.virtual or 2
-    ):
+    if (row.virtual and is_stated and asked.virtual != row.virtual) or virtual < (row.virtual or 2):
         problems.append(
             Problem(
                 f"{row.name} has {row.virtual or 'at least 2'} stages per rank, not "
@@ -226,8 +224,8 @@ class _Cutter:
             found = balance(weights, allowed, self.count)
             if found is None:
                 why = bonds[0].why if bonds else "there are too few modules"
-                self._say(f"{self.graph.name} cannot be cut into {self.count} stages: {why}",
-                          self.spec.origin("mesh"), "use a smaller pp, or another axis")  # fmt: skip
+                what = f"{self.graph.name} cannot be cut into {self.count} stages: {why}"
+                self._say(what, self.spec.origin("mesh"), "use a smaller pp, or another axis")
             return found
         stages = self._marked([module for module, _ in units])
         if stages is not None:

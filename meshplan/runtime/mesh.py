@@ -227,7 +227,7 @@ def intercept_calls(module: nn.Module, around: Callable[..., Any]) -> None:
     """
     # Not a closure over the module's own old value: copies of the module must not share it.
     call = module._compiled_call_impl or module._call_impl
-    module._compiled_call_impl = partial(around, call)  # type: ignore[assignment]
+    module._compiled_call_impl = partial(around, call)
 
 
 def backward_of_inputs(
@@ -267,7 +267,7 @@ def reduce_units(module: nn.Module) -> None:
     module.set_reshard_after_backward(True)
     module.set_requires_gradient_sync(True)
     kind = replicate if isinstance(module, ReplicateModule) else fully_shard
-    root = kind.state(module)  # type: ignore[attr-defined]
+    root = kind.state(module)
     for state in root._state_ctx.all_states:
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # Before torch 2.12 there was one.

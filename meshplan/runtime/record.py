@@ -71,9 +71,7 @@ def _is_small_and_real(model: nn.Module) -> bool:
     )
 
 
-def _record(
-    model: nn.Module, inputs: Any, forms: dict[int, Any] | None, *, is_fake: bool
-) -> Flow:
+def _record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None, *, is_fake: bool) -> Flow:
     mode: AbstractContextManager[object] = fake_mode() if is_fake else nullcontext()
     with torch.no_grad():
         memo: dict[int, Any] = {}
@@ -91,6 +89,20 @@ def _record(
         if forms is not None:
             forms.update(recorder.forms)
         return recorder.flow()
+
+
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The product, or its shape: the rule for fake tensors refuses dtypes that the kernel takes."""
+    is_fake = type(a).__name__ == "FakeTensor"
+    offsets = kwargs.get("offs", args[0] if args else None)
+    if not is_fake or a.dtype != b.dtype or offsets is None:
+        return _GROUPED_MM(a, b, *args, **kwargs)
+    if a.ndim == 2 and b.ndim == 2:
+        return a.new_empty(offsets.shape[0], a.shape[0], b.shape[1])
+    return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,7 +191,7 @@ class _Recorder(TorchDispatchMode):
         if func.namespace == "prim":  # Questions about a tensor, such as its device.
             return func(*args, **kwargs)
         spelled, spelled_kwargs = self._spell(args), self._spell(kwargs)
-        result = func(*args, **kwargs)
+        result = _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
         written = [t for t in _written(func, args, kwargs) if isinstance(t, torch.Tensor)]
         before = tuple(self._value(t) for t in written)
         outputs = [t for _, t in tensors_in(result)] or written

@@ -48,8 +48,7 @@ def first_half(
         comes_from_input = any(id(variable) in ids for variable in leaves_of(output))
         (joined if comes_from_input else out.roots).append((output, gradient))
     if joined:
-        # A view cannot be detached in place, which is how torch frees the graph.
-        tensors = [t.clone() if t._is_view() else t for t, _ in joined]
+        tensors = [tensor for tensor, _ in joined]
         given = None if gradients is None else [g for _, g in joined if g is not None]
         out.groups = backward_of_inputs(tensors, given, leaves, weights)
     return out

@@ -81,7 +81,7 @@ def _problems(
     for call in cut.units:
         for kind in opaque_in(forms[call.id]):
             yield Problem(
-                f"'{call.module}' returns a {kind}, which the stages that do not run it cannot make",
+                f"'{call.module}' returns a {kind}, which stages that do not run it cannot make",
                 origin,
                 "cut inside it, or let it return tensors alone",
             )

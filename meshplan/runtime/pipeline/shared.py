@@ -96,9 +96,7 @@ def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _group_of(
-    places: tuple[int, ...], pp: DeviceMesh, mesh: DeviceMesh
-) -> ProcessGroup | None:
+def _group_of(places: tuple[int, ...], pp: DeviceMesh, mesh: DeviceMesh) -> ProcessGroup | None:
     """The ranks at these places along pp of this rank's column; None where it is not among them.
 
     Every rank makes every group: torch wants it so.

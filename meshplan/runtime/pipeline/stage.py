@@ -159,10 +159,11 @@ class Replay:
                 self.kept[value] = tensor.clone() if value in program.written else tensor
 
     def _outgoing(self, value: int) -> torch.Tensor:
+        # Neither a leaf, in which a backward would end twice, nor a view, of which FSDP2 warns.
         if value in self.received:
-            leaf = self.received[value]
-            return leaf.view_as(leaf)  # Not the leaf: a backward must not end in it twice.
-        return self.kept[value]
+            return self.received[value].clone()
+        kept = self.kept[value]
+        return kept.clone() if kept._is_view() else kept
 
     def _stand_ins(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
