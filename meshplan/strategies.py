@@ -59,7 +59,7 @@ STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType(
     }
 )
 
-_SUPPORTED_AXES: Final = (*GRADIENT_AXES, "tp")
+_SUPPORTED_AXES: Final = (*GRADIENT_AXES, "tp", "pp")
 
 
 def resolve_mesh(

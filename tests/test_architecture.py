@@ -20,10 +20,10 @@ LEVELS = [
     line.split()
     for line in """
         version errors units
-        mesh hardware recipes
+        mesh hardware recipes schedules
         layout flow spec styles heads
         rehearsal
-        graph dims
+        graph dims relay
         match borrow agreement
         strategies
         values

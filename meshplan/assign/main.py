@@ -17,6 +17,8 @@ from meshplan.assign.not_yet import not_yet
 from meshplan.assign.pieces import pieces_cut_twice
 from meshplan.assign.presets import presets_of
 from meshplan.assign.recompute import assign_recompute
+from meshplan.assign.split import gathered_throughout, split_problems
+from meshplan.assign.stages import assign_stages
 from meshplan.assign.tensor_cuts import TensorParallel
 from meshplan.assign.tensor_parallel import assign_tp, no_dim
 from meshplan.assign.types import Assignment, Placed, Reason, Unit
@@ -70,6 +72,7 @@ def assign(
     ep = assign_ep(spec, graph, cascade, mesh, tp)
     units = assign_units(spec, graph, cascade, mesh, strategy, ep)
     recompute, recompute_problems = assign_recompute(spec, graph, cascade)
+    stages, stage_problems = assign_stages(spec, graph, cascade, mesh, recompute)
     wrapper = _wrapper(graph, mesh, units, tp, strategy)
     tensors = {
         tensor.fqn: _place(spec, graph, cascade, mesh, strategy, tp, ep, units, wrapper, tensor)
@@ -81,10 +84,11 @@ def assign(
     )
     batchnorm = assign_batchnorm(spec, graph, mesh, recompute)
     compiled, compile_problems = _compiled(spec, graph)
-    problems += compile_problems + batchnorm.problems
+    problems += compile_problems + batchnorm.problems + stage_problems
     problems += presets.problems + tp.problems + ep.problems + units.problems + recompute_problems
     problems += _one_dtype(units, tensors) if wrapper == "units" else _no_units(spec, cascade)
     problems += _no_empty_parts(mesh, tensors)
+    problems += split_problems(spec, cascade, stages, recompute, tensors)
     problems += _no_such_dim(spec, graph, cascade)
     if spec.ddp and wrapper != "ddp":
         problems.append(
@@ -121,7 +125,9 @@ def assign(
         strategy=strategy,
         wrapper=wrapper,
         tensors=MappingProxyType(tensors),
-        units=MappingProxyType(units.by_fqn if wrapper == "units" else {}),
+        units=MappingProxyType(
+            gathered_throughout(units.by_fqn, stages) if wrapper == "units" else {}
+        ),
         styles=MappingProxyType(tp.styles),
         experts=MappingProxyType(ep.uses),
         recompute=MappingProxyType(recompute),
@@ -132,6 +138,7 @@ def assign(
         sequence_parallel=spec.sequence_parallel,
         loss_parallel=spec.loss_parallel,
         context=context,
+        stages=stages,
         warnings=(
             *cascade.shadowed(),
             *tp.warnings,
@@ -165,13 +172,14 @@ def _wrapper(
     """DDP proper where the whole model is plain replicas; FSDP2's units for everything else.
 
     DistributedDataParallel does not keep DTensor parameters in its state dict and cannot mix
-    precisions, so tp and mixed precision go through units even where nothing is sharded.
+    precisions, and it counts on one backward per forward, so tp, mixed precision and pp go
+    through units even where nothing is sharded.
     """
     mixed = any(unit.precision.is_mixed for unit in units.by_fqn.values())
     if not mesh.present(GRADIENT_AXES) or not any(t.trainable for t in graph.parameters):
         return "none"
     sharded = any(unit.is_sharded for unit in units.by_fqn.values())
-    if sharded or mixed or tp.cuts or tp.styles or strategy.cuts:
+    if sharded or mixed or tp.cuts or tp.styles or strategy.cuts or mesh.size("pp") > 1:
         return "units"
     return "ddp"
 

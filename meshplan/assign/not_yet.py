@@ -17,7 +17,6 @@ def not_yet(spec: Spec) -> list[Problem]:
         if condition:
             asked.append((path, what, fix))
 
-    ask(spec.pipeline, "pipeline", "pipeline parallelism")
     ask(_offloads(spec.offload), "offload", "offloading")
     ask(spec.solve, "solve", "the planner that reads 'solve'")
     for name in ("micro", "accumulate"):
@@ -28,7 +27,6 @@ def not_yet(spec: Spec) -> list[Problem]:
         "the planner that fills 'auto' and 'budget'", "use none, full or selective")  # fmt: skip
     for rule in spec.rules:
         at = f"rules[{rule.index}]"
-        ask(rule.stage is not None, f"{at}.stage", "pipeline parallelism")
         ask(rule.offload and _offloads(rule.offload), f"{at}.offload", "offloading")
         ask(rule.activation_checkpointing and _is_planned(rule.activation_checkpointing),
             f"{at}.activation_checkpointing", "the planner that fills 'auto' and 'budget'",

@@ -10,6 +10,7 @@ from meshplan.errors import Origin, Problem
 from meshplan.graph import TensorInfo
 from meshplan.layout import Layout, Piece
 from meshplan.mesh import Mesh
+from meshplan.schedules import SCHEDULES
 from meshplan.spec import ActivationCheckpointing, Precision
 from meshplan.strategies import Strategy
 from meshplan.styles import Style
@@ -209,6 +210,50 @@ class ContextParallel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """The pipeline: what runs where, and in which order microbatches go through.
+
+    Args:
+        schedule: A name of `schedules.SCHEDULES`.
+        num_ranks: Along pp.
+        virtual: Stages per rank.
+        microbatches: Parts into which a rank's batch is cut.
+        opened: Modules that are cut inside: they run in every stage, but for what is below.
+        units: (module, stage) for each module that runs as a whole, in execution order; a
+            module that runs twice stands there twice.
+        tensors: By fqn, the stages that hold it; more than one for a tensor that several use,
+            whose gradients are added.
+        reason: What cut it so.
+    """
+
+    schedule: str
+    num_ranks: int
+    virtual: int
+    microbatches: int
+    opened: tuple[str, ...]
+    units: tuple[tuple[str, int], ...]
+    tensors: Mapping[str, tuple[int, ...]]
+    reason: Reason
+
+    @property
+    def num(self) -> int:
+        """How many there are."""
+        return self.num_ranks * self.virtual
+
+    def rank_of(self, stage: int) -> int:
+        """The place along pp of the rank that holds a stage."""
+        return SCHEDULES[self.schedule].rank_of(stage, self.num_ranks)
+
+    def of_rank(self, place: int) -> tuple[int, ...]:
+        """The stages of the rank at this place along pp."""
+        return tuple(stage for stage in range(self.num) if self.rank_of(stage) == place)
+
+    def holds(self, fqn: str, place: int) -> bool:
+        """Whether the rank at this place along pp holds a tensor."""
+        return any(self.rank_of(stage) == place for stage in self.tensors[fqn])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
     """Every decision, by name.
 
@@ -229,6 +274,7 @@ class Assignment:
         sequence_parallel: Activations between styled modules are cut along the sequence.
         loss_parallel: Logits stay cut over the vocabulary while the loss is computed.
         context: How attention over parts of the sequence is computed; None without cp.
+        stages: The pipeline; None without a pp axis.
         warnings: Things that work but are probably not meant.
     """
 
@@ -246,5 +292,6 @@ class Assignment:
     sequence_parallel: bool = False
     loss_parallel: bool = False
     context: ContextParallel | None = None
+    stages: Stages | None = None
     warnings: tuple[Problem, ...] = field(default=())
     experts: Mapping[str, ExpertUse] = field(default_factory=dict)

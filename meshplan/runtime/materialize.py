@@ -62,10 +62,15 @@ def agree_on_values(model: nn.Module, plan: Plan) -> Values:
         _take_from_rank_0({f: t for f, t in tensors.items() if not t.is_meta})
         out = Values()
         names = {fqn: placed.info.names for fqn, placed in plan.assignment.tensors.items()}
-        initialise(model, names, lambda fqn, v: out.local.__setitem__(fqn, _part(v, fqn, plan)))
+
+        def keep(fqn: str, value: torch.Tensor) -> None:
+            if _is_held(fqn, plan):
+                out.local[fqn] = _part(value, fqn, plan)
+
+        initialise(model, names, keep)
         for fqn, tensor in tensors.items():
             if not tensor.is_meta:
-                out.local[fqn] = _part(tensor, fqn, plan)
+                keep(fqn, tensor)
         return out
     full = next((rank for rank, names in enumerate(everywhere) if not names), None)
     if full is None:
@@ -140,8 +145,16 @@ def _receive(tensors: dict[str, torch.Tensor], plan: Plan, source: int) -> Value
         else:
             full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device())
         dist.broadcast(full, src=source)
-        out.local[fqn] = _part(full, fqn, plan)
+        if _is_held(fqn, plan):
+            out.local[fqn] = _part(full, fqn, plan)
     return out
+
+
+def _is_held(fqn: str, plan: Plan) -> bool:
+    """Whether a stage of this rank holds the tensor."""
+    stages = plan.assignment.stages
+    place = plan.mesh.index(dist.get_rank(), ("pp",))
+    return stages is None or stages.holds(fqn, place)
 
 
 def _retie(model: nn.Module, plan: Plan) -> None:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -427,3 +428,61 @@ def group_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGrou
         if isinstance(value, str) and value in dist.distributed_c10d._world.pg_names.values():
             return dist.distributed_c10d._resolve_process_group(value)
     raise AssertionError("a collective without a group")
+
+
+def intercept_calls(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Let `around(call, *args, **kwargs)` decide what a call of this module does, hooks and all.
+
+    Private: `_compiled_call_impl` is what `nn.Module.compile` sets and `__call__` looks at first.
+    A wrapped `forward` would come too late, inside of every hook of the wrappers.
+    """
+    # Not a closure over the module's own old value: copies of the module must not share it.
+    call = module._compiled_call_impl or module._call_impl
+    module._compiled_call_impl = partial(around, call)
+
+
+def backward_of_inputs(
+    outputs: list[torch.Tensor],
+    gradients: list[torch.Tensor] | None,
+    inputs: list[torch.Tensor],
+    weights: Iterable[nn.Parameter],
+) -> list[dict[str, Any]]:
+    """Gradients of `inputs` alone; returns what `backward_of_weights` needs for the rest.
+
+    Private until torch has a public name: the halves of the backward of its zero-bubble schedules.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    return stage_backward_input(outputs, gradients, inputs, iter(list(weights)))[1]
+
+
+def backward_of_weights(weights: Iterable[nn.Parameter], groups: list[dict[str, Any]]) -> None:
+    """The rest of a backward that `backward_of_inputs` began."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(iter(list(weights)), groups)
+
+
+def reduce_units(module: nn.Module) -> None:
+    """Reduce the gradients that FSDP2's units have gathered, outside of any backward.
+
+    Private: torch's own pipeline schedules do the same (`PipelineStage.perform_reduce_grad`),
+    since a backward that is split in two ends in no hook.
+    """
+    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    if not isinstance(module, FSDPModule):
+        return
+    module.set_is_last_backward(True)
+    module.set_reshard_after_backward(True)
+    module.set_requires_gradient_sync(True)
+    kind = replicate if isinstance(module, ReplicateModule) else fully_shard
+    root = kind.state(module)
+    for state in root._state_ctx.all_states:
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # Before torch 2.12 there was one.
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        for group in groups:
+            group.post_backward()
+    root._root_post_backward_final_callback()

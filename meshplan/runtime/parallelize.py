@@ -35,7 +35,7 @@ from meshplan.runtime.expert import apply_expert_parallel
 from meshplan.runtime.expert_protocol import expert_problems
 from meshplan.runtime.gradients import agree_on_gradients
 from meshplan.runtime.guard import guarded
-from meshplan.runtime.materialize import agree_on_values
+from meshplan.runtime.materialize import Values, agree_on_values
 from meshplan.runtime.mesh import (
     device,
     device_mesh,
@@ -43,6 +43,7 @@ from meshplan.runtime.mesh import (
     forget_units,
     ranks_per_node,
 )
+from meshplan.runtime.pipeline.apply import apply_pipeline
 from meshplan.runtime.randomness import give_own_stream
 from meshplan.runtime.recompute import apply_recompute
 from meshplan.runtime.record import record
@@ -94,8 +95,9 @@ def parallelize(
         allow_code: Whether `apply: "pkg.mod:function"` in the plan may run.
 
     Returns:
-        The module to train: the same object, or DistributedDataParallel around it. Its
-        attribute `meshplan` holds the plan and the mesh.
+        The module to train: the same object, or DistributedDataParallel around it, or with a
+        pp axis a `PipelinedModule` of this rank's stages, and the object left without numbers.
+        Its attribute `meshplan` holds the plan and the mesh.
 
     Raises:
         SpecError: The plan cannot be read.
@@ -119,29 +121,38 @@ def _parallelize(
         values = agree_on_values(model, decided)
         _cast(model, decided)
         _apply_code(model, decided)
-        apply_tensor_parallel(model, decided, mesh)
-        apply_expert_parallel(model, decided, mesh)
-        apply_sync_batchnorm(model, decided, mesh)
-        context = ContextParallelism(model, decided, mesh)
-        apply_recompute(model, decided)
-        apply_compile(model, decided)
-        if decided.assignment.wrapper != "units" and not values.local:
-            model.to(device())
-        if decided.assignment.wrapper == "ddp":
-            values.fill(model, decided)  # DistributedDataParallel refuses to wrap without memory.
-        wrapped = apply_data_parallel(model, decided, mesh)
-        values.fill(wrapped, decided)
-        check_live(wrapped, decided)
-        lay_gradients(wrapped, decided)
-        agree_on_gradients(wrapped, decided, mesh)
-        watch_first_step(wrapped, decided, mesh)
-        give_own_stream(model, decided)
-        context.watch(wrapped)
+        if decided.assignment.stages is None:
+            wrapped = _wrap(model, decided, mesh, values)
+        else:
+            wrapped = apply_pipeline(model, decided, mesh, values, _wrap)
         needs_scale = decided.spec.precision.param == "float16" and decided.spec.precision.is_mixed
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
                 warnings.warn(str(warning), stacklevel=3)
         wrapped.meshplan = Applied(decided, mesh, 2.0**16 if needs_scale else 1.0)
+    return wrapped
+
+
+def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.Module:
+    """Everything but the pipeline, in place; returns the module to call."""
+    apply_tensor_parallel(model, plan, mesh)
+    apply_expert_parallel(model, plan, mesh)
+    apply_sync_batchnorm(model, plan, mesh)
+    context = ContextParallelism(model, plan, mesh)
+    apply_recompute(model, plan)
+    apply_compile(model, plan)
+    if plan.assignment.wrapper != "units" and not values.local:
+        model.to(device())
+    if plan.assignment.wrapper == "ddp":
+        values.fill(model, plan)  # DistributedDataParallel refuses to wrap without memory.
+    wrapped = apply_data_parallel(model, plan, mesh)
+    values.fill(wrapped, plan)
+    check_live(wrapped, plan)
+    lay_gradients(wrapped, plan)
+    agree_on_gradients(wrapped, plan, mesh)
+    watch_first_step(wrapped, plan, mesh)
+    give_own_stream(model, plan)
+    context.watch(wrapped)
     return wrapped
 
 

@@ -21,18 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshplan.errors import ApplyError, Problem
 from meshplan.flow import UPDATE, Call, Flow, Op, Ref, Value
 from meshplan.runtime.mesh import bytes_of, fake_mode
-from meshplan.runtime.nest import tensors_in
+from meshplan.runtime.nest import shape_of, tensors_in
 
 _REAL_BYTES_LIMIT = 4 * 2**30
 """A model of more bytes is not copied to be run for real."""
 
 
-def record(model: nn.Module, inputs: Any) -> Flow:
+def record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None = None) -> Flow:
     """One forward pass of `model` in the mode (train or eval) that it is in.
 
     Args:
         inputs: A tensor, a tuple of arguments or a mapping of keyword arguments; only shapes
             and dtypes count unless the model's control flow reads values.
+        forms: Takes the form (`nest.shape_of`) of every call's result, by `Call.id`.
 
     Returns:
         Every operation below autograd, composite ones taken apart.
@@ -44,13 +45,13 @@ def record(model: nn.Module, inputs: Any) -> Flow:
     a real copy, if it has numbers and is small.
     """
     try:
-        return _record(model, inputs, is_fake=True)
+        return _record(model, inputs, forms, is_fake=True)
     except Exception as error:  # The user's forward may raise anything.
         if not _is_small_and_real(model):
             raise ApplyError(_problem(model, error)) from error
     try:
         with torch.random.fork_rng(devices=[]):
-            return _record(model, inputs, is_fake=False)
+            return _record(model, inputs, forms, is_fake=False)
     except Exception as error:
         raise ApplyError(_problem(model, error)) from error
 
@@ -71,7 +72,7 @@ def _is_small_and_real(model: nn.Module) -> bool:
     )
 
 
-def _record(model: nn.Module, inputs: Any, *, is_fake: bool) -> Flow:
+def _record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None, *, is_fake: bool) -> Flow:
     mode: AbstractContextManager[object] = fake_mode() if is_fake else nullcontext()
     with torch.no_grad():
         twin, args, kwargs = twin_of(model, inputs, mode, is_fake=is_fake)
@@ -79,6 +80,8 @@ def _record(model: nn.Module, inputs: Any, *, is_fake: bool) -> Flow:
         with mode, recorder:
             recorder.begin(args, kwargs)
             twin(*args, **kwargs)
+        if forms is not None:
+            forms.update(recorder.forms)
         return recorder.flow()
 
 
@@ -98,6 +101,20 @@ def twin_of(
         args, kwargs = _arguments(inputs, is_fake=is_fake)
     # Outside the mode: what the copy makes of plain attributes must stay what it is.
     return copy.deepcopy(model, memo), args, kwargs
+
+
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The product, or its shape: the rule for fake tensors refuses dtypes that the kernel takes."""
+    is_fake = type(a).__name__ == "FakeTensor"
+    offsets = kwargs.get("offs", args[0] if args else None)
+    if not is_fake or a.dtype != b.dtype or offsets is None:
+        return _GROUPED_MM(a, b, *args, **kwargs)
+    if a.ndim == 2 and b.ndim == 2:
+        return a.new_empty(offsets.shape[0], a.shape[0], b.shape[1])
+    return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,6 +150,7 @@ class Recorder(TorchDispatchMode):
         self._ops: list[Op] = []
         self._calls: list[Call] = []
         self._open: list[int] = []
+        self.forms: dict[int, Any] = {}
         # Tensors by id, held so that no id is given out twice.
         self._known: dict[int, tuple[torch.Tensor, int]] = {}
         self._is_paused = False
@@ -185,6 +203,7 @@ class Recorder(TorchDispatchMode):
             number = self._open.pop()
             call = self._calls[number]
             outputs = tuple((path, self._value(t)) for path, t in tensors_in(output))
+            self.forms[number] = shape_of(output, self._value)
             ops = (call.ops[0], len(self._ops))
             self._calls[number] = replace(call, outputs=outputs, ops=ops)
 
@@ -198,7 +217,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "prim" or self._is_paused:  # Such as a question about its device.
             return func(*args, **kwargs)
         spelled, spelled_kwargs = self._spell(args), self._spell(kwargs)
-        result = func(*args, **kwargs)
+        result = _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
         written = [t for t in _written(func, args, kwargs) if isinstance(t, torch.Tensor)]
         before = tuple(self._value(t) for t in written)
         outputs = [t for _, t in tensors_in(result)] or written
