@@ -27,7 +27,9 @@ _NAMES: Final = (
     "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction",
     "label_smoothing",
 )  # fmt: skip
-_DEFAULTS: Final[dict[str, Any]] = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
+_DEFAULTS: Final[dict[str, Any]] = {
+    "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0
+}  # fmt: skip
 
 
 class LossParallel(TorchFunctionMode):

@@ -75,12 +75,12 @@ class _Part(Trial):
         self.count = 0
 
     def seen(self, site: Site, *lengths: int) -> bool:
-        if lengths[-1] != self.part_length:
+        if lengths[-1] != self.part_length and len(lengths) == 1:
             return False
         before = self.whole.calls.get(site, set())
         # A call that asked for as many when the sequence was longer means something else.
         scaled = tuple(self.length if n == self.part_length else n for n in lengths)
-        found = scaled in before and lengths not in before
+        found = lengths[-1] == self.part_length and scaled in before and lengths not in before
         self.known[(*site, *lengths)] = found
         return found
 
@@ -142,7 +142,7 @@ def prove(
         ApplyError: On every rank, when they differ on any.
     """
     parts = mode.parts
-    first = next(iter(_all_tensors((args, kwargs))))
+    first = next(t for t in _all_tensors((args, kwargs)) if t.ndim > 1 and t.shape[1] == length)
     samples, where = first.shape[0], first.device
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,13 @@ def prove(
 
     local = _sampled(length, parts.num_local_chunks, where)
     in_whole = _Whole(length * parts.size, parts.positions(length, where)[local])
-    with torch.no_grad(), _as_in_evaluation(model), _nothing_equal(model):
+    # In inference mode sharded parameters cannot be written to.
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _as_in_evaluation(model),
+        _nothing_equal(model),
+    ):
         whole_args, whole_kwargs = map_tensors((args, kwargs), whole)
         mode.trial = in_whole
         try:
