@@ -166,16 +166,8 @@ def prove(
         try:
             expected = model(*whole_args, **whole_kwargs)
             raise_told(None if in_whole.attentions else _UNSEEN)
-            in_part = _Part(in_whole, length, local)
-            mode.trial = in_part
-            part_args, part_kwargs = map_tensors((args, local_kwargs), one)
-            found = model(*part_args, **part_kwargs)
-        except MeshplanError:
-            raise
-        except Exception as error:  # The model's code may raise anything.
-            what = f"{_CANNOT}: with {length} of {in_whole.length} tokens it raises {error!r}"
-            problem = Problem(what, fix="see the traceback above, or leave cp out")
-            raise ApplyError(problem) from error
+            in_part = mode.trial = _Part(in_whole, length, local)
+            found = _run_part(model, *map_tensors((args, local_kwargs), one))
         finally:
             mode.trial = None
         problems = [*in_part.problems, *_call_problems(in_whole, in_part)]
@@ -183,6 +175,20 @@ def prove(
     raise_told(next(iter(problems), None))
     mode.known |= in_part.known
     mode.lengths.add(length)
+
+
+def _run_part(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return model(*args, **kwargs)
+    except MeshplanError:
+        raise
+    except Exception as error:  # The model's code may raise anything.
+        problem = Problem(
+            f"{_CANNOT}: there it raises {error!r}, and on the whole it does not",
+            fix="see the traceback above; say context: {balance: false}, so that no rank's tokens "
+            "have a gap, or leave cp out",
+        )
+        raise ApplyError(problem) from error
 
 
 def raise_told(problem: Problem | None) -> None:
