@@ -113,6 +113,7 @@ REFUSED = {
     "conv": "the queries of attention 2 differ by",
     "narrow": "the queries of attention 1 differ by",
     "counted": "the queries of attention 1 differ by",
+    "Roberta": "the queries of attention 1 differ by",
     "pooled": "the output  of shape [1, 66] was computed from this rank's part",
 }
 
@@ -176,7 +177,7 @@ def lengths() -> tuple[list[float], int]:
         tokens, _ = context_models.batch(step, length=length)
         for each in (model, alone):
             each.train(length == 16)
-        with torch.set_grad_enabled(length == 16):
+        with torch.inference_mode(length != 16):
             own, whole = model(meshplan.local_batch(model, tokens)), alone(tokens)
         gathered = [torch.empty_like(own) for _ in range(2)]
         torch.distributed.all_gather(gathered, own.detach().contiguous())
@@ -299,6 +300,26 @@ def test_dropout_of_attention_draws_anew(pool):
     for trains, evaluates in pool(2).run(dropped):
         assert trains > 1e-3
         assert evaluates == 0.0
+
+
+def by_its_part(strategy: str) -> str:
+    """The model inside, past what `parallelize` returned."""
+    model = meshplan.parallelize(context_models.build("Mistral"), CP2 | {"strategy": strategy})
+    tokens = meshplan.local_batch(model, context_models.batch(0)[0])
+    if strategy == "full_shard":
+        model(tokens)  # Proved for this length, but not for a part of the model.
+    inner = model.module if strategy == "ddp" else model.model
+    try:
+        inner(tokens)
+    except meshplan.ApplyError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
+def test_a_part_of_the_model_called_by_itself_is_refused(pool, strategy):
+    for told in pool(2).run(by_its_part, strategy):
+        assert "call the model that parallelize returned, not a part of it" in told
 
 
 def fed(batch: Any, plan: dict[str, Any]) -> Any:
