@@ -69,7 +69,11 @@ def assign_tp(
     check_tied(graph, mesh, out)
     check_pairs(mesh, out)
     local_attributes(graph, mesh, out)
-    if mesh.size("tp") > 1 and not preset and not any("tp" in rule.place for rule in spec.rules):
+    if (
+        mesh.size("tp") > 1
+        and spec.tp_plan == "none"
+        and not any("tp" in rule.place for rule in spec.rules)
+    ):
         out.problems.append(
             Problem(
                 f"the axis tp of size {mesh.size('tp')} cuts nothing: "

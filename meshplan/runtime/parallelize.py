@@ -35,6 +35,7 @@ from meshplan.runtime.mesh import (
     forget_units,
     ranks_per_node,
 )
+from meshplan.runtime.proof import prove_first_forward
 from meshplan.runtime.recompute import apply_recompute
 from meshplan.runtime.selftest import watch_first_step
 from meshplan.runtime.shard import apply_tensor_parallel, lay_gradients
@@ -111,6 +112,7 @@ def parallelize(
         lay_gradients(wrapped, decided)
         reduce_alone(wrapped, decided, mesh)
         watch_first_step(wrapped, decided, mesh)
+        prove_first_forward(wrapped, decided, mesh)
         needs_scale = decided.spec.precision.param == "float16" and decided.spec.precision.is_mixed
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
