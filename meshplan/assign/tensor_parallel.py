@@ -8,7 +8,7 @@ from types import MappingProxyType
 from meshplan.assign.cascade import Cascade, Stated
 from meshplan.assign.heads import local_attributes
 from meshplan.assign.multihead import multihead_cuts, multihead_pieces
-from meshplan.assign.pairs import check_pairs, check_tied
+from meshplan.assign.pairs import check_pairs, check_shared, check_tied
 from meshplan.assign.pieces import are_equal, share_out
 from meshplan.assign.tensor_cuts import TensorCut, TensorParallel, report
 from meshplan.assign.types import Preset, Reason, StyleUse
@@ -68,6 +68,7 @@ def assign_tp(
             _assign_param(graph, tensor, _said(spec, found), out)
     check_tied(graph, mesh, out)
     check_pairs(mesh, out)
+    check_shared(graph, mesh, out)
     local_attributes(graph, mesh, out)
     if (
         mesh.size("tp") > 1
