@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshplan.mesh import Mesh
+from meshplan.mesh import SHARD_AXES, Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +87,15 @@ class Layout:
 
         A dim of size d cut n ways gives pieces of ceil(d / n), the last ones shorter or
         empty: `torch.chunk`'s rule, which DTensor follows. Each further axis cuts the piece
-        that the one before it left.
+        that the one before it left; `mesh.SHARD_AXES` cut as one axis.
         """
         assert not self.packed, "a part of every piece is no single slice: see `ranges`"
-        at = mesh.coordinates(rank)
         out = []
         for size, axes in zip(shape, self.cuts, strict=True):
             start, stop = 0, size
-            for axis in axes:
-                piece = -(-(stop - start) // mesh.size(axis))
-                start = min(start + piece * at.get(axis, 0), stop)
+            for joint in _joint(axes):
+                piece = -(-(stop - start) // mesh.size(*joint))
+                start = min(start + piece * mesh.index(rank, joint), stop)
                 stop = min(start + piece, stop)
             out.append(slice(start, stop))
         return tuple(out)
@@ -124,19 +123,23 @@ class Layout:
         """The number of elements that `rank` holds."""
         return math.prod(self.local_shape(shape, mesh, rank))
 
-    def padded_numel(self, shape: Sequence[int], mesh: Mesh, axis: str, rank: int = 0) -> int:
-        """Elements stored when the cut by `axis` is padded to equal pieces.
+    def padded_numel(
+        self, shape: Sequence[int], mesh: Mesh, axes: Sequence[str], rank: int = 0
+    ) -> int:
+        """Elements stored when the cut by `axes`, one after the other, is padded to equal pieces.
 
         FSDP2 pads every shard of the dim it cuts to the first rank's size so that one
         all-gather moves equal pieces.
 
         Source: `torch.distributed.fsdp`, FSDPParam._init_sharded_param.
         """
-        dim = self.dim_of(axis)
-        if dim is None:
+        cutting = [axis for axis in axes if axis in self.axes]
+        if not cutting:
             return self.local_numel(shape, mesh, rank)
-        local = list(self.without(axis).local_shape(shape, mesh, rank))
-        local[dim] = -(-local[dim] // mesh.size(axis))
+        dim = self.dim_of(cutting[0])
+        assert dim is not None
+        local = list(self.without(*cutting).local_shape(shape, mesh, rank))
+        local[dim] = -(-local[dim] // mesh.size(*cutting))
         return math.prod(local)
 
     def spell(self, mesh: Mesh | None = None) -> str:
@@ -246,6 +249,17 @@ def changes(source: Layout, target: Layout) -> tuple[Collective, ...]:
     added = set(source.partial) - set(target.partial) - set(target.axes)
     sums = [Collective("all_reduce", axis) for axis in source.partial if axis in added]
     return (*moves, *gathers, *cuts, *sums)
+
+
+def _joint(axes: Sequence[str]) -> list[list[str]]:
+    """The cuts of a dim in order, axes that cut in one go together."""
+    out: list[list[str]] = []
+    for axis in axes:
+        if out and axis in SHARD_AXES and out[-1][-1] in SHARD_AXES:
+            out[-1].append(axis)
+        else:
+            out.append([axis])
+    return out
 
 
 def _common(left: Sequence[str], right: Sequence[str]) -> int:

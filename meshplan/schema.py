@@ -32,6 +32,7 @@ from meshplan.spec import (
     STRATEGY_WORDS,
     Batch,
     Borrow,
+    Context,
     HardwareSpec,
     InputSpec,
     ModelSpec,
@@ -260,6 +261,17 @@ def _pipeline(value: Value, found: Findings) -> Pipeline | None:
     return Pipeline(**got) if got is not None else None
 
 
+_CONTEXT: Final[Mapping[str, Decoder]] = {
+    "attention": choice(("all_gather", "all_to_all"), "a kind of attention over sequence parts"),
+    "balance": boolean,
+}
+
+
+def _context(value: Value, found: Findings) -> Context | None:
+    got = section(value, found, _CONTEXT, "context: {attention: all_gather, balance: true}")
+    return Context(**got) if got is not None else None
+
+
 _DDP: Final[Mapping[str, Decoder]] = {
     "bucket_mb": _positive,
     "find_unused_parameters": boolean,
@@ -321,6 +333,7 @@ _PLAN: Final[Mapping[str, Decoder]] = {
     "activation_checkpointing": activation_checkpointing,
     "offload": offload,
     "pipeline": _pipeline,
+    "context": _context,
     "tp_plan": choice(("hf", "auto", "none"), "a tp_plan"),
     "sequence_parallel": boolean,
     "loss_parallel": boolean,
@@ -339,7 +352,7 @@ _HOMES: Final = {
         key: f"write it under '{name}'"
         for name, fields in {
             "model": _MODEL, "hardware": _HARDWARE, "batch": _BATCH,
-            "pipeline": _PIPELINE, "ddp": _DDP,
+            "pipeline": _PIPELINE, "context": _CONTEXT, "ddp": _DDP,
         }.items()
         for key in fields
     },

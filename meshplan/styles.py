@@ -31,6 +31,7 @@ class Style:
         cut_dim: The named dim of the parameters that the axis cuts; None cuts nothing.
         input: (layout outside, layout computed with).
         output: (layout computed, layout outside).
+        gradient: "P" where each rank has an addend of the output's gradient, else "".
     """
 
     name: str
@@ -38,6 +39,7 @@ class Style:
     cut_dim: str | None
     input: tuple[str, str]
     output: tuple[str, str]
+    gradient: str = ""
 
 
 def _rows() -> dict[tuple[str, str], Style]:
@@ -74,10 +76,33 @@ def _rows() -> dict[tuple[str, str], Style]:
 STYLES: Final[Mapping[tuple[str, str], Style]] = MappingProxyType(_rows())
 """Every style by (name, module kind)."""
 
+LOGITS: Final = Style(
+    name="logits",
+    kind="linear",
+    cut_dim="out",
+    input=("outside", "R"),
+    output=("S(-1)", "S(-1)"),
+)
+"""What the style of a head becomes under `loss_parallel: true`: its output stays cut, known by
+its whole shape, while the loss is computed."""
+GRADIENTS_ADDED: Final = Style(
+    name="gradients_added",
+    kind="linear",
+    cut_dim=None,
+    input=("R", "R"),
+    output=("R", "R"),
+    gradient="P",
+)
+"""A projection left whole whose result meets cut values only. Nobody can state it: that it meets
+nothing else takes a proof."""
+
 STYLE_NAMES: Final = tuple(dict.fromkeys(name for name, _ in STYLES))
 
-PLANNED_STYLES: Final = ("packed_rowwise", "ep_dispatch_experts")
+PLANNED_STYLES: Final = ("packed_rowwise",)
 """Words of the format that this version refuses with "not yet"."""
+
+EXPERT_STYLE: Final = "ep_dispatch_experts"
+"""The one style of ep: each rank holds some of the experts, and tokens travel to them."""
 
 _PLACEMENTS: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
     {

@@ -21,8 +21,11 @@ LEVELS = [
     for line in """
         version errors units
         mesh hardware recipes
-        layout graph spec styles heads
-        match strategies agreement
+        layout flow spec styles heads
+        rehearsal
+        graph dims
+        match borrow agreement
+        strategies
         values
         rules source
         schema
@@ -30,6 +33,7 @@ LEVELS = [
         solve sizing
         memory cost
         plan
+        traffic
         planner render runtime
         interop api
         cli __init__

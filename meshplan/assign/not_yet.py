@@ -19,11 +19,6 @@ def not_yet(spec: Spec) -> list[Problem]:
 
     ask(spec.pipeline, "pipeline", "pipeline parallelism")
     ask(_offloads(spec.offload), "offload", "offloading")
-    ask(spec.tp_plan == AUTO, "tp_plan", f"'tp_plan: {spec.tp_plan}'",
-        "write rules with colwise and rowwise")  # fmt: skip
-    ask(spec.loss_parallel, "loss_parallel", "'loss_parallel'")
-    ask(spec.sync_batchnorm, "sync_batchnorm", "'sync_batchnorm'")
-    ask(spec.compile, "compile", "'compile'", "call model.compile() yourself")
     ask(spec.solve, "solve", "the planner that reads 'solve'")
     for name in ("micro", "accumulate"):
         value = getattr(spec.batch, name)
@@ -41,13 +36,22 @@ def not_yet(spec: Spec) -> list[Problem]:
         for axis, word in rule.place.items():
             path = f"{at}.place.{axis}"
             ask(word in PLANNED_STYLES, path, f"the style '{word}'")
-            ask(axis in ("pp", "cp", "ep"), path, f"axis '{axis}'")
+            ask(axis == "pp", path, f"axis '{axis}'")
             ask(axis == "dp_shard" and word == AUTO, path, "'auto'", "write S(0) or R")
     problems = [
         Problem(f"{what} is not available yet in this version", spec.origin(path), fix)
         for path, what, fix in asked
     ]
     for rule in spec.rules:
+        if "cp" in rule.place:
+            problems.append(
+                Problem(
+                    "cp cuts the sequence, not parameters; those of sharded modules are cut over "
+                    "dp_shard and cp together",
+                    spec.origin(f"rules[{rule.index}].place.cp"),
+                    "place it on dp_shard",
+                )
+            )
         word = rule.place.get("dp_replicate", "R")
         if word != "R":
             problems.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,11 +47,15 @@ _PARTNERS: Final[Mapping[str, _Partner]] = {
 }
 
 
-def check_tied(graph: ModelGraph, mesh: Mesh, out: TensorParallel) -> None:
+def check_tied(
+    graph: ModelGraph, mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()
+) -> None:
     """A tied weight that one of its modules computes on in shards must suit the other too."""
     for fqn, cut in out.cuts.items():
         tensor = graph.tensors[fqn]
         if cut.gathered or not cut.layout.axes or mesh.size("tp") == 1 or not tensor.aliases:
+            continue
+        if any(graph.first_name(name.rpartition(".")[0]) in proved for name in tensor.names):
             continue
         for name in tensor.names:
             module = name.rpartition(".")[0]
@@ -69,7 +73,7 @@ def _styled(tensor: TensorInfo, out: TensorParallel) -> str:
     return ", ".join(m for m in modules if m in out.styles)
 
 
-def check_pairs(mesh: Mesh, out: TensorParallel) -> None:
+def check_pairs(mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()) -> None:
     """What one module leaves cut, another near it must take up, and the other way round."""
     if mesh.size("tp") == 1:
         return
@@ -77,7 +81,7 @@ def check_pairs(mesh: Mesh, out: TensorParallel) -> None:
     seen: set[object] = set()
     for fqn, use in out.styles.items():
         name = use.style.name
-        partner = _PARTNERS.get(name)
+        partner = _PARTNERS.get(name) if fqn not in proved else None
         if partner is None or use.style.kind in ("embedding", "mha") or use.reason in seen:
             continue
         # Attention blocks such as BERT's keep q, k, v one level below their output projection.
@@ -93,11 +97,13 @@ def check_pairs(mesh: Mesh, out: TensorParallel) -> None:
             out.warnings.append(problem)
 
 
-def check_shared(graph: ModelGraph, mesh: Mesh, out: TensorParallel) -> None:
-    """kv heads that ranks share are those of queries that are cut beside them."""
+def check_shared(
+    graph: ModelGraph, mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()
+) -> None:
+    """Whether kv heads that ranks share are those of queries that are cut beside them."""
     tp = mesh.size("tp")
     for fqn, use in out.styles.items():
-        if len(use.pieces) != 1 or use.pieces[0].parts == tp:
+        if len(use.pieces) != 1 or use.pieces[0].parts == tp or fqn in proved:
             continue
         around = fqn.rpartition(".")[0]
         widths = [

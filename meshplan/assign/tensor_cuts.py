@@ -16,6 +16,7 @@ class TensorCut:
     layout: Layout
     gathered: bool
     reason: Reason
+    is_local: bool = False
 
 
 @dataclass(slots=True)

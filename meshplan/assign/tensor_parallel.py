@@ -53,7 +53,7 @@ def assign_tp(
                 by_rule[found.rule.index] = found
         out.problems += [_no_axis(spec, s, mesh) for s in by_rule.values()]
         return out
-    stated = {fqn: _said(spec, statement) for fqn, statement in by_rules.items()}
+    stated = {fqn: _said(spec, s) for fqn, s in by_rules.items() if s.value != AUTO}
     for fqn, said in preset.items():
         around = cascade.inherited(fqn, _FIELD)
         if fqn not in stated and (around is None or around.value != "R"):
@@ -66,15 +66,13 @@ def assign_tp(
         found = cascade.param(tensor, _FIELD)
         if found:
             _assign_param(graph, tensor, _said(spec, found), out)
-    check_tied(graph, mesh, out)
-    check_pairs(mesh, out)
-    check_shared(graph, mesh, out)
+    proved = {fqn for fqn, said in stated.items() if said.is_proved}
+    check_tied(graph, mesh, out, proved)
+    check_pairs(mesh, out, proved)
+    check_shared(graph, mesh, out, proved)
     local_attributes(graph, mesh, out)
-    if (
-        mesh.size("tp") > 1
-        and spec.tp_plan == "none"
-        and not any("tp" in rule.place for rule in spec.rules)
-    ):
+    says_nothing = spec.tp_plan == "none" and not any("tp" in rule.place for rule in spec.rules)
+    if mesh.size("tp") > 1 and says_nothing:
         out.problems.append(
             Problem(
                 f"the axis tp of size {mesh.size('tp')} cuts nothing: "
@@ -111,13 +109,6 @@ def _assign_module(
     word, reason = said.word, said.reason
     if word in PLANNED_STYLES:
         return  # Refused by `not_yet`.
-    if word == AUTO:
-        report(out, Problem(
-            "'tp: auto' is not available yet in this version",
-            reason.origin,
-            "state a style such as colwise or rowwise",
-        ))  # fmt: skip
-        return
     owned = [t for t in graph.owned(info.fqn) if not t.is_buffer]
     if word == "R":
         for tensor in owned:
@@ -133,11 +124,13 @@ def _assign_module(
             return
         report(out, _cannot_take(graph, info, said))
         return
-    pieces = _share_out(graph, mesh, info, style, said, sequence_parallel) if style.cut_dim else ()
+    pieces: tuple[Piece, ...] | Problem = said.pieces
+    if style.cut_dim and not said.is_proved:
+        pieces = _share_out(graph, mesh, info, style, said, sequence_parallel)
     if isinstance(pieces, Problem):
         report(out, pieces)
         return
-    out.styles[info.fqn] = StyleUse(style, "tp", reason, pieces)
+    out.styles[info.fqn] = StyleUse(style, "tp", reason, pieces, is_proved=said.is_proved)
     if info.kind == "mha":
         for tensor, layout in multihead_cuts(graph, info, mesh.size("dp_shard")):
             _record(out, tensor, TensorCut(layout, False, reason))

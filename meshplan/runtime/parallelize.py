@@ -25,8 +25,16 @@ from torch.nn.parameter import is_lazy
 from meshplan.errors import ApplyError, MeshplanError, Origin, PlanError, Problem
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
+from meshplan.runtime.batchnorm import apply_sync_batchnorm
 from meshplan.runtime.check import check_live
-from meshplan.runtime.data import apply_data_parallel, reduce_alone
+from meshplan.runtime.compiled import apply_compile
+from meshplan.runtime.context.apply import ContextParallelism
+from meshplan.runtime.data import apply_data_parallel
+from meshplan.runtime.example import find_example
+from meshplan.runtime.expert import apply_expert_parallel
+from meshplan.runtime.expert_protocol import expert_problems
+from meshplan.runtime.gradients import agree_on_gradients
+from meshplan.runtime.guard import guarded
 from meshplan.runtime.materialize import agree_on_values
 from meshplan.runtime.mesh import (
     device,
@@ -36,7 +44,10 @@ from meshplan.runtime.mesh import (
     ranks_per_node,
 )
 from meshplan.runtime.proof import prove_first_forward
+from meshplan.runtime.randomness import give_own_stream
 from meshplan.runtime.recompute import apply_recompute
+from meshplan.runtime.record import record
+from meshplan.runtime.rehearse import rehearser
 from meshplan.runtime.selftest import watch_first_step
 from meshplan.runtime.shard import apply_tensor_parallel, lay_gradients
 from meshplan.runtime.trace import graph_of
@@ -78,7 +89,9 @@ def parallelize(
             from rank 0; a model on meta is initialised with the numbers one process would draw.
         plan: A path to a plan.yaml, a mapping of the same form, a Spec or a Plan.
         example_inputs: Inputs to trace the model with: a tensor, a tuple of arguments or a
-            mapping of keyword arguments. Only for plans that need a trace; none does today.
+            mapping of keyword arguments; only shapes and dtypes count. For plans that read the
+            model's data flow (`tp_plan: auto`, `pp`). Without them `input:` of the plan is
+            taken, or what a transformers model says of itself.
         allow_code: Whether `apply: "pkg.mod:function"` in the plan may run.
 
     Returns:
@@ -94,14 +107,25 @@ def parallelize(
     Whatever raises, the model is as it was before.
     """
     ensure_process_group()
-    decided = _agree(lambda: _decide(model, plan, allow_code))
+    with guarded():
+        return _parallelize(model, plan, example_inputs, allow_code)
+
+
+def _parallelize(
+    model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: bool
+) -> nn.Module:
+    decided = _agree(lambda: _decide(model, plan, example_inputs, allow_code))
     mesh = device_mesh(decided.mesh)
     with _untouched_on_error(model):
         values = agree_on_values(model, decided)
         _cast(model, decided)
         _apply_code(model, decided)
         apply_tensor_parallel(model, decided, mesh)
+        apply_expert_parallel(model, decided, mesh)
+        apply_sync_batchnorm(model, decided, mesh)
+        context = ContextParallelism(model, decided, mesh)
         apply_recompute(model, decided)
+        apply_compile(model, decided)
         if decided.assignment.wrapper != "units" and not values.local:
             model.to(device())
         if decided.assignment.wrapper == "ddp":
@@ -110,13 +134,15 @@ def parallelize(
         values.fill(wrapped, decided)
         check_live(wrapped, decided)
         lay_gradients(wrapped, decided)
-        reduce_alone(wrapped, decided, mesh)
+        agree_on_gradients(wrapped, decided, mesh)
         watch_first_step(wrapped, decided, mesh)
         prove_first_forward(wrapped, decided, mesh)
+        give_own_stream(model, decided)
+        context.watch(wrapped)
         needs_scale = decided.spec.precision.param == "float16" and decided.spec.precision.is_mixed
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
-                warnings.warn(str(warning), stacklevel=2)
+                warnings.warn(str(warning), stacklevel=3)
         wrapped.meshplan = Applied(decided, mesh, 2.0**16 if needs_scale else 1.0)
     return wrapped
 
@@ -138,20 +164,25 @@ def applied(model: nn.Module) -> Applied:
     return found
 
 
-def _decide(model: nn.Module, plan: PlanLike, allow_code: bool) -> Plan:
+def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: bool) -> Plan:
     """Read and decide, without touching the model or talking to another rank."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"parallelize needs an nn.Module, not {type(model).__name__}")
     _check_kind(model)
-    graph = graph_of(model)
     if isinstance(plan, Plan):
         spec = plan.spec
     elif isinstance(plan, Spec):
         spec = plan
     else:
         spec = load_spec(plan)
+    inputs = find_example(model, spec, example_inputs) if spec.reads_flow else None
+    graph = graph_of(model, record(model, inputs) if spec.reads_flow else None)
     decided = make_plan(
-        spec, graph, world_size=dist.get_world_size(), gpus_per_node=ranks_per_node()
+        spec,
+        graph,
+        world_size=dist.get_world_size(),
+        gpus_per_node=ranks_per_node(),
+        rehearse=rehearser(model, inputs) if spec.reads_flow else None,
     )
     if isinstance(plan, Plan) and plan.digest() != decided.digest():
         raise PlanError(
@@ -167,6 +198,7 @@ def _decide(model: nn.Module, plan: PlanLike, allow_code: bool) -> Plan:
         if (problem := _code_problem(code, reason.origin, allow_code))
     ]
     problems += _state_problems(model, decided)
+    problems += expert_problems(model, decided)
     if problems:
         raise PlanError(problems)
     return decided

@@ -10,7 +10,7 @@ and once whole, on every rank of tp; what differs is refused before anything is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from meshplan.assign import StyleUse
 from meshplan.errors import ApplyError, Problem
 from meshplan.graph import is_inside
 from meshplan.plan import Plan
@@ -31,6 +32,11 @@ _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF: Final = 5e-2
 """Relative differences that rounding does not make [Empirical]: a wrong head differs by 0.1 and
 more, and the same sum in another order by 1e-6 in single precision."""
+
+_HOOKS: Final = (
+    "_forward_pre_hooks", "_forward_hooks",
+    "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -59,18 +65,30 @@ def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     if plan.mesh.size("tp") == 1 or not islands:
         return
     proof = _Proof(plan, mesh, {island.kind for island in islands})
-    for island in islands:
-        _capture(model.get_submodule(island.fqn), island, proof)
+    undo = [_capture(model.get_submodule(island.fqn), island, proof) for island in islands]
+    is_compiled = bool(plan.assignment.compiled)
+
+    def before(module: nn.Module, args: Any) -> None:
+        if is_compiled:  # What is captured and compared is no part of the graph.
+            torch.compiler.set_stance("force_eager")
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        # A module that was not called, or whose inputs could not be kept, waits for the next one.
-        captured, proof.captured = proof.captured, []
-        for island in captured:
-            _prove(module, island, proof)
+        try:
+            # A module that was not called, or whose inputs could not be kept, waits.
+            captured, proof.captured = proof.captured, []
+            for island in captured:
+                _prove(module, island, proof)
+        finally:
+            if is_compiled:
+                torch.compiler.set_stance("default")
         if not proof.waiting:
-            handle.remove()
+            for step in undo:
+                step()
 
-    handle = model.register_forward_hook(after)
+    undo += [
+        model.register_forward_pre_hook(before).remove,
+        model.register_forward_hook(after).remove,
+    ]
 
 
 def _islands(model: nn.Module, plan: Plan) -> list[_Island]:
@@ -83,15 +101,17 @@ def _islands(model: nn.Module, plan: Plan) -> list[_Island]:
     for fqn, use in styles.items():
         if use.pieces and use.style.kind != "mha":
             changed.setdefault(fqn.rpartition(".")[0], {})
+    unproved = {fqn for fqn, use in styles.items() if not use.is_proved}
     return [
         _Island(fqn, (type(model.get_submodule(fqn)), *sorted(whole)), whole)
         for fqn, whole in changed.items()
-        if fqn
+        if any(is_inside(inner, fqn) for inner in unproved)
     ]
 
 
-def _capture(module: nn.Module, island: _Island, proof: _Proof) -> None:
-    forward = module.forward
+def _capture(module: nn.Module, island: _Island, proof: _Proof) -> Callable[[], None]:
+    """Keep the first inputs; returns what makes the module forget about it."""
+    forward, own = module.forward, vars(module).get("forward")
 
     @wraps(forward)
     def first(*args: Any, **kwargs: Any) -> Any:
@@ -105,12 +125,19 @@ def _capture(module: nn.Module, island: _Island, proof: _Proof) -> None:
             return forward(*args, **kwargs)
         except RuntimeError as error:
             error.add_note(
-                f"meshplan: {island.fqn} runs on a part of its heads or pieces; code that counts "
-                "on all of them cannot be cut by rule: leave it out of tp, or try tp_plan: auto"
+                f"meshplan: {island.fqn or 'the model'} runs on a part of its heads or pieces; "
+                "code that counts on all of them cannot be cut by rule: leave it out of tp, or "
+                "try tp_plan: auto"
             )
             raise
 
+    def undo() -> None:
+        vars(module).pop("forward", None)
+        if own is not None:
+            module.forward = own
+
     module.forward = first
+    return undo
 
 
 def _keep(inputs: Any) -> Any:
@@ -143,7 +170,7 @@ def _prove(model: nn.Module, island: _Island, proof: _Proof) -> None:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_evaluating(module))
         own = _run(module, island, {fqn: part for fqn, (part, _) in parts.items()})
-        stack.enter_context(_uncut(module, island, proof.plan))
+        stack.enter_context(_uncut(module, island, proof.plan, tp))
         try:
             every = _run(module, island, {fqn: whole for fqn, (_, whole) in parts.items()})
             apart = _apart(own, every, tp)
@@ -157,12 +184,10 @@ def _prove(model: nn.Module, island: _Island, proof: _Proof) -> None:
         return
     changed = ", ".join(f"{name} {value}" for name, value in island.whole.items())
     cut = f" (of {changed})" if changed else ""
-    what = (
-        f"{island.fqn} ({type(module).__name__}) computes something else once its heads or "
-        f"pieces are cut{cut}"
-    )
+    name = f"{island.fqn or 'the model'} ({type(module).__name__})"
+    what = f"{name} computes something else once its heads or pieces are cut{cut}"
     if not worst.isfinite():
-        what = f"{island.fqn} ({type(module).__name__}) cannot be compared with itself whole"
+        what = f"{name} cannot be compared with itself whole"
     reason = next(
         use.reason
         for fqn, use in proof.plan.assignment.styles.items()
@@ -178,7 +203,7 @@ def _parts(
     """Every parameter of the module as tp lays it out, and whole; data axes gathered."""
     out = {}
     for fqn, parameter in model.get_submodule(island.fqn).named_parameters():
-        placed = plan.assignment.tensors.get(f"{island.fqn}.{fqn}")
+        placed = plan.assignment.tensors.get(f"{island.fqn}.{fqn}".removeprefix("."))
         whole = full(parameter.detach())
         if placed is not None and whole.is_floating_point():
             whole = whole.to(getattr(torch, placed.compute_dtype))
@@ -226,19 +251,21 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _uncut(module: nn.Module, island: _Island, plan: Plan) -> Iterator[None]:
+def _uncut(module: nn.Module, island: _Island, plan: Plan, tp: DeviceMesh) -> Iterator[None]:
     """The module's code as one process runs it: no flows, no local compute, whole numbers."""
 
     def inside(fqn: str) -> nn.Module:
-        return module.get_submodule(fqn.removeprefix(f"{island.fqn}."))
+        return module.get_submodule(fqn[len(island.fqn) :].removeprefix("."))
 
     styled = [f for f in plan.assignment.styles if is_inside(f, island.fqn) and f != island.fqn]
     kept = [(m, dict(vars(m))) for m in (module, *map(inside, styled))]
     try:
-        for m, before in kept[1:]:
+        for fqn, (m, before) in zip(styled, kept[1:], strict=True):
             vars(m).pop("forward", None)
-            for hooks in ("_forward_pre_hooks", "_forward_hooks"):
+            for hooks in _HOOKS:
                 vars(m)[hooks] = type(before[hooks])()
+            if plan.assignment.sequence_parallel:
+                _pass_the_sequence(m, plan.assignment.styles[fqn], tp)
         for attribute in plan.assignment.attributes:
             if attribute.module in styled:
                 vars(inside(attribute.module))[attribute.name] = attribute.whole
@@ -248,6 +275,24 @@ def _uncut(module: nn.Module, island: _Island, plan: Plan) -> Iterator[None]:
         for m, before in kept:
             vars(m).clear()
             vars(m).update(before)
+
+
+def _pass_the_sequence(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:
+    """Between modules lie parts of the sequence, whether or not the module is cut."""
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        name = next(iter(kwargs), "")
+        x = args[0] if args else kwargs[name]
+        x = DTensor.from_local(x, tp, [Shard(1)], run_check=False).full_tensor()
+        return ((x, *args[1:]), kwargs) if args else (args, kwargs | {name: x})
+
+    def leave(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.chunk(tp.size(), 1)[tp.get_local_rank()]
+
+    if use.style.input[0] == "outside" and use.style.input[1] != "S(1)":
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+    if use.style.output[1] == "outside" and use.style.output[0] != "S(1)":
+        module.register_forward_hook(leave)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -7,10 +7,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from meshplan.runtime.guard import guarded
 from meshplan.runtime.mesh import full
 from meshplan.runtime.parallelize import applied
 
 
+@guarded()
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and persistent buffer, whole, under its plain name.
 

@@ -9,15 +9,21 @@ from __future__ import annotations
 import re
 from types import MappingProxyType
 
+import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from meshplan.flow import Flow
 from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo, is_inside
 from meshplan.heads import FUSED, HEAD_BY_HEAD, ROLES, pieces_of, role
 from meshplan.styles import dims_of
 
 
-def graph_of(model: nn.Module) -> ModelGraph:
+def graph_of(model: nn.Module, flow: Flow | None = None) -> ModelGraph:
     """The module tree and tensors of a live model.
+
+    Args:
+        flow: Its recorded forward pass (`runtime.record`), if there is one.
 
     Returns:
         Each shared module and each tied tensor once, under its first name, with the other names
@@ -28,6 +34,7 @@ def graph_of(model: nn.Module) -> ModelGraph:
         name=type(model).__name__,
         modules=MappingProxyType(modules),
         tensors=MappingProxyType(_tensors(model, modules)),
+        flow=flow,
         tp_preset=MappingProxyType(_tp_preset(model)),
     )
 
@@ -70,6 +77,9 @@ def _modules(model: nn.Module) -> dict[str, ModuleInfo]:
             pieces=pieces_of(leaf, _width(module), around) if is_projection else (),
             sizes=MappingProxyType(_sizes(module)),
             has_forward=type(module).forward is not nn.Module.forward and not _is_bypassed(module),
+            numbers=MappingProxyType(
+                {k: v for k, v in vars(module).items() if type(v) is int and v > 1}
+            ),
             aliases=tuple(aliases),
         )
     return out
@@ -93,7 +103,7 @@ def _tensors(model: nn.Module, modules: dict[str, ModuleInfo]) -> dict[str, Tens
             fqn=fqn,
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
-            dims=dims_of(kind, leaf, tensor.ndim),
+            dims=_expert_dims(owner, tensor) or dims_of(kind, leaf, tensor.ndim),
             aliases=tuple(aliases),
             trainable=tensor.requires_grad,
             is_buffer=fqn in buffers,
@@ -116,11 +126,35 @@ def _kind(module: nn.Module) -> str:
         return "embedding"
     if name == "Conv1D" and hasattr(module, "nf"):
         return "conv1d"
+    if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+        is_torchs = type(module).forward is _BatchNorm.forward
+        return "batchnorm" if is_torchs else "own_batchnorm"
     by_group = isinstance(module, nn.GroupNorm) or name.startswith(("BatchNorm", "InstanceNorm"))
     is_norm = isinstance(module, nn.LayerNorm | nn.RMSNorm) or name.endswith("Norm")
     if is_norm and not by_group and isinstance(weight, nn.Parameter) and weight.ndim == 1:
         return "norm"
     return "other"
+
+
+def _expert_dims(owner: nn.Module, tensor: torch.Tensor) -> tuple[str, ...]:
+    """Named dims of a parameter that has an entry per expert, () for any other.
+
+    A module says so that counts experts and whose own parameters all begin with that number:
+    stacked experts, or the router that chooses among them.
+    """
+    own = [p for p in owner._parameters.values() if p is not None]
+    counts = {
+        value
+        for name, value in vars(owner).items()
+        if "expert" in name and "per_tok" not in name and type(value) is int
+    }
+    if not any(tensor is p for p in own) or not all(p.ndim and p.shape[0] in counts for p in own):
+        return ()
+    is_transposed = vars(owner).get("is_transposed")  # transformers' word for (in, out).
+    if tensor.ndim == 3 and is_transposed is not None:
+        return ("expert", "in", "out") if is_transposed else ("expert", "out", "in")
+    is_router = tensor.ndim == 2 and len(own) == 1 and type(owner).__name__.endswith("Router")
+    return ("expert", "in") if is_router else ("expert",) + ("",) * (tensor.ndim - 1)
 
 
 def _is_bypassed(module: nn.Module) -> bool:

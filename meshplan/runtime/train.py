@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import DATA_AXES
+from meshplan.runtime.batches import check_peers, mean_over_ranks
+from meshplan.runtime.context.batch import local_sequence
 from meshplan.runtime.data import set_gradient_sync
+from meshplan.runtime.guard import guarded
+from meshplan.runtime.loss import LossParallel, take_loss
 from meshplan.runtime.mesh import device, local_of, shard_axes, submesh, without_partial
 from meshplan.runtime.parallelize import Applied, applied
 from meshplan.runtime.selftest import check_loss
@@ -22,23 +27,28 @@ _SCALE_WINDOW = 2000
 """Steps without overflow after which the fp16 loss scale doubles (torch.amp.GradScaler's)."""
 
 
+@guarded()
 def local_batch(model: nn.Module, batch: Any) -> Any:
     """This rank's part of a global batch, on this rank's device.
 
     Args:
         model: What `parallelize` returned.
         batch: A tensor, or a tuple, list or mapping of tensors, each with the samples along
-            dim 0. What is not a tensor, or has no dims, is passed on as it is.
+            dim 0. What is not a tensor, or has no dims, is passed on as it is. Under cp the
+            tensors whose dim 1 is the sequence are cut along it too (`local_sequence`).
 
     Raises:
-        ApplyError: The samples do not divide over the data ranks.
+        ApplyError: The samples do not divide over the data ranks, or the sequence not over cp.
     """
     plan = applied(model).plan
+    if plan.assignment.context is not None:
+        batch = local_sequence(plan, batch)
     ranks = plan.num_data_ranks
     index = plan.mesh.index(dist.get_rank(), DATA_AXES)
     return _map(batch, lambda t: _chunk(t, ranks, "data ranks")[index].to(device()))
 
 
+@guarded()
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -65,12 +75,13 @@ def train_step(
     state = applied(model)
     if not state.is_tested:
         _check_optimizer(model, optimizer)
+    check_peers((inputs, targets), state.plan, state.mesh)
     count = state.plan.accumulate
     parts = zip(_split(inputs, count), _split(targets, count), strict=True)
     total: torch.Tensor | float = 0.0
     for number, (part, target) in enumerate(parts):
-        with set_gradient_sync(model, state.plan, number == count - 1):
-            loss = loss_fn(_call(model, part), target)
+        with set_gradient_sync(model, state.plan, number == count - 1), _loss_mode(state):
+            loss = take_loss(loss_fn, _call(model, part), target)
             (loss * (state.loss_scale / count)).backward()
         # Kept at least as wide as float32: half precision would round the mean.
         total = total + loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
@@ -78,17 +89,44 @@ def train_step(
         assert isinstance(total, torch.Tensor)
         check_loss(total, state.plan, state.mesh)
     state.is_tested = True
+    assert isinstance(total, torch.Tensor)
+    mean = mean_over_ranks(total / count, (inputs, targets), state.plan, state.mesh)
     if state.loss_scale == 1.0 or _unscale(model, state):
         if state.plan.spec.clip_grad_norm is not None:
             clip_grad_norm_(model, state.plan.spec.clip_grad_norm)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    mean = total / (count * state.plan.num_data_ranks)
-    assert isinstance(mean, torch.Tensor)
-    data = submesh(state.mesh, DATA_AXES, flat=True) if state.plan.num_data_ranks > 1 else None
-    if data is not None:
-        dist.all_reduce(mean, group=data.get_group())
     return float(mean)
+
+
+@contextmanager
+def loss_parallel(model: nn.Module) -> Iterator[None]:
+    """Keep the logits cut over the vocabulary, in a loop of one's own.
+
+    Inside, `F.cross_entropy` and `nn.CrossEntropyLoss` on the model's logits are computed on
+    parts; outside, the head gathers them. Put forward, loss and backward inside.
+
+    Args:
+        model: What `parallelize` returned, under a plan that says `loss_parallel: true`.
+
+    Raises:
+        ApplyError: The plan does not say so.
+    """
+    state = applied(model)
+    if not state.plan.assignment.loss_parallel:
+        raise ApplyError(
+            Problem(
+                "this model's plan does not say loss_parallel: true",
+                state.plan.spec.origin("loss_parallel"),
+                "add it, with a head that has the style vocab",
+            )
+        )
+    with _loss_mode(state):
+        yield
+
+
+def _loss_mode(state: Applied) -> AbstractContextManager[Any]:
+    return LossParallel() if state.plan.assignment.loss_parallel else nullcontext()
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -110,11 +148,20 @@ def _call(model: nn.Module, inputs: Any) -> Any:
     """The model's output.
 
     Raises:
-        ApplyError: A parameter that lies in parts is used where nothing gathers it.
+        ApplyError: A parameter that lies in parts is used where nothing gathers it, or one that
+            DistributedDataParallel waits for got no gradient.
     """
     try:
         return _forward(model, inputs)
     except RuntimeError as error:
+        if "find_unused_parameters" in str(error):
+            raise ApplyError(
+                Problem(
+                    "in the step before, some parameters got no gradient on this rank, and "
+                    "DistributedDataParallel waited for them (see the traceback above)",
+                    fix="say ddp: {find_unused_parameters: true}, or freeze what is never used",
+                )
+            ) from error
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise ApplyError(
@@ -170,6 +217,7 @@ def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value
 
 
+@guarded()
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`.
 
@@ -225,7 +273,7 @@ def _sum_over(
     """Along each axis that cuts these gradients, every rank holds other elements: add them."""
     for axis in axes:
         op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
-        dist.all_reduce(value, op=op, group=mesh[axis].get_group())
+        dist.all_reduce(value, op=op, group=submesh(mesh, (axis,)).get_group())
     return value
 
 
