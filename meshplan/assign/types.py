@@ -137,6 +137,7 @@ class StyleUse:
         pieces: What a rank computes of the output dim where that is no plain cut: a part of
             each of these. The module then computes on local tensors.
         is_written: The code around writes into the module's output, so it must be a copy.
+        is_proved: The data flow says that it is right, so the first forward need not show it.
     """
 
     style: Style
@@ -144,6 +145,7 @@ class StyleUse:
     reason: Reason
     pieces: tuple[Piece, ...] = ()
     is_written: bool = False
+    is_proved: bool = False
 
 
 @dataclass(frozen=True, slots=True)

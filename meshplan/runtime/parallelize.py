@@ -44,6 +44,7 @@ from meshplan.runtime.mesh import (
     ranks_per_node,
 )
 from meshplan.runtime.pipeline.apply import apply_pipeline
+from meshplan.runtime.proof import prove_first_forward
 from meshplan.runtime.randomness import give_own_stream
 from meshplan.runtime.recompute import apply_recompute
 from meshplan.runtime.record import record
@@ -151,6 +152,7 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.
     lay_gradients(wrapped, plan)
     agree_on_gradients(wrapped, plan, mesh)
     watch_first_step(wrapped, plan, mesh)
+    prove_first_forward(wrapped, plan, mesh)
     give_own_stream(model, plan)
     context.watch(wrapped)
     return wrapped
