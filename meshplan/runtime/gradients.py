@@ -25,7 +25,6 @@ from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import device, local_of, on_reduction, submesh
 
-
 _EVERY: Final = 16
 """Steps between comparisons of calls on an accelerator, which must wait for its work to be read."""
 
@@ -84,7 +83,7 @@ class _Agreement:
         return param.requires_grad and not has_gradient
 
     def _finish(self) -> None:
-        """After the last backward: average what is alone, and compare notes with the other ranks."""
+        """After the last backward: average what is alone, compare notes with the other ranks."""
         done, self.backward = self.backward, _Backward()
         if self.has_groups and not done.has_reduced:
             return

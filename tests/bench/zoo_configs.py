@@ -153,7 +153,6 @@ PARTICULAR: Final[Mapping[str, Mapping[str, Any]]] = {
     "dbrx": {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
     "qwen3_asr_encoder": {"n_window": 16},
     "perceiver": {"d_latents": 32, "num_latents": 8, "d_model": 64, "num_self_attends_per_block": 2},
-    "dots3_note_text": {"num_key_value_heads": 4},
     **{name: {"use_timm_backbone": False, "backbone": None, "backbone_config": _resnet}
        for name in ("detr", "conditional_detr", "deformable_detr", "table-transformer",
                     "omdet-turbo")},

@@ -36,6 +36,17 @@ def candidates(model: nn.Module, batch: int) -> Iterator[dict[str, Any]]:
     return _Inputs(model, batch).candidates()
 
 
+def describe(batch: dict[str, Any]) -> str:
+    """A batch in words that tell it from the other candidates."""
+    words = []
+    for name, value in batch.items():
+        shape = ",".join(map(str, value.shape))
+        kind = str(value.dtype).removeprefix("torch.")
+        media = int((value[0] >= FIRST_ID).sum()) if name == "input_ids" and value.ndim == 2 else 0
+        words.append(f"{name}:{kind}[{shape}]" + (f"+{media}" if media else ""))
+    return " ".join(words)
+
+
 class _Inputs:
     def __init__(self, model: nn.Module, batch: int) -> None:
         self.model, self.batch = model, batch
