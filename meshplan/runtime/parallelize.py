@@ -40,6 +40,7 @@ from meshplan.runtime.mesh import (
     forget_units,
     ranks_per_node,
 )
+from meshplan.runtime.outside import watch_first_forward
 from meshplan.runtime.randomness import give_own_stream
 from meshplan.runtime.recompute import apply_recompute
 from meshplan.runtime.record import record
@@ -123,6 +124,7 @@ def parallelize(
         lay_gradients(wrapped, decided)
         agree_on_gradients(wrapped, decided, mesh)
         watch_first_step(wrapped, decided, mesh)
+        watch_first_forward(wrapped, decided)
         give_own_stream(model, decided)
         context.watch(wrapped)
         needs_scale = decided.spec.precision.param == "float16" and decided.spec.precision.is_mixed

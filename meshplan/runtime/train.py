@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from meshplan.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.runtime.context.batch import local_sequence
 from meshplan.runtime.data import set_gradient_sync
 from meshplan.runtime.mesh import device, local_of, shard_axes, submesh, without_partial
+from meshplan.runtime.outside import guard_loss
 from meshplan.runtime.parallelize import Applied, applied
 from meshplan.runtime.selftest import check_loss
 
@@ -67,14 +69,18 @@ def train_step(
     norm gradients are clipped (`clip_grad_norm`).
     """
     state = applied(model)
+    guard: AbstractContextManager[object] = nullcontext()
     if not state.is_tested:
         _check_optimizer(model, optimizer)
+        guard = guard_loss(model, state.plan)
     count = state.plan.accumulate
     parts = zip(_split(inputs, count), _split(targets, count), strict=True)
     total: torch.Tensor | float = 0.0
     for number, (part, target) in enumerate(parts):
         with set_gradient_sync(model, state.plan, number == count - 1):
-            loss = loss_fn(_call(model, part), target)
+            output = _call(model, part)
+            with guard:
+                loss = loss_fn(output, target)
             (loss * (state.loss_scale / count)).backward()
         # Kept at least as wide as float32: half precision would round the mean.
         total = total + loss.detach().to(torch.promote_types(loss.dtype, torch.float32))

@@ -25,7 +25,8 @@ IMAGE_TOKENS: Final = (4, 16, 1, 8, 9, 5, 17, 2, 32, 64, 15, 3, 256)
 """Numbers of text positions that one image may take."""
 
 VISION: Final = ("vision_config", "vit_config", "image_config", "vision_tower_config",
-                 "encoder_config", "encoder", "backbone_config", "qformer_config", "perceiver_config",
+                 "encoder_config", "encoder", "backbone_config", "qformer_config",
+                 "perceiver_config",
                  "image_model_config", "vision_model_config")  # fmt: skip
 AUDIO: Final = ("audio_config", "audio_encoder_config", "speech_config", "encoder_config",
                 "speech_encoder_config", "audio_encoder")  # fmt: skip
@@ -259,7 +260,8 @@ class _Inputs:
         yield self._floats(self.batch * 16, channels, patch, patch)
 
     def _mels(self, audio: Any) -> int:
-        names = ("num_mel_bins", "feature_size", "input_feat_per_channel", "feature_projection_input_dim",
+        names = ("num_mel_bins", "feature_size", "input_feat_per_channel",
+                 "feature_projection_input_dim",
                  "input_feat_size", "n_mels", "input_dim", "num_mel_filters", "input_channels",
                  "mel_bins")  # fmt: skip
         for name in names:
