@@ -5,8 +5,8 @@ branch that was not taken. FSDP2 packs the gradients that a rank has, so packs o
 would be added to one another, without a word where they are of one size. Here a gradient that is
 missing counts as zero, and is taken away again if no rank had it: optimizers tell zero from none.
 
-The ranks must also have called the same units in the same order, or their parameters were
-gathered across one another; and gradients that no unit reduces are averaged.
+The ranks must also have reduced the same units in the same order, or parameters and gradients of
+other units were mixed; and gradients that no unit reduces are averaged.
 """
 
 from __future__ import annotations
@@ -57,24 +57,21 @@ class _Agreement:
             if p.info.trainable and not p.info.is_buffer and p.info.numel
         }
         self.params = list(live.values())
+        self.numbers = {p: n.to_bytes(4, "little") for n, p in enumerate(self.params)}
         self.alone = [param for fqn, param in live.items() if placed[fqn].reduced_alone]
         self.backward = _Backward()
         self.calls = 0
         self.steps = 0
         self.has_groups = False
-        for number, fqn in enumerate(plan.assignment.units):
+        for fqn in plan.assignment.units:
             unit = model.get_submodule(fqn)
-            unit.register_forward_pre_hook(lambda *_, number=number: self._note_call(number))
             self.has_groups |= on_reduction(unit, self._fill, self._finish)
-
-    def _note_call(self, number: int) -> None:
-        """Fold a call into one number; it is never reset, so what differed once always does."""
-        if torch.is_grad_enabled():
-            self.calls = zlib.crc32(number.to_bytes(4, "little"), self.calls)
 
     def _fill(self, param: nn.Parameter, has_gradient: bool) -> bool:
         """Note one parameter of a unit that is about to reduce; True to fill its gradient."""
         self.backward.has_reduced = True
+        # Folded into one number that is never reset: what differed once always does.
+        self.calls = zlib.crc32(self.numbers.get(param, b""), self.calls)
         has_been_filled = param in self.backward.filled  # In a microbatch before this one.
         if has_gradient or (param.grad is not None and not has_been_filled):
             self.backward.real.add(param)

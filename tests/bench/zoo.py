@@ -258,9 +258,9 @@ def sweep(names: Sequence[str], layouts: Sequence[str], path: Path | None, jobs:
                             with path.open("a") as file:
                                 file.write(json.dumps(cell) + "\n")
                 row = [cells[name, layout] for layout in layouts]
-                print(name.ljust(width), *(SHORT[c.outcome].ljust(max(len(c.layout), 5)) for c in row),
-                      next((c.why[:100] for c in row if c.outcome in OUTCOMES[3:]), ""),
-                      flush=True)  # fmt: skip
+                words = [SHORT[c.outcome].ljust(max(len(c.layout), 5)) for c in row]
+                why = next((c.why[:100] for c in row if c.outcome in OUTCOMES[3:]), "")
+                print(name.ljust(width), *words, why, flush=True)
         finally:
             for pool in pools.values():
                 pool.close()
