@@ -34,6 +34,7 @@ class Value:
         origin: Where it comes from. A constant is a tensor that is neither computed nor
             registered: an attribute, or one made outside of every recorded operation.
         name: The fqn of a parameter or buffer, the path of an input ("input_ids", "0"), else "".
+        digest: Of a constant's numbers; "" where they are not known.
     """
 
     id: int
@@ -41,6 +42,7 @@ class Value:
     dtype: str
     origin: Literal["parameter", "buffer", "input", "constant", "op"]
     name: str = ""
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

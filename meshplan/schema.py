@@ -246,7 +246,8 @@ def _split(value: Value, found: Findings) -> str | tuple[tuple[str, ...], ...] |
 
 
 _SCHEDULES: Final = (
-    "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", AUTO,
+    "1F1B", "GPipe", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble",
+    "DualPipeV", AUTO,
 )  # fmt: skip
 _PIPELINE: Final[Mapping[str, Decoder]] = {
     "schedule": choice(_SCHEDULES, "a pipeline schedule"),

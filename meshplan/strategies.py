@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from meshplan.borrow import expert_loans
 from meshplan.errors import PlanError, Problem
-from meshplan.mesh import DATA_AXES, GRADIENT_AXES, Mesh
+from meshplan.mesh import DATA_AXES, GRADIENT_AXES, Axis, Mesh
 from meshplan.spec import AUTO, Borrow, Spec
 
 
@@ -58,7 +59,7 @@ STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType(
     }
 )
 
-_SUPPORTED_AXES: Final = (*GRADIENT_AXES, "tp")
+_SUPPORTED_AXES: Final = (*GRADIENT_AXES, "tp", "pp")
 
 
 def resolve_mesh(
@@ -81,7 +82,7 @@ def resolve_mesh(
     _refuse_auto(spec)
     sizes = _sizes(spec, world_size, gpus_per_node)
     strategy = _strategy(spec, sizes)
-    mesh = Mesh.of(sizes)
+    mesh = Mesh(tuple(Axis(axis, n) for axis, n in sizes.items()), expert_loans(spec, sizes))
     if world_size is not None and mesh.world_size != world_size:
         raise PlanError(_wrong_product(spec, mesh, world_size))
     return mesh, strategy
@@ -121,10 +122,12 @@ def _sizes(spec: Spec, world_size: int | None, gpus_per_node: int | None) -> dic
         return _sizes_from_list(spec, spec.mesh)
     assert not isinstance(spec.mesh, str), "mesh: auto was refused above"
     problems = []
-    known = math.prod(n for n in spec.mesh.values() if isinstance(n, int))
+    known = math.prod(n for a, n in spec.mesh.items() if isinstance(n, int) and a != "ep")
     sizes: dict[str, int] = {}
     for axis, size in spec.mesh.items():
         origin = spec.origin(f"mesh.{axis}")
+        if axis == "ep":
+            continue  # Borrows its ranks.
         if axis not in _SUPPORTED_AXES and size != 1:
             problems.append(
                 Problem(

@@ -20,10 +20,12 @@ LEVELS = [
     line.split()
     for line in """
         version errors units
-        mesh hardware recipes
-        layout flow spec styles
-        graph
-        match strategies agreement
+        mesh hardware recipes schedules
+        layout flow spec styles heads
+        rehearsal
+        graph dims relay
+        match borrow agreement
+        strategies
         values
         rules source
         schema
@@ -31,6 +33,7 @@ LEVELS = [
         solve sizing
         memory cost
         plan
+        traffic
         planner render runtime
         interop api
         cli __init__

@@ -12,6 +12,7 @@ from meshplan.assign.main import assign
 from meshplan.assign.types import (
     Assignment,
     ContextParallel,
+    ExpertUse,
     Placed,
     Reason,
     Recompute,
@@ -22,6 +23,7 @@ from meshplan.assign.types import (
 __all__ = [
     "Assignment",
     "ContextParallel",
+    "ExpertUse",
     "Placed",
     "Reason",
     "Recompute",

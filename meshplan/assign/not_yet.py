@@ -17,11 +17,7 @@ def not_yet(spec: Spec) -> list[Problem]:
         if condition:
             asked.append((path, what, fix))
 
-    ask(spec.pipeline, "pipeline", "pipeline parallelism")
     ask(_offloads(spec.offload), "offload", "offloading")
-    ask(spec.tp_plan != "none", "tp_plan", f"'tp_plan: {spec.tp_plan}'",
-        "write rules with colwise and rowwise")  # fmt: skip
-    ask(spec.loss_parallel, "loss_parallel", "'loss_parallel'")
     ask(spec.solve, "solve", "the planner that reads 'solve'")
     for name in ("micro", "accumulate"):
         value = getattr(spec.batch, name)
@@ -31,7 +27,6 @@ def not_yet(spec: Spec) -> list[Problem]:
         "the planner that fills 'auto' and 'budget'", "use none, full or selective")  # fmt: skip
     for rule in spec.rules:
         at = f"rules[{rule.index}]"
-        ask(rule.stage is not None, f"{at}.stage", "pipeline parallelism")
         ask(rule.offload and _offloads(rule.offload), f"{at}.offload", "offloading")
         ask(rule.activation_checkpointing and _is_planned(rule.activation_checkpointing),
             f"{at}.activation_checkpointing", "the planner that fills 'auto' and 'budget'",
@@ -39,7 +34,7 @@ def not_yet(spec: Spec) -> list[Problem]:
         for axis, word in rule.place.items():
             path = f"{at}.place.{axis}"
             ask(word in PLANNED_STYLES, path, f"the style '{word}'")
-            ask(axis in ("pp", "ep"), path, f"axis '{axis}'")
+            ask(axis == "pp", path, f"axis '{axis}'")
             ask(axis == "dp_shard" and word == AUTO, path, "'auto'", "write S(0) or R")
     problems = [
         Problem(f"{what} is not available yet in this version", spec.origin(path), fix)

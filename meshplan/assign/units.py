@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from meshplan.assign.cascade import Cascade, Stated
+from meshplan.assign.expert_parallel import ExpertParallel
 from meshplan.assign.types import Reason, Unit
 from meshplan.errors import Problem
 from meshplan.graph import ModelGraph, TensorInfo, is_inside
-from meshplan.mesh import GRADIENT_AXES, SHARD_AXES, Mesh
+from meshplan.mesh import EXPERT_SHARD, GRADIENT_AXES, SHARD_AXES, Mesh
 from meshplan.spec import Precision, Spec
 from meshplan.strategies import Strategy
 
@@ -48,11 +49,16 @@ class Units:
 
 
 def assign_units(
-    spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh, strategy: Strategy
+    spec: Spec,
+    graph: ModelGraph,
+    cascade: Cascade,
+    mesh: Mesh,
+    strategy: Strategy,
+    experts: ExpertParallel,
 ) -> Units:
     """Every unit of this model, each with its axes, resharding and precision."""
     out = Units()
-    builder = _Builder(spec, graph, cascade, mesh, strategy, out)
+    builder = _Builder(spec, graph, cascade, mesh, strategy, experts, out)
     builder.visit("", None)
     inner_first = sorted(out.by_fqn, key=lambda fqn: -_depth(fqn))
     out.by_fqn = {fqn: out.by_fqn[fqn] for fqn in inner_first}
@@ -69,8 +75,13 @@ class _Mode:
     """What decides whether a module can live in the unit around it."""
 
     is_sharded: bool
+    axes: tuple[str, ...]
     precision: Precision
     reshard: bool | int | None
+
+    @property
+    def holds_experts(self) -> bool:
+        return EXPERT_SHARD in self.axes
 
 
 class _Builder:
@@ -81,10 +92,11 @@ class _Builder:
         cascade: Cascade,
         mesh: Mesh,
         strategy: Strategy,
+        experts: ExpertParallel,
         out: Units,
     ) -> None:
         self.spec, self.graph, self.cascade = spec, graph, cascade
-        self.mesh, self.strategy, self.out = mesh, strategy, out
+        self.mesh, self.strategy, self.experts, self.out = mesh, strategy, experts, out
         self.blocks = set(graph.blocks())
         self.with_params = _modules_with_params(graph)
         self.children: dict[str, list[str]] = {}
@@ -155,10 +167,14 @@ class _Builder:
             where = "strategy" if stated else "mesh"
             text = f"strategy: {self.strategy.name}" if stated else f"mesh ({self.strategy.name})"
             reason = Reason(text, self.spec.origin(where))
+        # Experts are different ones along ep, so only the rest of the axis can share them.
+        holds_experts = self.experts.around(fqn) is not None
+        axes = (EXPERT_SHARD,) if holds_experts else self.mesh.present(SHARD_AXES)
         if reshard is not None:
-            self._check_reshard(reshard, is_sharded)
+            self._check_reshard(reshard, is_sharded, axes)
         return _Mode(
             is_sharded,
+            axes,
             precision.value if precision else self.spec.precision,
             reshard.value if reshard else None,
         ), reason
@@ -183,8 +199,8 @@ class _Builder:
                 )
             )
 
-    def _check_reshard(self, stated: Stated, is_sharded: bool) -> None:
-        size, value = self.mesh.size(*SHARD_AXES), stated.value
+    def _check_reshard(self, stated: Stated, is_sharded: bool, axes: tuple[str, ...]) -> None:
+        size, value = self.mesh.size(*axes), stated.value
         origin = self.spec.origin(stated.path)
         if not is_sharded:
             self.out.report(
@@ -195,11 +211,11 @@ class _Builder:
                 )
             )
         elif not isinstance(value, bool) and (size % value or not 1 < value < size):
-            axes = " x ".join(self.mesh.present(SHARD_AXES))
+            words = " x ".join(axes)
             divisors = [d for d in range(2, size) if size % d == 0]
             self.out.report(
                 Problem(
-                    f"reshard_after_forward: {value} is not a divisor of {axes} {size} between "
+                    f"reshard_after_forward: {value} is not a divisor of {words} {size} between "
                     f"1 and {size}",
                     origin,
                     f"use {' or '.join(map(str, divisors))}" if divisors else "use true or false",
@@ -208,14 +224,17 @@ class _Builder:
 
     def _add(self, fqn: str, mode: _Mode, around: _Mode | None, reason: Reason) -> None:
         present = self.mesh.present(GRADIENT_AXES)
-        shard_axes = self.mesh.present(SHARD_AXES) if mode.is_sharded else ()
+        if mode.holds_experts:
+            present = tuple(EXPERT_SHARD if axis == "dp_shard" else axis for axis in present)
+        shard_axes = mode.axes if mode.is_sharded else ()
         if mode.reshard is not None:
             reshard = mode.reshard
         else:
             # Backward begins with the root's parameters, so freeing them would gain nothing.
             reshard = bool(fqn) and "parameter" in self.strategy.cuts
         precision = mode.precision
-        if around is not None and precision == around.precision:
+        same = around is not None and precision == around.precision
+        if same:
             precision = replace(precision, output=None)  # That is said of the model's output.
         elif around is not None and precision.output is None:
             # What comes after the module expects the dtype of the unit around it.
@@ -227,6 +246,8 @@ class _Builder:
             reshard_after_forward=reshard if shard_axes else False,
             precision=precision,
             reason=reason,
+            # Where ep alone makes a unit, routing weights keep the precision they come in.
+            casts_inputs=not (same and mode.holds_experts),
         )
 
 

@@ -16,7 +16,7 @@ from typing import Final
 from meshplan.assign import Assignment
 from meshplan.graph import DTYPE_BYTES
 from meshplan.layout import Layout
-from meshplan.mesh import SHARD_AXES, Mesh
+from meshplan.mesh import UNIT_AXES, Mesh
 from meshplan.spec import OPTIMIZER_STATES
 
 _STEP_COUNTERS: Final[Mapping[str, int]] = MappingProxyType(
@@ -97,4 +97,4 @@ def _sum(kinds: Mapping[_Kind, int], mesh: Mesh, optimizer: str, rank: int) -> S
 
 def _stored_numel(kind: _Kind, mesh: Mesh, rank: int) -> int:
     """Elements of storage: FSDP2 pads what it cuts to equal pieces."""
-    return kind.stored.padded_numel(kind.shape, mesh, SHARD_AXES, rank)
+    return kind.stored.padded_numel(kind.shape, mesh, UNIT_AXES, rank)

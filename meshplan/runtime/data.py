@@ -6,6 +6,7 @@ Applied last, after tensor parallelism and activation checkpointing.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from meshplan.assign import Placed, Unit
-from meshplan.mesh import GRADIENT_AXES, SHARD_AXES
+from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import device, replicate_unit, submesh, unit_mesh
 from meshplan.spec import Precision
@@ -56,7 +57,7 @@ def _wrap_unit(
     mesh: DeviceMesh,
     alone: set[nn.Parameter],
 ) -> None:
-    policy = mixed_precision(unit.precision)
+    policy = replace(mixed_precision(unit.precision), cast_forward_inputs=unit.casts_inputs)
     if not unit.is_sharded:
         axes = unit.replicate_axes
         replicate_unit(module, submesh(mesh, axes, flat=True), policy, alone)
@@ -77,8 +78,7 @@ def _shard_dims(model: nn.Module, plan: Plan, unit: Unit) -> dict[nn.Parameter, 
     """The dim that the unit's axes cut, for each of its parameters."""
 
     def dim(placed: Placed) -> int:
-        found = (placed.stored.dim_of(axis) for axis in SHARD_AXES)
-        return next((dim for dim in found if dim is not None), 0)
+        return placed.stored.dim_of(unit.shard_axes[0]) or 0
 
     return {
         model.get_parameter(fqn): dim(placed)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ below torch's half hour."""
 _JOINT = "+"
 """Joins the names of axes that torch sees as one dim."""
 
-_meshes: dict[tuple[str, tuple[Any, ...]], tuple[object, DeviceMesh]] = {}
+_meshes: dict[tuple[str, Mesh], tuple[object, DeviceMesh, DeviceMesh]] = {}
 
 
 def device_type() -> str:
@@ -97,17 +99,32 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     each.
     """
     kind = device_type()
-    key = (kind, mesh.axes)
+    key = (kind, mesh)
     world = dist.group.WORLD
     found = _meshes.get(key)
     if found is None or found[0] is not world:
         made = init_device_mesh(kind, tuple(mesh.sizes.values()), mesh_dim_names=mesh.names)
-        found = _meshes[key] = (world, made)
+        found = _meshes[key] = (world, made, _split(made, mesh))
     return found[1]
+
+
+def _split(made: DeviceMesh, mesh: Mesh) -> DeviceMesh:
+    """The same ranks with borrowed axes in place of those that lend.
+
+    Private until `DeviceMesh.unflatten` is public. FSDP2 joins the mesh it shards over with the
+    one that ep cut before, so both must be parts of one mesh.
+    """
+    for loan in mesh.loans:
+        sizes = mesh.size(loan.rest), loan.size
+        made = made._unflatten(loan.within, sizes, (loan.rest, loan.name))
+    return made
 
 
 def submesh(whole: DeviceMesh, axes: Sequence[str], *, flat: bool = False) -> DeviceMesh:
     """The part of the mesh along `axes`, in mesh order; `flat` joins them to one dim."""
+    split = next((split for _, made, split in _meshes.values() if made is whole), whole)
+    borrowed = set(split.mesh_dim_names or ()) - set(whole.mesh_dim_names or ())
+    whole = split if borrowed & set(axes) else whole
     names = tuple(name for name in whole.mesh_dim_names or () if name in axes)
     part = whole[names] if len(names) < whole.ndim else whole
     if flat and part.ndim > 1:
@@ -147,7 +164,20 @@ def placement(layout: Layout, axis: str) -> Placement:
     if axis in layout.partial:
         return Partial()
     dim = layout.dim_of(axis)
-    return Replicate() if dim is None else Shard(dim)
+    if dim is None:
+        return Replicate()
+    return _packed(dim, layout.pieces(dim)) if layout.pieces(dim) > 1 else Shard(dim)
+
+
+def _packed(dim: int, pieces: int) -> Placement:
+    """Each of the equal pieces of a dim cut by itself.
+
+    Private: no public placement says so. Its `full_tensor` is right as long as no other axis cuts
+    the same dim, which `Layout` asserts.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=pieces)
 
 
 def activation_placement(word: str) -> Placement:
@@ -237,6 +267,34 @@ def fake_mode() -> AbstractContextManager[object]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Fake tensors log a traceback before they raise; what is expected to raise is not news."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes | None:
+    """The numbers of a plain tensor; None where it has none, on meta or fake.
+
+    Under a fake mode every operation gives a fake tensor, and only private names tell which
+    tensor is one and turn the modes off.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
+        return None
+    with _disable_current_modes():
+        plain = tensor.detach().cpu().contiguous().flatten()
+        return bytes(plain.view(torch.uint8).numpy().tobytes())
+
+
 def forget_units(modules: Iterable[nn.Module]) -> None:
     """Let modules be wrapped again after a wrapping that failed.
 
@@ -300,3 +358,131 @@ def _look_before_reduction(group: Any, fill: Callable[[nn.Parameter, bool], bool
         reduce(*unused)
 
     group.post_backward = look_and_reduce
+
+
+def group_store() -> dist.Store:
+    """The store in which the ranks met, with a connection of its own where the store can.
+
+    `ProcessGroup.get_group_store` is public but undocumented. A clone, because a thread may be
+    waiting on the first connection.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    store = world.get_group_store()
+    return store.clone()
+
+
+def num_groups() -> int:
+    """How many process groups this rank knows. torch counts them in a private table only."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def group_sequences() -> dict[str, int] | None:
+    """How many collectives each group of this rank has begun; None where torch does not count.
+
+    Private, because torch means them for its own desynchronisation reports.
+    """
+    out = {}
+    for group in dist.distributed_c10d._world.pg_map:
+        try:
+            out[group.group_name] = group._get_sequence_number_for_group()
+        except RuntimeError:  # This backend does not count.
+            return None
+    return out
+
+
+def abort_groups() -> None:
+    """Give up every collective of this rank, on backends that can (NCCL).
+
+    `ProcessGroup.abort` is public; the table of all groups is not.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        group.abort()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call once when the backward that is running now has come to its end.
+
+    Private, because torch has no public hook there; FSDP2 and DistributedDataParallel use the
+    same one.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def backward_id() -> int:
+    """The number of the backward that is running now, -1 outside of any."""
+    return int(torch._C._current_graph_task_id())
+
+
+def group_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup:
+    """The process group among the arguments of a collective op: a boxed one, or its name.
+
+    Private, because torch has no public way from an op's arguments to the group.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(value)
+            except (TypeError, RuntimeError):
+                continue  # A reduce op.
+        if isinstance(value, str) and value in dist.distributed_c10d._world.pg_names.values():
+            return dist.distributed_c10d._resolve_process_group(value)
+    raise AssertionError("a collective without a group")
+
+
+def intercept_calls(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Let `around(call, *args, **kwargs)` decide what a call of this module does, hooks and all.
+
+    Private: `_compiled_call_impl` is what `nn.Module.compile` sets and `__call__` looks at first.
+    A wrapped `forward` would come too late, inside of every hook of the wrappers.
+    """
+    # Not a closure over the module's own old value: copies of the module must not share it.
+    call = module._compiled_call_impl or module._call_impl
+    module._compiled_call_impl = partial(around, call)
+
+
+def backward_of_inputs(
+    outputs: list[torch.Tensor],
+    gradients: list[torch.Tensor] | None,
+    inputs: list[torch.Tensor],
+    weights: Iterable[nn.Parameter],
+) -> list[dict[str, Any]]:
+    """Gradients of `inputs` alone; returns what `backward_of_weights` needs for the rest.
+
+    Private until torch has a public name: the halves of the backward of its zero-bubble schedules.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    return stage_backward_input(outputs, gradients, inputs, iter(list(weights)))[1]
+
+
+def backward_of_weights(weights: Iterable[nn.Parameter], groups: list[dict[str, Any]]) -> None:
+    """The rest of a backward that `backward_of_inputs` began."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(iter(list(weights)), groups)
+
+
+def reduce_units(module: nn.Module) -> None:
+    """Reduce the gradients that FSDP2's units have gathered, outside of any backward.
+
+    Private: torch's own pipeline schedules do the same (`PipelineStage.perform_reduce_grad`),
+    since a backward that is split in two ends in no hook.
+    """
+    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    if not isinstance(module, FSDPModule):
+        return
+    module.set_is_last_backward(True)
+    module.set_reshard_after_backward(True)
+    module.set_requires_gradient_sync(True)
+    kind = replicate if isinstance(module, ReplicateModule) else fully_shard
+    root = kind.state(module)
+    for state in root._state_ctx.all_states:
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # Before torch 2.12 there was one.
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        for group in groups:
+            group.post_backward()
+    root._root_post_backward_final_callback()

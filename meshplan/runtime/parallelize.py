@@ -31,8 +31,11 @@ from meshplan.runtime.compiled import apply_compile
 from meshplan.runtime.context.apply import ContextParallelism
 from meshplan.runtime.data import apply_data_parallel
 from meshplan.runtime.example import find_example
+from meshplan.runtime.expert import apply_expert_parallel
+from meshplan.runtime.expert_protocol import expert_problems
 from meshplan.runtime.gradients import agree_on_gradients
-from meshplan.runtime.materialize import agree_on_values
+from meshplan.runtime.guard import guarded
+from meshplan.runtime.materialize import Values, agree_on_values
 from meshplan.runtime.mesh import (
     device,
     device_mesh,
@@ -41,9 +44,11 @@ from meshplan.runtime.mesh import (
     ranks_per_node,
 )
 from meshplan.runtime.outside import watch_first_forward
+from meshplan.runtime.pipeline.apply import apply_pipeline
 from meshplan.runtime.randomness import give_own_stream
 from meshplan.runtime.recompute import apply_recompute
 from meshplan.runtime.record import record
+from meshplan.runtime.rehearse import rehearser
 from meshplan.runtime.selftest import watch_first_step
 from meshplan.runtime.shard import apply_tensor_parallel, lay_gradients
 from meshplan.runtime.trace import graph_of
@@ -91,8 +96,9 @@ def parallelize(
         allow_code: Whether `apply: "pkg.mod:function"` in the plan may run.
 
     Returns:
-        The module to train: the same object, or DistributedDataParallel around it. Its
-        attribute `meshplan` holds the plan and the mesh.
+        The module to train: the same object, or DistributedDataParallel around it, or with a
+        pp axis a `PipelinedModule` of this rank's stages, and the object left without numbers.
+        Its attribute `meshplan` holds the plan and the mesh.
 
     Raises:
         SpecError: The plan cannot be read.
@@ -103,35 +109,52 @@ def parallelize(
     Whatever raises, the model is as it was before.
     """
     ensure_process_group()
+    with guarded():
+        return _parallelize(model, plan, example_inputs, allow_code)
+
+
+def _parallelize(
+    model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: bool
+) -> nn.Module:
     decided = _agree(lambda: _decide(model, plan, example_inputs, allow_code))
     mesh = device_mesh(decided.mesh)
     with _untouched_on_error(model):
         values = agree_on_values(model, decided)
         _cast(model, decided)
         _apply_code(model, decided)
-        apply_tensor_parallel(model, decided, mesh)
-        apply_sync_batchnorm(model, decided, mesh)
-        context = ContextParallelism(model, decided, mesh)
-        apply_recompute(model, decided)
-        apply_compile(model, decided)
-        if decided.assignment.wrapper != "units" and not values.local:
-            model.to(device())
-        if decided.assignment.wrapper == "ddp":
-            values.fill(model, decided)  # DistributedDataParallel refuses to wrap without memory.
-        wrapped = apply_data_parallel(model, decided, mesh)
-        values.fill(wrapped, decided)
-        check_live(wrapped, decided)
-        lay_gradients(wrapped, decided)
-        agree_on_gradients(wrapped, decided, mesh)
-        watch_first_step(wrapped, decided, mesh)
-        watch_first_forward(wrapped, decided)
-        give_own_stream(model, decided)
-        context.watch(wrapped)
+        if decided.assignment.stages is None:
+            wrapped = _wrap(model, decided, mesh, values)
+            watch_first_forward(wrapped, decided)
+        else:
+            wrapped = apply_pipeline(model, decided, mesh, values, _wrap)
         needs_scale = decided.spec.precision.param == "float16" and decided.spec.precision.is_mixed
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
-                warnings.warn(str(warning), stacklevel=2)
+                warnings.warn(str(warning), stacklevel=3)
         wrapped.meshplan = Applied(decided, mesh, 2.0**16 if needs_scale else 1.0)
+    return wrapped
+
+
+def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.Module:
+    """Everything but the pipeline, in place; returns the module to call."""
+    apply_tensor_parallel(model, plan, mesh)
+    apply_expert_parallel(model, plan, mesh)
+    apply_sync_batchnorm(model, plan, mesh)
+    context = ContextParallelism(model, plan, mesh)
+    apply_recompute(model, plan)
+    apply_compile(model, plan)
+    if plan.assignment.wrapper != "units" and not values.local:
+        model.to(device())
+    if plan.assignment.wrapper == "ddp":
+        values.fill(model, plan)  # DistributedDataParallel refuses to wrap without memory.
+    wrapped = apply_data_parallel(model, plan, mesh)
+    values.fill(wrapped, plan)
+    check_live(wrapped, plan)
+    lay_gradients(wrapped, plan)
+    agree_on_gradients(wrapped, plan, mesh)
+    watch_first_step(wrapped, plan, mesh)
+    give_own_stream(model, plan)
+    context.watch(wrapped)
     return wrapped
 
 
@@ -166,7 +189,11 @@ def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: b
     inputs = find_example(model, spec, example_inputs) if spec.reads_flow else None
     graph = graph_of(model, record(model, inputs) if spec.reads_flow else None)
     decided = make_plan(
-        spec, graph, world_size=dist.get_world_size(), gpus_per_node=ranks_per_node()
+        spec,
+        graph,
+        world_size=dist.get_world_size(),
+        gpus_per_node=ranks_per_node(),
+        rehearse=rehearser(model, inputs) if spec.reads_flow else None,
     )
     if isinstance(plan, Plan) and plan.digest() != decided.digest():
         raise PlanError(
@@ -182,6 +209,7 @@ def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: b
         if (problem := _code_problem(code, reason.origin, allow_code))
     ]
     problems += _state_problems(model, decided)
+    problems += expert_problems(model, decided)
     if problems:
         raise PlanError(problems)
     return decided

@@ -8,7 +8,8 @@ torch's operator schemas. Refuses to know what the record is read for.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,19 +20,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.flow import UPDATE, Call, Flow, Op, Ref, Value
-from meshplan.runtime.mesh import fake_mode
-from meshplan.runtime.nest import tensors_in
+from meshplan.runtime.mesh import bytes_of, fake_mode
+from meshplan.runtime.nest import shape_of, tensors_in
 
 _REAL_BYTES_LIMIT = 4 * 2**30
 """A model of more bytes is not copied to be run for real."""
 
 
-def record(model: nn.Module, inputs: Any) -> Flow:
+def record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None = None) -> Flow:
     """One forward pass of `model` in the mode (train or eval) that it is in.
 
     Args:
         inputs: A tensor, a tuple of arguments or a mapping of keyword arguments; only shapes
             and dtypes count unless the model's control flow reads values.
+        forms: Takes the form (`nest.shape_of`) of every call's result, by `Call.id`.
 
     Returns:
         Every operation below autograd, composite ones taken apart.
@@ -43,13 +45,13 @@ def record(model: nn.Module, inputs: Any) -> Flow:
     a real copy, if it has numbers and is small.
     """
     try:
-        return _record(model, inputs, is_fake=True)
+        return _record(model, inputs, forms, is_fake=True)
     except Exception as error:  # The user's forward may raise anything.
         if not _is_small_and_real(model):
             raise ApplyError(_problem(model, error)) from error
     try:
         with torch.random.fork_rng(devices=[]):
-            return _record(model, inputs, is_fake=False)
+            return _record(model, inputs, forms, is_fake=False)
     except Exception as error:
         raise ApplyError(_problem(model, error)) from error
 
@@ -70,22 +72,49 @@ def _is_small_and_real(model: nn.Module) -> bool:
     )
 
 
-def _record(model: nn.Module, inputs: Any, *, is_fake: bool) -> Flow:
+def _record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None, *, is_fake: bool) -> Flow:
     mode: AbstractContextManager[object] = fake_mode() if is_fake else nullcontext()
     with torch.no_grad():
-        memo: dict[int, Any] = {}
-        with mode:
-            if is_fake:
-                for tensor in (*model.parameters(), *model.buffers()):
-                    memo[id(tensor)] = _stand_in(tensor)
-            args, kwargs = _arguments(inputs, is_fake=is_fake)
-        # Outside the mode: what the copy makes of plain attributes must stay what it is.
-        twin = copy.deepcopy(model, memo)
-        recorder = _Recorder(twin)
+        twin, args, kwargs = twin_of(model, inputs, mode, is_fake=is_fake)
+        recorder = Recorder(twin)
         with mode, recorder:
             recorder.begin(args, kwargs)
             twin(*args, **kwargs)
+        if forms is not None:
+            forms.update(recorder.forms)
         return recorder.flow()
+
+
+def twin_of(
+    model: nn.Module, inputs: Any, mode: AbstractContextManager[object], *, is_fake: bool = True
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A copy of the model, and of its inputs as arguments, to be run and thrown away.
+
+    Args:
+        mode: The mode whose fake tensors take the place of the model's, if `is_fake`.
+    """
+    memo: dict[int, Any] = {}
+    with mode:
+        if is_fake:
+            for tensor in (*model.parameters(), *model.buffers()):
+                memo[id(tensor)] = _stand_in(tensor)
+        args, kwargs = _arguments(inputs, is_fake=is_fake)
+    # Outside the mode: what the copy makes of plain attributes must stay what it is.
+    return copy.deepcopy(model, memo), args, kwargs
+
+
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The product, or its shape: the rule for fake tensors refuses dtypes that the kernel takes."""
+    is_fake = type(a).__name__ == "FakeTensor"
+    offsets = kwargs.get("offs", args[0] if args else None)
+    if not is_fake or a.dtype != b.dtype or offsets is None:
+        return _GROUPED_MM(a, b, *args, **kwargs)
+    if a.ndim == 2 and b.ndim == 2:
+        return a.new_empty(offsets.shape[0], a.shape[0], b.shape[1])
+    return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,7 +141,7 @@ def _arguments(inputs: Any, *, is_fake: bool) -> tuple[tuple[Any, ...], dict[str
     return tuple(copied(item) for item in items), {}
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """Writes down operations as they are dispatched and module calls as hooks see them."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -121,8 +150,10 @@ class _Recorder(TorchDispatchMode):
         self._ops: list[Op] = []
         self._calls: list[Call] = []
         self._open: list[int] = []
+        self.forms: dict[int, Any] = {}
         # Tensors by id, held so that no id is given out twice.
         self._known: dict[int, tuple[torch.Tensor, int]] = {}
+        self._is_paused = False
         self._sharing: dict[int, dict[int, torch.Tensor]] = {}
         for name, parameter in model.named_parameters():
             self._new(parameter, "parameter", name)
@@ -136,7 +167,20 @@ class _Recorder(TorchDispatchMode):
         for path, tensor in (*tensors_in(args), *tensors_in(kwargs)):
             self._new(tensor, "input", path)
 
+    def progress(self) -> tuple[str, int]:
+        """The innermost module that is running, and how many operations ran so far."""
+        return (self._calls[self._open[-1]].module if self._open else "", len(self._ops))
+
+    def stand_in(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Another tensor of this shape that counts as the same value from now on."""
+        self._is_paused = True
+        new = tensor.new_empty(shape)
+        self._is_paused = False
+        self._known[id(new)] = (new, self._value(tensor))
+        return new
+
     def flow(self) -> Flow:
+        """What was recorded."""
         return Flow(values=tuple(self._values), ops=tuple(self._ops), calls=tuple(self._calls))
 
     def _watch(self, fqn: str, module: nn.Module) -> None:
@@ -159,6 +203,7 @@ class _Recorder(TorchDispatchMode):
             number = self._open.pop()
             call = self._calls[number]
             outputs = tuple((path, self._value(t)) for path, t in tensors_in(output))
+            self.forms[number] = shape_of(output, self._value)
             ops = (call.ops[0], len(self._ops))
             self._calls[number] = replace(call, outputs=outputs, ops=ops)
 
@@ -169,10 +214,10 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # Questions about a tensor, such as its device.
+        if func.namespace == "prim" or self._is_paused:  # Such as a question about its device.
             return func(*args, **kwargs)
         spelled, spelled_kwargs = self._spell(args), self._spell(kwargs)
-        result = func(*args, **kwargs)
+        result = _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
         written = [t for t in _written(func, args, kwargs) if isinstance(t, torch.Tensor)]
         before = tuple(self._value(t) for t in written)
         outputs = [t for _, t in tensors_in(result)] or written
@@ -235,11 +280,18 @@ class _Recorder(TorchDispatchMode):
             dtype=str(tensor.dtype).removeprefix("torch."),
             origin=origin,
             name=name,
+            digest=_digest(tensor) if origin == "constant" else "",
         )
         self._values.append(value)
         self._known[id(tensor)] = (tensor, value.id)
         self._sharing.setdefault(_storage(tensor), {})[id(tensor)] = tensor
         return value.id
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Of the numbers of a constant; "" where it has none."""
+    data = bytes_of(tensor)
+    return "" if data is None else hashlib.sha256(data).hexdigest()
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -9,6 +9,7 @@ in zoo_recipes.json with the reason for every architecture that cannot be built 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import logging
@@ -297,12 +298,22 @@ def _verify(model: nn.Module, batch: Mapping[str, Any], entry: Entry) -> Entry:
         raise NotBuilt("gradients are not finite")
     if not _same(whole, gradients(model, batch, 1), 1e-9):
         raise NotBuilt("its forward draws random numbers")
+    buffers = [_buffers(model, part(batch, 0, count)) for count in (1, 4)]
+    if not _same(*buffers, 1e-4):
+        raise NotBuilt("its buffers follow the samples of the batch")
     coupled = not _same(whole, gradients(model, batch, 4), 1e-4)
     return Entry(entry.cls, entry.recipe, entry.inputs, entry.training, coupled)
 
 
+def _buffers(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The floating buffers after one forward of a copy."""
+    copied = copy.deepcopy(model)
+    copied(**batch)
+    return {n: b for n, b in copied.named_buffers() if b.is_floating_point() and b.isfinite().all()}
+
+
 def _same(a: Mapping[str, Tensor], b: Mapping[str, Tensor], tolerance: float) -> bool:
-    scale = max(float(g.abs().max()) for g in a.values() if g.numel())
+    scale = max((float(g.abs().max()) for g in a.values() if g.numel()), default=0.0)
     return a.keys() == b.keys() and all(
         float((a[n] - b[n]).abs().max()) <= tolerance * max(scale, 1e-12) for n in a if a[n].numel()
     )

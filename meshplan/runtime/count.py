@@ -1,0 +1,90 @@
+"""What really travels between the ranks: every collective of a block, as torch issues it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshplan.mesh import Mesh
+from meshplan.runtime.mesh import group_of
+from meshplan.traffic import Route
+
+_KINDS: Final = {
+    "all_reduce": "all_reduce",
+    "allreduce": "all_reduce",
+    "all_gather": "all_gather",
+    "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "recv",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce": "reduce",
+}
+"""How torch's op names begin, without underscores, and our words; the first that fits."""
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.counted: Counter[Route] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        kind = _kind(func)
+        if kind:
+            axes = _axes(dist.get_process_group_ranks(group_of(args, kwargs)), self.mesh)
+            self.counted[Route(kind, axes, _bytes(args, out))] += 1
+        return out
+
+
+@contextmanager
+def counting(mesh: Mesh) -> Iterator[Counter[Route]]:
+    """Count the collectives of this rank inside of the block.
+
+    Yields:
+        How often each route was used; complete when the block has ended.
+
+    Assumes: backward runs in this thread, as it does on the CPU.
+    """
+    with _Count(mesh) as mode:
+        yield mode.counted
+
+
+def _kind(op: Any) -> str:
+    """Our word for a collective op of torch; "" for every other op."""
+    if op.namespace not in ("c10d", "_c10d_functional"):
+        return ""
+    plain = op.overloadpacket.__name__.strip("_")
+    return next((word for start, word in _KINDS.items() if plain.startswith(start)), "")
+
+
+def _axes(ranks: list[int], mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes along which these ranks differ."""
+    places = [mesh.coordinates(rank) for rank in ranks]
+    return tuple(name for name in mesh.names if len({place[name] for place in places}) > 1)
+
+
+def _bytes(args: tuple[Any, ...], out: Any) -> int:
+    """The bytes of the whole: what is gathered, or what is reduced or scattered."""
+    sizes = [_size(arg) for arg in (*args, out)]
+    return max(sizes)
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, tuple | list):
+        return sum(map(_size, value))
+    return 0

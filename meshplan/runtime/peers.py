@@ -1,0 +1,96 @@
+"""Batches that fit together: what ranks must agree on before they compute with them.
+
+Ranks of one replica of the model (along tp, cp, pp) share every activation, and a collective of
+tensors of different shapes aborts the process or adds the wrong elements. Data ranks must hold
+equally many samples: the mean over the global batch is the mean of their means.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.mesh import DATA_AXES, GRADIENT_AXES
+from meshplan.plan import Plan
+from meshplan.runtime.mesh import device, submesh
+
+
+def check_peers(batch: Any, plan: Plan, mesh: DeviceMesh) -> None:
+    """Every rank of a replica of the model holds a batch of the same shapes.
+
+    One number per step is compared, along the axes that are not data axes.
+
+    Raises:
+        ApplyError: On every rank of the replica, with the shapes of two that differ.
+    """
+    axes = tuple(a for a in plan.mesh.names if a not in DATA_AXES and plan.mesh.size(a) > 1)
+    if not axes:
+        return
+    group = submesh(mesh, axes, flat=True).get_group()
+    words = _shapes(batch)
+    number = zlib.crc32(words.encode())
+    both = torch.tensor([number, -number], device=device())
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    high, low = both.tolist()
+    if high != -low:
+        raise ApplyError(_differ(words, group, f"along {' and '.join(axes)}"))
+
+
+def mean_over_ranks(mean: torch.Tensor, batch: Any, plan: Plan, mesh: DeviceMesh) -> torch.Tensor:
+    """The mean of this rank's mean over all ranks that see other tokens.
+
+    Raises:
+        ApplyError: On every data rank, when they do not hold equally many samples.
+    """
+    ranks = plan.mesh.size(*GRADIENT_AXES)
+    if ranks == 1:
+        return mean
+    group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
+    samples = _num_samples(batch)
+    sums = torch.tensor([0, samples, samples**2], dtype=torch.float64, device=device())
+    sums[0] = mean
+    dist.all_reduce(sums, group=group)
+    _, count, squares = sums.tolist()
+    if ranks * squares != count**2:  # Whole numbers, so exact.
+        raise ApplyError(_differ(f"{samples} samples", group, "of the data axes"))
+    return sums[0] / ranks
+
+
+def _differ(own: str, group: dist.ProcessGroup, where: str) -> Problem:
+    """Name two ranks of the group that hold different things."""
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, (dist.get_rank(), own), group=group)
+    rank, words = every[0]
+    other, others = next(each for each in every if each[1] != words)
+    return Problem(
+        f"the ranks {where} must be given batches of one size, but rank {rank} has {words} and "
+        f"rank {other} has {others}",
+        fix="cut the global batch with local_batch, and leave out a last batch that is smaller",
+    )
+
+
+def _shapes(value: Any) -> str:
+    """The shapes and dtypes in a batch, as text."""
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_shapes(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return "(" + ", ".join(map(_shapes, value)) + ")"
+    return type(value).__name__
+
+
+def _num_samples(value: Any) -> int:
+    """The size of dim 0 of the first tensor that has one."""
+    if isinstance(value, torch.Tensor):
+        return value.shape[0] if value.ndim else 0
+    items = value.values() if isinstance(value, Mapping) else value
+    if isinstance(items, str) or not hasattr(items, "__iter__"):
+        return 0
+    return next((n for n in map(_num_samples, items) if n), 0)

@@ -1,0 +1,143 @@
+"""The traffic of tensor parallelism: activations, their gradients, and what styles leave behind.
+
+Source: torch 2.13, DTensor's Redistribute: backward takes the gradient from the layout that was
+left to the one that arrived, and leaves replicas where addends arrived.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from meshplan.assign import Placed, StyleUse
+from meshplan.graph import DTYPE_BYTES, is_inside
+from meshplan.plan import Plan
+from meshplan.traffic.types import Call, Flow, Route, Traffic, one, trainable
+
+
+def partial_gradients(plan: Plan) -> Iterator[Traffic]:
+    """Modules that keep whole parameters and compute on parts: each rank has an addend."""
+    once = plan.assignment.wrapper == "units" and "gradient" not in plan.assignment.strategy.cuts
+    count = 1 if once else plan.accumulate
+    for fqn, use in plan.assignment.styles.items():
+        if use.style.cut_dim is not None or use.style.input[1] == "R":
+            continue
+        for placed in trainable(plan):
+            if any(name.rpartition(".")[0] == fqn for name in placed.info.names):
+                num_bytes = placed.info.numel * DTYPE_BYTES[placed.compute_dtype]
+                yield one(plan.mesh, "all_reduce", ("tp",), num_bytes, placed.info.fqn, count)
+
+
+def gathered_at_use(plan: Plan, flow: Flow) -> Iterator[Traffic]:
+    """Parameters stored cut and computed whole: gathered at each call of their module."""
+    for placed in plan.assignment.tensors.values():
+        if not placed.gathered_axes:
+            continue
+        dim = placed.stored.dim_of("tp") or 0
+        num_bytes = _whole_bytes(placed.info.shape, dim, plan.mesh.size("tp"), placed)
+        owners = {name.rpartition(".")[0] for name in placed.info.names}
+        calls = [call for call in flow.calls if call.fqn in owners]
+        times = len(calls) + sum(_is_repeated(plan, flow, call, call.begin) for call in calls)
+        count = times * plan.accumulate
+        yield one(plan.mesh, "all_gather", ("tp",), num_bytes, placed.info.fqn, count)
+
+
+def _whole_bytes(shape: Sequence[int], dim: int, ranks: int, placed: Placed) -> int:
+    """Bytes of a tensor made of equal pieces along `dim`, the last ones padded."""
+    sizes = list(shape)
+    sizes[dim] = -(-sizes[dim] // ranks) * ranks
+    return math.prod(sizes) * DTYPE_BYTES[placed.compute_dtype]
+
+
+def _is_repeated(plan: Plan, flow: Flow, call: Call, event: int) -> bool:
+    """Whether what a call does at this event is done again in backward.
+
+    A recomputed forward stops as soon as it has made the last tensor that autograd kept.
+    """
+    around = next((fqn for fqn in plan.assignment.recompute if is_inside(call.fqn, fqn)), None)
+    if around is None:
+        return False
+    for outer in flow.of(around):
+        if outer.begin <= call.begin and call.end <= outer.end:
+            kept = [save for save in flow.saves if outer.begin < save < outer.end]
+            return bool(kept) and event < kept[-1]
+    return False
+
+
+def activations(plan: Plan, flow: Flow) -> Iterator[Traffic]:
+    """What the inputs and outputs of styled modules send along tp, there and back."""
+    return _Activations(plan, flow).traffic()
+
+
+class _Activations:
+    """Counts call by call."""
+
+    def __init__(self, plan: Plan, flow: Flow) -> None:
+        self.plan, self.flow, self.tp = plan, flow, plan.mesh.size("tp")
+        self.outside = "S(1)" if plan.assignment.sequence_parallel else "R"
+        self.weights: Mapping[str, Placed] = {
+            name.rpartition(".")[0]: placed
+            for placed in plan.assignment.tensors.values()
+            for name in placed.info.names
+        }
+        self.counted: Counter[tuple[Route, str]] = Counter()
+
+    def traffic(self) -> Iterator[Traffic]:
+        seen: set[int] = set()
+        for call in self.flow.calls:
+            use = self.plan.assignment.styles.get(call.fqn)
+            if use is not None:
+                self._input(call, use, seen)
+                self._output(call, use)
+        for (route, what), count in self.counted.items():
+            yield Traffic(route=route, count=count * self.plan.accumulate, what=what)
+
+    def _words(self, pair: tuple[str, str]) -> tuple[str, str]:
+        first, second = (self.outside if word == "outside" else word for word in pair)
+        return first, second
+
+    def _input(self, call: Call, use: StyleUse, seen: set[int]) -> None:
+        arrives, wanted = self._words(use.style.input)
+        self._send(call, call.input_shape, arrives, wanted, call.begin)
+        if not call.input_needs_grad:
+            return
+        # A module that is cut along another dim than its input leaves addends in the gradient.
+        gradient = "P" if wanted == "R" and use.style.cut_dim is not None else wanted
+        if arrives == wanted:
+            if call.source in seen:
+                return  # The gradients of all that read it are added before they are reduced.
+            seen.add(call.source)
+        self._send(call, call.input_shape, gradient, arrives)
+
+    def _output(self, call: Call, use: StyleUse) -> None:
+        computed, leaves = self._words(use.style.output)
+        self._send(call, call.output_shape, computed, leaves, call.end)
+        if call.output_needs_grad and computed == "P":
+            self._send(call, call.output_shape, leaves, "R")
+        elif call.output_needs_grad:
+            self._send(call, call.output_shape, leaves, computed)
+
+    def _send(
+        self, call: Call, shape: tuple[int, ...], source: str, target: str, event: int | None = None
+    ) -> None:
+        """Count a change of layout, in forward if it has an event there."""
+        kind, cut = _change(source, target)
+        if not kind:
+            return
+        times = 1 + (event is not None and _is_repeated(self.plan, self.flow, call, event))
+        weight = self.weights[call.fqn]
+        num_bytes = math.prod(shape) * DTYPE_BYTES[weight.compute_dtype]
+        if cut:
+            num_bytes = _whole_bytes(shape, int(cut[2:-1]), self.tp, weight)
+        direction = "gradients" if event is None else "activations"
+        self.counted[Route(kind, ("tp",), num_bytes), f"{direction} of {call.fqn}"] += times
+
+
+def _change(source: str, target: str) -> tuple[str, str]:
+    """(collective, the cut it undoes or makes) of a change between placement words; "" for none."""
+    if source == target or source == "R":
+        return "", ""
+    if target == "R":
+        return ("all_reduce", "") if source == "P" else ("all_gather", source)
+    return ("reduce_scatter", target) if source == "P" else ("all_to_all", source)

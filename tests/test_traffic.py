@@ -1,0 +1,146 @@
+"""Collectives counted on real runs equal those the layouts predict, kind by kind, byte by byte."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, Final
+
+import pytest
+import torch.distributed as dist
+
+import meshplan
+from meshplan.runtime.count import counting
+from meshplan.runtime.flow import record_flow
+from meshplan.runtime.trace import graph_of
+from meshplan.traffic import Difference, Forecast, Route, Traffic, differences, forecast
+from tests import models
+from tests.test_tensor_parallel import NORMS, PLAIN
+
+DP2_TP2: Final = {"mesh": {"dp_shard": 2, "tp": 2}, "rules": PLAIN}
+GPT2_TP: Final = {"mesh": {"dp_shard": 2, "tp": 2}, "rules": models.tp_rules("gpt2")}
+CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "ddp": ("own_llama", {"strategy": "ddp"}),
+    "ddp with buffers, accumulated": ("odd", {"strategy": "ddp", "batch": {"accumulate": 2}}),
+    "zero1": ("own_llama", {"strategy": "zero1"}),
+    "zero1 accumulated": ("odd", {"strategy": "zero1", "batch": {"accumulate": 2}}),
+    "zero2 accumulated": ("own_llama", {"strategy": "zero2", "batch": {"accumulate": 2}}),
+    "full_shard": ("own_llama", {"strategy": "full_shard"}),
+    "full_shard of odd sizes": ("odd", {"strategy": "full_shard", "clip_grad_norm": 1.0}),
+    "full_shard accumulated": ("gpt2", {"strategy": "full_shard", "batch": {"accumulate": 2}}),
+    "full_shard of tied weights": ("hf_llama_tied", {"strategy": "full_shard"}),
+    "resharded to two": (
+        "own_llama",
+        {"strategy": "full_shard", "rules": [{"match": "layers.*", "reshard_after_forward": 2}]},
+    ),
+    "hybrid": ("own_llama", {"strategy": "hybrid_shard", "mesh": [2, 2], "clip_grad_norm": 1.0}),
+    "hybrid accumulated": (
+        "resnet",
+        {"strategy": "hybrid_shard", "mesh": [2, 2], "batch": {"accumulate": 2}},
+    ),
+    "mixture": (
+        "own_llama",
+        {
+            "strategy": "hybrid_shard",
+            "mesh": [2, 2],
+            "rules": [
+                {"match": "layers.0", "place": "replicate"},
+                {"match": "layers.{1..3}", "activation_checkpointing": "full"},
+            ],
+        },
+    ),
+    "bf16-mixed": ("own_llama", {"strategy": "full_shard", "precision": "bf16-mixed"}),
+    "16-mixed ddp": ("own_llama", {"strategy": "ddp", "precision": "16-mixed"}),
+    "tp": ("own_llama", {"mesh": {"tp": 4}, "rules": PLAIN, "clip_grad_norm": 1.0}),
+    "tp of a tied model": (
+        "hf_llama_tied",
+        {"mesh": {"dp_replicate": 2, "tp": 2}, "rules": models.tp_rules("hf_llama_tied")},
+    ),
+    "tp with q and k norms": (
+        "qwen3",
+        {"mesh": {"dp_shard": 2, "tp": 2}, "rules": models.tp_rules("qwen3")},
+    ),
+    "tp of gpt2": ("gpt2", GPT2_TP | {"clip_grad_norm": 1.0}),
+    "tp of bert": ("bert", {"mesh": {"dp_shard": 2, "tp": 2}, "rules": models.tp_rules("bert")}),
+    "tp of t5": ("t5", {"mesh": {"dp_shard": 2, "tp": 2}, "rules": models.tp_rules("t5")}),
+    "tp and recomputation": ("own_llama", DP2_TP2 | {"activation_checkpointing": "full"}),
+    "tp and selective recomputation": (
+        "own_llama",
+        DP2_TP2 | {"activation_checkpointing": "selective", "batch": {"accumulate": 2}},
+    ),
+    "tp, recomputation of bert": (
+        "bert",
+        {
+            "mesh": {"dp_replicate": 2, "tp": 2},
+            "rules": models.tp_rules("bert"),
+            "activation_checkpointing": "full",
+        },
+    ),
+    "sequence parallel": (
+        "own_llama",
+        {"mesh": {"tp": 4}, "sequence_parallel": True, "rules": [*PLAIN, NORMS]},
+    ),
+    "sequence parallel and full_shard": (
+        "own_llama",
+        {
+            "mesh": {"dp_shard": 2, "tp": 2},
+            "sequence_parallel": True,
+            "rules": [*PLAIN, NORMS],
+            "activation_checkpointing": "full",
+            "precision": "bf16-mixed",
+        },
+    ),
+}
+
+
+def told_and_counted(name: str, plan: dict[str, Any]) -> tuple[Forecast, Counter[Route]]:
+    """The forecast of this rank, and what its third step really sent."""
+    model = models.build(name)
+    spec = meshplan.load_spec({"version": 1, **plan})
+    decided = meshplan.make_plan(spec, graph_of(model), world_size=dist.get_world_size())
+    inputs, _ = models.batch(name, 0, 8 // decided.num_data_ranks // decided.accumulate)
+    flow = record_flow(model, lambda: models.call(model, inputs))
+    model = meshplan.parallelize(model, decided)
+    sgd = models.optimizer(model)
+    batch = meshplan.local_batch(model, models.batch(name, 0))
+    for _ in range(2):
+        meshplan.train_step(model, sgd, *batch, models.loss)
+    with counting(decided.mesh) as counted:
+        meshplan.train_step(model, sgd, *batch, models.loss)
+    return forecast(decided, flow, dist.get_rank()), counted
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_counted_equals_predicted(pool, case):
+    for told, counted in pool(4).run(told_and_counted, *CASES[case]):
+        assert told.unknown == ()
+        assert counted
+        assert differences(told, counted) == ()
+
+
+def test_the_comparison_can_fail(pool):
+    told, counted = pool(4).run(told_and_counted, "own_llama", DP2_TP2)[0]
+    route = Route("all_reduce", ("tp",), 16384)
+    assert counted[route] == 18  # Four a block, the embedding and the head.
+    for wrong in (counted + Counter([route]), counted - Counter([route])):
+        assert differences(told, wrong) == (Difference(route, 18, wrong[route]),)
+    other = Route("all_reduce", ("dp_shard",), 16384)
+    assert differences(told, counted + Counter([other])) == (Difference(other, 0, 1),)
+
+
+def test_what_torch_cuts_into_pieces_is_compared_by_its_sum():
+    whole = Route("all_reduce", ("dp_replicate",), 100)
+    told = Forecast((Traffic(route=whole, count=1, what="gradients", is_split=True),))
+    pieces = Counter([Route("all_reduce", ("dp_replicate",), 60), replace(whole, num_bytes=40)])
+    assert differences(told, pieces) == ()
+    assert [each.route for each in differences(told, pieces + pieces)] == [*sorted(pieces), whole]
+
+
+def test_what_no_layout_tells_is_named():
+    rules = [{"match": "layers.0", "apply": "builtins:id"}]
+    spec = meshplan.load_spec({"version": 1, **DP2_TP2, "rules": [*PLAIN, *rules]})
+    told = forecast(meshplan.make_plan(spec, graph_of(models.build("own_llama"))))
+    assert told.unknown == (
+        "what 'builtins:id' does to 'layers.0'",
+        "what activations send along tp, without a record of the forward",
+    )
