@@ -5,8 +5,8 @@ branch that was not taken. FSDP2 packs the gradients that a rank has, so packs o
 would be added to one another, without a word where they are of one size. Here a gradient that is
 missing counts as zero, and is taken away again if no rank had it: optimizers tell zero from none.
 
-The ranks must also have called the same units in the same order, or their parameters were
-gathered across one another; and gradients that no unit reduces are averaged.
+The ranks must also have reduced the same units in the same order, or parameters and gradients of
+other units were mixed; and gradients that no unit reduces are averaged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import device, local_of, on_reduction, submesh
-
 
 _EVERY: Final = 16
 """Steps between comparisons of calls on an accelerator, which must wait for its work to be read."""
@@ -58,24 +57,21 @@ class _Agreement:
             if p.info.trainable and not p.info.is_buffer and p.info.numel
         }
         self.params = list(live.values())
+        self.numbers = {p: n.to_bytes(4, "little") for n, p in enumerate(self.params)}
         self.alone = [param for fqn, param in live.items() if placed[fqn].reduced_alone]
         self.backward = _Backward()
         self.calls = 0
         self.steps = 0
         self.has_groups = False
-        for number, fqn in enumerate(plan.assignment.units):
+        for fqn in plan.assignment.units:
             unit = model.get_submodule(fqn)
-            unit.register_forward_pre_hook(lambda *_, number=number: self._note_call(number))
             self.has_groups |= on_reduction(unit, self._fill, self._finish)
-
-    def _note_call(self, number: int) -> None:
-        """Fold a call into one number; it is never reset, so what differed once always does."""
-        if torch.is_grad_enabled():
-            self.calls = zlib.crc32(number.to_bytes(4, "little"), self.calls)
 
     def _fill(self, param: nn.Parameter, has_gradient: bool) -> bool:
         """Note one parameter of a unit that is about to reduce; True to fill its gradient."""
         self.backward.has_reduced = True
+        # Folded into one number that is never reset: what differed once always does.
+        self.calls = zlib.crc32(self.numbers.get(param, b""), self.calls)
         has_been_filled = param in self.backward.filled  # In a microbatch before this one.
         if has_gradient or (param.grad is not None and not has_been_filled):
             self.backward.real.add(param)
@@ -84,7 +80,7 @@ class _Agreement:
         return param.requires_grad and not has_gradient
 
     def _finish(self) -> None:
-        """After the last backward: average what is alone, and compare notes with the other ranks."""
+        """After the last backward: average what is alone, compare notes with the other ranks."""
         done, self.backward = self.backward, _Backward()
         if self.has_groups and not done.has_reduced:
             return

@@ -43,6 +43,7 @@ from meshplan.runtime.mesh import (
     forget_units,
     ranks_per_node,
 )
+from meshplan.runtime.outside import watch_first_forward
 from meshplan.runtime.pipeline.apply import apply_pipeline
 from meshplan.runtime.proof import prove_first_forward
 from meshplan.runtime.randomness import give_own_stream
@@ -124,6 +125,7 @@ def _parallelize(
         _apply_code(model, decided)
         if decided.assignment.stages is None:
             wrapped = _wrap(model, decided, mesh, values)
+            watch_first_forward(wrapped, decided)
         else:
             wrapped = apply_pipeline(model, decided, mesh, values, _wrap)
         needs_scale = decided.spec.precision.param == "float16" and decided.spec.precision.is_mixed

@@ -21,6 +21,7 @@ from meshplan.runtime.data import set_gradient_sync
 from meshplan.runtime.guard import guarded
 from meshplan.runtime.loss import LossParallel, take_loss
 from meshplan.runtime.mesh import device, local_of, shard_axes, submesh, without_partial
+from meshplan.runtime.outside import guard_loss
 from meshplan.runtime.parallelize import Applied, applied
 from meshplan.runtime.peers import check_peers, mean_over_ranks
 from meshplan.runtime.pipeline.module import PipelinedModule
@@ -76,8 +77,10 @@ def train_step(
     norm gradients are clipped (`clip_grad_norm`).
     """
     state = applied(model)
+    guard: AbstractContextManager[object] = nullcontext()
     if not state.is_tested:
         _check_optimizer(model, optimizer)
+        guard = guard_loss(model, state.plan)
     check_peers((inputs, targets), state.plan, state.mesh)
     count = state.plan.accumulate
     parts = zip(chunked(inputs, count), chunked(targets, count), strict=True)
@@ -90,7 +93,9 @@ def train_step(
                 total = total + model.step(part, target, take, scale=scale, is_last=is_last)
             continue
         with set_gradient_sync(model, state.plan, number == count - 1), _loss_mode(state):
-            loss = take_loss(loss_fn, _call(model, part), target)
+            output = _call(model, part)
+            with guard:
+                loss = take_loss(loss_fn, output, target)
             (loss * (state.loss_scale / count)).backward()
         # Kept at least as wide as float32: half precision would round the mean.
         total = total + loss.detach().to(torch.promote_types(loss.dtype, torch.float32))

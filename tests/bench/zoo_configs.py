@@ -152,8 +152,8 @@ PARTICULAR: Final[Mapping[str, Mapping[str, Any]]] = {
     "glpn": {"decoder_hidden_size": 16},
     "dbrx": {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
     "qwen3_asr_encoder": {"n_window": 16},
-    "perceiver": {"d_latents": 32, "num_latents": 8, "d_model": 64, "num_self_attends_per_block": 2},
-    "dots3_note_text": {"num_key_value_heads": 4},
+    "perceiver": {"d_latents": 32, "num_latents": 8, "d_model": 64,
+                  "num_self_attends_per_block": 2},
     **{name: {"use_timm_backbone": False, "backbone": None, "backbone_config": _resnet}
        for name in ("detr", "conditional_detr", "deformable_detr", "table-transformer",
                     "omdet-turbo")},
@@ -189,9 +189,9 @@ def _fields(config: Any, recipe: Recipe, ids: dict[str, int]) -> dict[str, Any]:
             out[name] = VOCAB
             continue
         if default is None and not name.startswith("_out") and not isinstance(value, dict):
-            if re.search(RULES[0][0], name) or re.search(RULES[1][0], name):
-                if isinstance(value, int):
-                    out[name] = _id(name, ids)
+            is_id = re.search(RULES[0][0], name) or re.search(RULES[1][0], name)
+            if is_id and isinstance(value, int):
+                out[name] = _id(name, ids)
             continue  # Derived from others by the class.
         if (
             name == "rope_parameters"

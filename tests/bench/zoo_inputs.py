@@ -25,7 +25,8 @@ IMAGE_TOKENS: Final = (4, 16, 1, 8, 9, 5, 17, 2, 32, 64, 15, 3, 256)
 """Numbers of text positions that one image may take."""
 
 VISION: Final = ("vision_config", "vit_config", "image_config", "vision_tower_config",
-                 "encoder_config", "encoder", "backbone_config", "qformer_config", "perceiver_config",
+                 "encoder_config", "encoder", "backbone_config", "qformer_config",
+                 "perceiver_config",
                  "image_model_config", "vision_model_config")  # fmt: skip
 AUDIO: Final = ("audio_config", "audio_encoder_config", "speech_config", "encoder_config",
                 "speech_encoder_config", "audio_encoder")  # fmt: skip
@@ -34,6 +35,17 @@ AUDIO: Final = ("audio_config", "audio_encoder_config", "speech_config", "encode
 def candidates(model: nn.Module, batch: int) -> Iterator[dict[str, Any]]:
     """Possible global batches, as keyword arguments, the most complete first."""
     return _Inputs(model, batch).candidates()
+
+
+def describe(batch: dict[str, Any]) -> str:
+    """A batch in words that tell it from the other candidates."""
+    words = []
+    for name, value in batch.items():
+        shape = ",".join(map(str, value.shape))
+        kind = str(value.dtype).removeprefix("torch.")
+        media = int((value[0] >= FIRST_ID).sum()) if name == "input_ids" and value.ndim == 2 else 0
+        words.append(f"{name}:{kind}[{shape}]" + (f"+{media}" if media else ""))
+    return " ".join(words)
 
 
 class _Inputs:
@@ -248,7 +260,8 @@ class _Inputs:
         yield self._floats(self.batch * 16, channels, patch, patch)
 
     def _mels(self, audio: Any) -> int:
-        names = ("num_mel_bins", "feature_size", "input_feat_per_channel", "feature_projection_input_dim",
+        names = ("num_mel_bins", "feature_size", "input_feat_per_channel",
+                 "feature_projection_input_dim",
                  "input_feat_size", "n_mels", "input_dim", "num_mel_filters", "input_channels",
                  "mel_bins")  # fmt: skip
         for name in names:

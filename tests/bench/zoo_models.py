@@ -9,6 +9,7 @@ in zoo_recipes.json with the reason for every architecture that cannot be built 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import logging
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.bench.zoo_configs import RECIPES, tiny
-from tests.bench.zoo_inputs import candidates
+from tests.bench.zoo_inputs import candidates, describe
 
 RECIPES_FILE: Final = Path(__file__).with_name("zoo_recipes.json")
 BATCH: Final = 8
@@ -62,14 +63,14 @@ class Entry:
     Attributes:
         cls: Class name in transformers.
         recipe: Index into RECIPES.
-        inputs: Index into what `candidates` yields.
+        inputs: Which of the `candidates`, as `describe` says it.
         training: Whether it runs in training mode; in evaluation mode if that draws random numbers.
         coupled: Whether a sample's output depends on the other samples of its batch.
     """
 
     cls: str
     recipe: int
-    inputs: int
+    inputs: str
     training: bool = True
     coupled: bool = False
 
@@ -108,10 +109,7 @@ def entries() -> Mapping[str, Entry]:
 def config_of(name: str, recipe: int) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = tiny(CONFIG_MAPPING[name](), RECIPES[recipe])
-    # Plain attention: every layout then runs the same kernel on this machine.
-    config._attn_implementation = "eager"
-    return config
+    return tiny(CONFIG_MAPPING[name](), RECIPES[recipe])
 
 
 def _build(name: str, cls: str, recipe: int, device: str = "cpu") -> nn.Module:
@@ -157,8 +155,8 @@ def prepare(model: nn.Module, training: bool) -> nn.Module:
 def inputs_of(name: str, model: nn.Module) -> dict[str, Any]:
     """The global batch, as keyword arguments."""
     wanted = entries()[name].inputs
-    for number, batch in enumerate(candidates(model, BATCH)):
-        if number == wanted:
+    for batch in candidates(model, BATCH):
+        if describe(batch) == wanted:
             return batch
     raise NotBuilt(f"{name} has no inputs {wanted}")
 
@@ -277,9 +275,9 @@ def _try(name: str, cls: str, recipe: int) -> Entry:
     first: Exception | None = None
     for training in (True, False):
         model = prepare(_build(name, cls, recipe), training)
-        for number, batch in enumerate(candidates(model, BATCH)):
+        for batch in candidates(model, BATCH):
             try:
-                entry = _verify(model, batch, Entry(cls, recipe, number, training))
+                entry = _verify(model, batch, Entry(cls, recipe, describe(batch), training))
             except NotBuilt as error:
                 first = first or error
                 break
@@ -300,12 +298,22 @@ def _verify(model: nn.Module, batch: Mapping[str, Any], entry: Entry) -> Entry:
         raise NotBuilt("gradients are not finite")
     if not _same(whole, gradients(model, batch, 1), 1e-9):
         raise NotBuilt("its forward draws random numbers")
+    buffers = [_buffers(model, part(batch, 0, count)) for count in (1, 4)]
+    if not _same(*buffers, 1e-4):
+        raise NotBuilt("its buffers follow the samples of the batch")
     coupled = not _same(whole, gradients(model, batch, 4), 1e-4)
     return Entry(entry.cls, entry.recipe, entry.inputs, entry.training, coupled)
 
 
+def _buffers(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The floating buffers after one forward of a copy."""
+    copied = copy.deepcopy(model)
+    copied(**batch)
+    return {n: b for n, b in copied.named_buffers() if b.is_floating_point() and b.isfinite().all()}
+
+
 def _same(a: Mapping[str, Tensor], b: Mapping[str, Tensor], tolerance: float) -> bool:
-    scale = max(float(g.abs().max()) for g in a.values() if g.numel())
+    scale = max((float(g.abs().max()) for g in a.values() if g.numel()), default=0.0)
     return a.keys() == b.keys() and all(
         float((a[n] - b[n]).abs().max()) <= tolerance * max(scale, 1e-12) for n in a if a[n].numel()
     )
