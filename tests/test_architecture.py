@@ -51,6 +51,7 @@ LATE_BETWEEN = {
     ("api", "runtime"),
     ("api", "interop"),
     ("cli", "memory"),
+    ("cli", "reader"),
     ("cli", "render"),
     ("cli", "runtime"),
 }
