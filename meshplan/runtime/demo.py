@@ -59,7 +59,7 @@ Told = Callable[[int, float], None]
 def entry_of(spec: Spec) -> str:
     """The model that the demo trains: the plan's own if it is one for bytes, else the first."""
     stated = spec.model.entry if spec.model is not None else None
-    return stated if stated in _MODELS else next(iter(_MODELS))
+    return stated if stated is not None and stated in _MODELS else next(iter(_MODELS))
 
 
 def check_demo(plan: Plan, steps: int) -> None:
