@@ -13,7 +13,7 @@ from meshplan.assign.not_yet import not_yet
 from meshplan.assign.recompute import assign_recompute
 from meshplan.assign.tensor_parallel import TensorParallel, assign_tp, no_dim
 from meshplan.assign.types import Assignment, Placed, Reason, Recompute, Unit
-from meshplan.assign.units import PLACE, Units, assign_units
+from meshplan.assign.units import PLACE, Units, assign_units, check_reshards
 from meshplan.errors import Origin, PlanError, Problem
 from meshplan.graph import ModelGraph, TensorInfo, is_inside
 from meshplan.layout import Layout
@@ -65,6 +65,7 @@ def assign(
         (fqn, stated.value, Reason(stated.text, spec.origin(stated.path)))
         for fqn, stated in cascade.modules_with("apply")
     )
+    check_reshards(spec, cascade, mesh, units, tensors)
     problems += tp.problems + ep.problems + units.problems + recompute_problems
     problems += _one_dtype(units, tensors) if wrapper == "units" else _no_units(spec, cascade)
     problems += _no_empty_parts(mesh, tensors)
