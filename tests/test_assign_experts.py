@@ -184,8 +184,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Any], dict[str, tuple[int, ...]]]]
     "available yet in this version, since ep cuts layers.0.moe.experts.up": (
         PLAN, [SPREAD, rule("layers.0", reshard_after_forward=2)], {},
     ),
-    "rules[1].reshard_after_forward: reshard_after_forward: 2 on 'layers.0' is not available yet in "
-    "this version, since tp cuts layers.0.attn.weight": (
+    "rules[1].reshard_after_forward: reshard_after_forward: 2 on 'layers.0' is not available yet "
+    "in this version, since tp cuts layers.0.attn.weight": (
         {"mesh": {"dp_shard": 4, "tp": 2}},
         [rule("**.attn", place={"tp": "colwise_gather_output"}),
          rule("layers.0", reshard_after_forward=2)], {},
