@@ -27,11 +27,15 @@ def expert_loans(spec: Spec, sizes: Mapping[str, int]) -> tuple[Loan, ...]:
         PlanError: It borrows what nobody can lend.
     """
     stated = spec.mesh.get("ep") if isinstance(spec.mesh, Mapping) else None
-    if stated is None or stated == 1:
+    if stated is None:
         return ()
+    if stated == 1 and _LENDER in sizes:
+        return (Loan("ep", 1, _LENDER),)
     origin = spec.origin("mesh.ep")
     size = stated.size if isinstance(stated, Borrow) else stated
     write = f"write ep: {size} in {_LENDER}"
+    if _LENDER not in sizes:
+        write = f"give the mesh {{{_LENDER}: N, ep: {size} in {_LENDER}}}"
     if not isinstance(stated, Borrow):
         what = "ep has no ranks of its own: it borrows those that read different samples"
         raise PlanError(Problem(what, origin, write))

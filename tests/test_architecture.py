@@ -54,6 +54,7 @@ LATE_BETWEEN = {
     ("api", "runtime"),
     ("api", "interop"),
     ("cli", "memory"),
+    ("cli", "reader"),
     ("cli", "render"),
     ("cli", "runtime"),
 }

@@ -14,6 +14,7 @@ from meshplan.cli import main
 from meshplan.errors import SpecError
 from meshplan.reader import load_spec
 from meshplan.recipes import find_plan, recipe_names, recipe_path
+from meshplan.runtime.demo import entry_of
 from meshplan.runtime.demo_model import next_byte_loss
 
 ROOT = Path(__file__).parent.parent
@@ -153,3 +154,11 @@ def test_no_such_recipe():
         "meshplan: 1 problem\n--plan: there is no recipe 'tpp'\n"
         f"    fix: use {', '.join(recipe_names())}, or the path of a plan file"
     )
+
+
+def test_the_demo_trains_the_model_of_a_recipe_that_has_one_of_its_own():
+    entries = {name: entry_of(load_spec(recipe_path(name))) for name in ("ddp", "moe_ep")}
+    assert entries == {
+        "ddp": "meshplan.runtime.demo_model:build",
+        "moe_ep": "meshplan.runtime.demo_moe:build",
+    }

@@ -74,7 +74,7 @@ def assign_ep(
             out.uses[fqn] = ExpertUse(tensors[0].shape[0], reason)
             for tensor in tensors:
                 out.layouts[tensor.fqn] = Layout.whole(len(tensor.shape)).cut("ep", 0)
-    for problem in _beside(spec, mesh, out, is_borrowed and not is_placed):
+    for problem in _beside(spec, mesh, out, mesh.size("ep") > 1 and not is_placed):
         out.report(problem)
     return out
 
@@ -112,7 +112,7 @@ def _problem(
 ) -> tuple[str, str] | None:  # fmt: skip
     """Why the experts of this module cannot be spread, and what to do; None when they can."""
     word = str(statement.value)
-    if not is_borrowed and word != "R":
+    if not is_borrowed:
         what = f"the mesh has no axis ep (it has {mesh})"
         return what, "add it to the mesh, such as ep: 2 in dp_shard, or remove the placement"
     if word == "R":

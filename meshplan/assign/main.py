@@ -22,7 +22,7 @@ from meshplan.assign.stages import assign_stages
 from meshplan.assign.tensor_cuts import TensorParallel
 from meshplan.assign.tensor_parallel import assign_tp, no_dim
 from meshplan.assign.types import Assignment, Placed, Reason, Unit
-from meshplan.assign.units import PLACE, Units, assign_units
+from meshplan.assign.units import PLACE, Units, assign_units, check_reshards
 from meshplan.errors import Origin, PlanError, Problem
 from meshplan.graph import ModelGraph, TensorInfo, is_inside
 from meshplan.layout import Layout
@@ -85,6 +85,7 @@ def assign(
     batchnorm = assign_batchnorm(spec, graph, mesh, recompute)
     compiled, compile_problems = _compiled(spec, graph)
     problems += compile_problems + batchnorm.problems + stage_problems
+    check_reshards(spec, cascade, mesh, units, tensors)
     problems += presets.problems + tp.problems + ep.problems + units.problems + recompute_problems
     problems += _one_dtype(units, tensors) if wrapper == "units" else _no_units(spec, cascade)
     problems += _no_empty_parts(mesh, tensors)
