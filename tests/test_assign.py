@@ -169,13 +169,13 @@ def test_nothing_to_recompute() -> None:
 
 def test_what_this_version_lacks_is_refused_by_name_and_all_at_once() -> None:
     asked = {
-        "pipeline": {"schedule": "1F1B"}, "offload": "params", "tp_plan": "hf",
+        "offload": "params", "tp_plan": "hf",
         "loss_parallel": True, "sync_batchnorm": True, "compile": True,
         "solve": {"objective": "time"}, "batch": {"micro": "auto", "accumulate": {0: 2}},
         "activation_checkpointing": "auto",
     }  # fmt: skip
     rules = [
-        rule("head", stage=0, offload="params", place={"tp": "packed_colwise"}),
+        rule("head", offload="params", place={"tp": "packed_colwise"}),
         rule("embed", place={"ep": "S(0)", "dp_shard": "auto"}),
         tp("norm", "auto"),
     ]
@@ -183,9 +183,9 @@ def test_what_this_version_lacks_is_refused_by_name_and_all_at_once() -> None:
     told = refusal(mesh | asked, *rules).split("\n")[::2]
     assert all(line.endswith("not available yet in this version") for line in told)
     assert [line.partition(":")[0] for line in told] == [
-        "pipeline", "offload", "tp_plan", "loss_parallel", "sync_batchnorm", "compile", "solve",
+        "offload", "tp_plan", "loss_parallel", "sync_batchnorm", "compile", "solve",
         "batch.micro", "batch.accumulate", "activation_checkpointing",
-        "rules[0].stage", "rules[0].offload", "rules[0].place.tp",
+        "rules[0].offload", "rules[0].place.tp",
         "rules[1].place.ep", "rules[1].place.dp_shard", "rules[2].place.tp",
     ]  # fmt: skip
 
