@@ -301,3 +301,45 @@ def test_what_a_stage_could_not_know_is_refused(pool, name):
     _, split, why = HARD[name]
     for told in pool(2).run(refused, name, plan({"pp": 2}, pipeline={"split": split})):
         assert why in told
+
+
+class Stumbles(nn.Module):
+    """Fails in its second half on some inputs, and takes another way on others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number == 2 and not x.is_meta and type(x) is Tensor and float(x.detach().max()) > 9e3:
+                raise ValueError("too large")
+            x = layer(x)
+        return x
+
+
+def stumble(schedule: str, first: bool) -> list[str]:
+    model = meshplan.parallelize(
+        Stumbles(), plan({"pp": 2}, schedule), example_inputs=torch.zeros(2, 4)
+    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    out = []
+    good, bad = torch.ones(8, 4), torch.cat([torch.ones(4, 4), torch.full((4, 4), 1e5)])
+    for x in (bad, good) if first else (good, bad):
+        try:
+            meshplan.train_step(model, sgd, x, x, nn.functional.mse_loss)
+            out.append("")
+        except (ValueError, ApplyError) as error:
+            out.append(str(error))
+    return out
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("first", [True, False])
+def test_what_one_rank_cannot_do_is_raised_on_all(pool, schedule, first):
+    told = pool(2).run(stumble, schedule, first, timeout=30)
+    for rank in told:
+        assert "too large" in rank[0 if first else 1]
+        assert rank[1 if first else 0] == ""
+    assert any("could not do its part of a step: ValueError" in "".join(rank) for rank in told)

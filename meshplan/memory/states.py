@@ -87,9 +87,9 @@ def _places(assignment: Assignment, fqn: str) -> tuple[int, ...]:
         return (0,)
     places = [stages.rank_of(stage) for stage in stages.tensors[fqn]]
     placed = assignment.tensors[fqn]
-    # Only what is wrapped is another tensor in each stage of one rank.
-    is_wrapped = not placed.info.is_buffer and (placed.stored.axes or assignment.wrapper != "none")
-    return tuple(places if is_wrapped else dict.fromkeys(places))
+    # A parameter that nothing wraps is one tensor in all stages of a rank.
+    is_copied = placed.info.is_buffer or placed.stored.axes or assignment.wrapper != "none"
+    return tuple(places if is_copied else dict.fromkeys(places))
 
 
 def _sum(kinds: Mapping[_Kind, int], mesh: Mesh, optimizer: str, rank: int) -> StateBytes:
