@@ -31,6 +31,7 @@ LEVELS = [
         memory cost
         plan
         traffic
+        verdict
         planner render runtime
         interop api
         cli __init__

@@ -45,7 +45,7 @@ def reduce_alone(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             after_backward(lambda: _average(alone, group))
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(begin)
 
@@ -69,16 +69,16 @@ def _average(alone: list[nn.Parameter], group: dist.ProcessGroup) -> None:
         gradient /= ranks
 
 
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
+def tensors_in(output: Any) -> Iterator[torch.Tensor]:
     """Every tensor in a module's output, whatever holds it."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping):
         for value in output.values():
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(output, tuple | list):
         for value in output:
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif dataclasses.is_dataclass(output):
         for field in dataclasses.fields(output):
-            yield from _tensors(getattr(output, field.name))
+            yield from tensors_in(getattr(output, field.name))
