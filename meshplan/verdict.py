@@ -14,16 +14,18 @@ class Tolerance:
     """What rounding may make.
 
     Args:
-        relative: Of a loss, a norm or the movement of a parameter.
+        loss: Of a loss.
+        relative: Of a norm or the movement of a parameter.
         noise: Of the mean movement of all parameters: less than this moves by rounding alone.
     """
 
+    loss: float
     relative: float
     noise: float
 
 
-SINGLE: Final = Tolerance(relative=1e-2, noise=1e-4)
-HALF: Final = Tolerance(relative=0.25, noise=5e-2)
+SINGLE: Final = Tolerance(loss=1e-4, relative=1e-2, noise=1e-4)
+HALF: Final = Tolerance(loss=5e-2, relative=0.25, noise=5e-2)
 """[Empirical]: recipes and models of the tests stay ten times below; a gradient that is counted
 twice, halved or left out on one rank is 0.3 and more."""
 
@@ -103,11 +105,13 @@ class Verdict:
         assert self.together is not None
         assert self.alone is not None
         assert self.moved is not None
-        for what, mine, other in (
-            ("loss", self.together.losses, self.alone.losses),
-            ("gradient norm", self.together.norms, self.alone.norms),
+        for what, share, mine, other in (
+            ("loss", self.tolerance.loss, self.together.losses, self.alone.losses),
+            ("gradient norm", self.tolerance.relative, self.together.norms, self.alone.norms),
         ):
-            if not all(map(self._is_near, mine, other)):
+            # A quantity that is no number is near nothing.
+            pairs = zip(mine, other, strict=True)
+            if not all(abs(a - b) <= share * max(abs(b), 1e-6) for a, b in pairs):
                 out.append(what)
         if self.moved.wrong:
             out.append("parameters")
@@ -116,7 +120,3 @@ class Verdict:
         if any(rank.sent and not rank.unknown for rank in self.ranks):
             out.append("collectives")
         return out
-
-    def _is_near(self, mine: float, other: float) -> bool:
-        # A quantity that is no number is near nothing.
-        return abs(mine - other) <= self.tolerance.relative * max(abs(other), 1e-6)

@@ -26,9 +26,10 @@ from meshplan.errors import ApplyError, MeshplanError, Origin, PlanError, Proble
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from meshplan.runtime.alone import reduce_alone
+from meshplan.runtime.batches import open_groups
 from meshplan.runtime.check import check_live
 from meshplan.runtime.data import apply_data_parallel
-from meshplan.runtime.guard import guarded
+from meshplan.runtime.guard import guarded, publish
 from meshplan.runtime.materialize import agree_on_values
 from meshplan.runtime.mesh import (
     device,
@@ -102,6 +103,8 @@ def parallelize(
 def _parallelize(model: nn.Module, plan: PlanLike, allow_code: bool) -> nn.Module:
     decided = _agree(lambda: _decide(model, plan, allow_code))
     mesh = device_mesh(decided.mesh)
+    open_groups(decided, mesh)
+    publish()
     with _untouched_on_error(model):
         values = agree_on_values(model, decided)
         _cast(model, decided)

@@ -30,6 +30,7 @@ from meshplan.runtime.tiny_config import shrink_layers, shrink_sizes
 from meshplan.runtime.trace import graph_of
 from meshplan.spec import AUTO, Batch, Borrow, Rule, Spec
 from meshplan.strategies import resolve_mesh
+from meshplan.units import format_gib
 
 MAX_RANKS: Final = 16
 MODEL_LIMIT: Final = 2 * 2**30
@@ -258,13 +259,13 @@ def _small_source(
         candidates.append((cut, kept))
         if kept:
             candidates.append((source, []))
-    reason = "there is nothing to shrink"
+    reasons: list[str] = []
     for candidate, notes in candidates:
         model, problem = _try(candidate, spec)
         if model is not None:
             return candidate, model, notes
-        reason = problem
-    what = f"no small model could be made: {reason}"
+        reasons.append(problem)
+    what = f"no small model could be made: {'; then '.join(dict.fromkeys(reasons))}"
     fix = "name a function that builds a small model of the same structure: --model pkg.mod:fn"
     raise SpecError(Problem(what, source.origin, fix))
 
@@ -275,7 +276,7 @@ def _try(source: Source, spec: Spec) -> tuple[nn.Module | None, str]:
         on_meta = model_of_source(source, on_meta=True)
         size = num_bytes(on_meta)
         if size > MODEL_LIMIT:
-            return None, f"it has {size / 2**30:.1f} GiB, more than {MODEL_LIMIT // 2**30}"
+            return None, f"it has {format_gib(size)}, more than {format_gib(MODEL_LIMIT)}"
         if source.is_built_on_meta:
             return on_meta, ""
         model = model_of_source(source)

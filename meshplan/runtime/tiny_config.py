@@ -32,6 +32,14 @@ _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_sequence_len
 _SPECIAL: Final[Mapping[str, int]] = MappingProxyType(
     {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 0}
 )
+_AT_MOST: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "qk_head_dim": 32,
+        "q_lora_rank": 32, "kv_lora_rank": 32,
+        "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1,
+    }
+)  # fmt: skip
+"""Sizes that divide nothing: DeepSeek's latent attention and expert groups."""
 _SMALL_HEAD, _SMALL_VOCAB, _SMALL_POSITIONS = 16, 128, 128
 _ODD: Final = 1
 """Added to a size that tp does not divide in the original."""
@@ -75,6 +83,8 @@ def shrink_sizes(
             _set(each, (name,), min(experts, _get(each, name) or experts), notes)
         for name in _TOP_K:
             _set(each, (name,), min(2, _get(each, name) or 2), notes)
+        for name, most in _AT_MOST.items():
+            _set(each, (name,), min(most, _get(each, name) or most), notes)
         for name in _POSITIONS:
             size = _get(each, name)
             if size:

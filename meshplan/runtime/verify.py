@@ -127,7 +127,7 @@ def _verify_rank(send: Send, spec: Spec, source: Source) -> None:
             {
                 "together": training, "alone": single, "tolerance": tolerance,
                 "mesh": str(plan.mesh), "num_tensors": len(plan.assignment.tensors),
-                "moved": _compare(before, after, state, tolerance, _dtype(plan)),
+                "moved": _compare(before, after, state, tolerance, plan),
             }
         )  # fmt: skip
     send(report)
@@ -273,7 +273,7 @@ def _compare(
     after: dict[str, nn.Parameter],
     live: dict[str, torch.Tensor],
     tolerance: Tolerance,
-    dtype: torch.dtype,
+    plan: Plan,
 ) -> Moved:
     """How far each parameter is from where one process moved it."""
     steps = {name: (p.detach() - before[name]).double() for name, p in after.items()}
@@ -285,7 +285,8 @@ def _compare(
         moved = float(step.norm())
         apart = float((live[name].double() - after[name].detach().double()).norm())
         noise = tolerance.noise * (mean_square * step.numel()) ** 0.5
-        noise += 4 * torch.finfo(dtype).eps * float(after[name].detach().norm())
+        stored = torch.finfo(getattr(torch, plan.assignment.tensors[name].dtype))
+        noise += 4 * stored.eps * float(after[name].detach().norm())
         share = apart / moved if moved else float("inf")
         if not apart <= noise + tolerance.relative * moved:
             wrong.append((share, name))
