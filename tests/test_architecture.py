@@ -34,6 +34,7 @@ LEVELS = [
         memory cost
         plan
         traffic
+        verdict
         planner render runtime
         interop api
         cli __init__
