@@ -199,6 +199,14 @@ def test_axes_that_nobody_proved_together(axis):
     assert [problem.what for problem in problems] == says
 
 
+def test_compile_beside_cp():
+    _, problems = assign_context(
+        Spec(compile=True), ModelGraph(name="Model", modules={}, tensors={}), Mesh.of({"cp": 2})
+    )
+    says = ["cp and compile together are not available yet in this version"]
+    assert [problem.what for problem in problems] == says
+
+
 def encoder() -> object:
     from torch import nn
 

@@ -55,13 +55,13 @@ def _no_effect(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
 
 def _not_together(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
     """Nobody has proved these right beside parts of the sequence yet."""
-    for axis in ("pp", "ep"):
-        if mesh.size(axis) > 1:
-            yield Problem(
-                f"cp and {axis} together are not available yet in this version",
-                spec.origin("mesh.cp"),
-                f"leave cp or {axis} out",
-            )
+    others = [axis for axis in ("pp", "ep") if mesh.size(axis) > 1]
+    for other in others + (["compile"] if spec.compile else []):
+        yield Problem(
+            f"cp and {other} together are not available yet in this version",
+            spec.origin("mesh.cp"),
+            f"leave cp or {other} out",
+        )
 
 
 def _sequence(spec: Spec, mesh: Mesh, context: ContextParallel) -> Iterator[Problem]:
