@@ -24,7 +24,7 @@ LEVELS = [
         layout flow spec styles heads
         rehearsal
         graph dims relay
-        match borrow agreement
+        match borrow agreement compatibility
         strategies
         values
         rules source

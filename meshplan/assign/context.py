@@ -36,7 +36,6 @@ def assign_context(
         reason=Reason(text, spec.origin("context" if has_said else "mesh.cp")),
     )
     problems = [
-        *_not_together(spec, mesh),
         *_sequence(spec, mesh, context),
         *_heads(spec, graph, mesh, context),
         *_hidden_attention(spec, graph),
@@ -50,17 +49,6 @@ def _no_effect(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
             f"'context' has no effect without an axis cp (the mesh has {mesh})",
             spec.origin("context"),
             "add cp to the mesh, or remove it",
-        )
-
-
-def _not_together(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
-    """Nobody has proved these right beside parts of the sequence yet."""
-    others = [axis for axis in ("pp", "ep") if mesh.size(axis) > 1]
-    for other in others + (["compile"] if spec.compile else []):
-        yield Problem(
-            f"cp and {other} together are not available yet in this version",
-            spec.origin("mesh.cp"),
-            f"leave cp or {other} out",
         )
 
 
