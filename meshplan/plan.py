@@ -92,7 +92,7 @@ class Plan:
             "synchronized": list(a.synchronized),
             "stages": a.stages and [
                 a.stages.schedule, a.stages.num_ranks, a.stages.virtual, a.stages.microbatches,
-                list(a.stages.units), sorted(a.stages.tensors.items()),
+                list(a.stages.units), list(a.stages.free), sorted(a.stages.tensors.items()),
             ],
             "apply": [[fqn, code] for fqn, code, _ in a.apply],
             "step": [self.accumulate, self.micro, self.spec.clip_grad_norm, dict(self.spec.ddp)],

@@ -165,7 +165,7 @@ def behave(schedule: str) -> dict[str, Any]:
     """What a pipelined model answers besides training; whatever raises, raises on every rank."""
     model = meshplan.parallelize(models.build("hf_llama_tied"), plan({"pp": 2}, schedule))
     alone = models.build("hf_llama_tied")
-    inputs, targets = models.batch("hf_llama_tied", 0, 6)
+    inputs, _ = models.batch("hf_llama_tied", 0, 6)
     out: dict[str, Any] = {"names": [n for n, _ in model.named_parameters()]}
     out["state"] = sorted(model.state_dict())
     out["empty"] = sum(p.numel() for p in model._hidden[0].parameters() if not p.is_meta)
@@ -313,7 +313,12 @@ class Stumbles(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
-            if number == 2 and not x.is_meta and type(x) is Tensor and float(x.detach().max()) > 9e3:
+            if (
+                number == 2
+                and not x.is_meta
+                and type(x) is Tensor
+                and float(x.detach().max()) > 9e3
+            ):
                 raise ValueError("too large")
             x = layer(x)
         return x

@@ -184,7 +184,9 @@ class Replay:
                     is_written = value in program.written
                     self._given[value] = leaf.clone() if is_written else leaf.view_as(leaf)
                 else:
-                    self._given[value] = poison(program.flow, value)
+                    given = poison(program.flow, value)
+                    # What is written over needs memory of its own.
+                    self._given[value] = given.contiguous() if value in program.written else given
             return self._given[value]
 
         return get
