@@ -62,6 +62,24 @@ class Bypassed(Plain):
         return self.head(x)
 
 
+class Direct(Plain):
+    """Calls `forward` by name, which leaves out the hooks of a block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer.forward(x)
+        return self.head(x)
+
+
+class Hooked(Direct):
+    """Hooks that a direct call leaves out, and must go on leaving out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.register_forward_hook(lambda module, args, output: 2 * output)
+
+
 class Largest(Plain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * self.layers[0].linear.weight.abs().max().item()
@@ -82,7 +100,10 @@ class Forces(Plain):
         return energy + force[:, :4]
 
 
-MODELS = {cls.__name__: cls for cls in (Plain, Facts, Borrowed, Bypassed, Largest, Total, Forces)}
+MODELS = {
+    cls.__name__: cls
+    for cls in (Plain, Facts, Borrowed, Bypassed, Direct, Hooked, Largest, Total, Forces)
+}
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,6 +157,7 @@ SHARD = {"strategy": "full_shard"}
     [
         ("Borrowed", "train_step", "layers.1.linear.weight is used by 'matmul' outside"),
         ("Bypassed", "train_step", "layers.0.linear.weight is used by 'linear' outside"),
+        ("Hooked", "train_step", "layers.0.linear.weight is used by 'linear' outside"),
         ("Largest", "train_step", "layers.0.linear.weight is used by 'abs' outside"),
         ("Largest", "plain", "layers.0.linear.weight is used by 'abs' outside"),
         ("Total", "train_step", "layers.0.linear.weight is used by 'sum' outside"),
@@ -152,11 +174,15 @@ def test_is_refused_by_name_before_anything_is_updated(pool, name, loop, says):
     ("name", "plan"),
     [
         ("Facts", SHARD),
+        ("Direct", SHARD),
+        ("Direct", {**SHARD, "activation_checkpointing": "full"}),
+        ("Direct", {**SHARD, "rules": [{"match": "layers.0", "place": "replicate"}]}),
+        ("Hooked", {**SHARD, "rules": [{"match": "layers.*", "unit": False}]}),
         ("Bypassed", {**SHARD, "rules": [{"match": "layers.*", "unit": False}]}),
         ("Largest", {**SHARD, "rules": [{"match": "layers.0", "unit": False}]}),
     ],
 )
-def test_the_way_out_is_exact(pool, name, plan):
+def test_what_is_allowed_is_exact(pool, name, plan):
     what, apart = pool(2).run(train, name, plan)[0]
     assert what == ""
     assert apart <= 1e-6

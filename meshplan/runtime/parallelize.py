@@ -26,6 +26,7 @@ from meshplan.errors import ApplyError, MeshplanError, Origin, PlanError, Proble
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from meshplan.runtime.batchnorm import apply_sync_batchnorm
+from meshplan.runtime.calls import routable_units, route_direct_calls
 from meshplan.runtime.check import check_live
 from meshplan.runtime.compiled import apply_compile
 from meshplan.runtime.context.apply import ContextParallelism
@@ -141,6 +142,7 @@ def _parallelize(
 
 def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.Module:
     """Everything but the pipeline, in place; returns the module to call."""
+    routable = routable_units(model, plan)
     apply_tensor_parallel(model, plan, mesh)
     apply_expert_parallel(model, plan, mesh)
     apply_sync_batchnorm(model, plan, mesh)
@@ -152,6 +154,7 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.
     if plan.assignment.wrapper == "ddp":
         values.fill(model, plan)  # DistributedDataParallel refuses to wrap without memory.
     wrapped = apply_data_parallel(model, plan, mesh)
+    route_direct_calls(routable)
     values.fill(wrapped, plan)
     check_live(wrapped, plan)
     lay_gradients(wrapped, plan)

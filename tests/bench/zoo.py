@@ -18,8 +18,8 @@ batch): the reference then takes the mean over the same parts of the batch as th
 is what data parallelism is defined as. BatchNorm runs on its running statistics.
 
 With --json, results are appended to a file as they come and cells that stand in it are not run
-again; --dry runs nothing at all. --write makes zoo.md, the table kept in the repository. Exit code 1 if anything is wrong or
-an error.
+again; --dry runs nothing at all. --write makes zoo.md, the table kept in the repository. Exit
+code 1 if anything is wrong, an error or without answer.
 """
 
 from __future__ import annotations
