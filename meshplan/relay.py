@@ -52,12 +52,15 @@ class Relay:
     reads: tuple[frozenset[str], ...]
 
 
-def unit_calls(flow: Flow, opened: Iterable[str]) -> tuple[Call, ...]:
+def unit_calls(flow: Flow, opened: Iterable[str], free: Iterable[str] = ()) -> tuple[Call, ...]:
     """The outermost calls of modules that are not opened, in execution order.
 
     An opened module that calls no other is a unit nevertheless.
+
+    Args:
+        free: Modules that are no units but glue.
     """
-    wanted = set(opened)
+    wanted, glue = set(opened), set(free)
     children: dict[int | None, list[Call]] = {}
     for call in flow.calls:
         children.setdefault(call.parent, []).append(call)
@@ -67,7 +70,7 @@ def unit_calls(flow: Flow, opened: Iterable[str]) -> tuple[Call, ...]:
         if call.parent is None or (call.module in wanted and inside):
             for child in inside:
                 yield from visit(child)
-        else:
+        elif call.module not in glue:
             yield call
 
     return tuple(visit(flow.calls[0]))
@@ -162,6 +165,29 @@ class Cut:
                 if self.flow.values[value].origin in ("parameter", "buffer"):
                     out.reads.add(self.flow.values[value].name)
         return out
+
+    def free(self) -> set[str]:
+        """Modules that every stage can run for itself from the model's inputs.
+
+        They read no weight and nothing that another unit made, draw nothing and write nothing,
+        as the tables of rotary embeddings.
+        """
+        bound: set[str] = set()
+        for number, call in enumerate(self.units):
+            need = self.needs[number]
+            ops = self.flow.ops[call.ops[0] : call.ops[1]]
+            reads = (self.flow.values[value] for op in ops for value in op.inputs)
+            if (
+                need.values
+                or need.leaks
+                or need.random
+                or any(op.is_random for op in ops)
+                or any(self._maker(old) != number for op in ops for old in op.mutates)
+                or any(value.origin == "parameter" for value in reads)
+                or any(value in self._handed for _, value in call.outputs)
+            ):
+                bound.add(call.module)
+        return {call.module for call in self.units} - bound
 
     def bonds(self) -> Iterator[Bond]:
         """Every reason why two units cannot be in different stages."""

@@ -73,6 +73,7 @@ class Model(nn.Module):
         self.register_buffer("table", torch.randn(MOST, DIM))
         self.blocks = nn.ModuleList(Block(kind) for _ in range(2))
         self.head = nn.Linear(DIM, VOCAB)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, tokens: Tensor) -> Tensor:
         length, x = tokens.shape[1], self.embed(tokens)
@@ -92,7 +93,7 @@ class Model(nn.Module):
             x = x + self.where(torch.ones_like(tokens).cumsum(1))
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x) * self.temperature
 
 
 class WithLoss(Model):

@@ -113,6 +113,7 @@ REFUSED = {
     "conv": "the queries of attention 2 differ by",
     "narrow": "the queries of attention 1 differ by",
     "counted": "the queries of attention 1 differ by",
+    "Roberta": "the queries of attention 1 differ by",
     "pooled": "the output  of shape [1, 66] was computed from this rank's part",
 }
 
@@ -176,7 +177,7 @@ def lengths() -> tuple[list[float], int]:
         tokens, _ = context_models.batch(step, length=length)
         for each in (model, alone):
             each.train(length == 16)
-        with torch.set_grad_enabled(length == 16):
+        with torch.inference_mode(length != 16):
             own, whole = model(meshplan.local_batch(model, tokens)), alone(tokens)
         gathered = [torch.empty_like(own) for _ in range(2)]
         torch.distributed.all_gather(gathered, own.detach().contiguous())
@@ -301,65 +302,24 @@ def test_dropout_of_attention_draws_anew(pool):
         assert evaluates == 0.0
 
 
-def fed(batch: Any, plan: dict[str, Any]) -> Any:
-    model = meshplan.parallelize(context_models.build("arange"), CP2 | plan)
+def by_its_part(strategy: str) -> str:
+    """The model inside, past what `parallelize` returned."""
+    model = meshplan.parallelize(context_models.build("Mistral"), CP2 | {"strategy": strategy})
+    tokens = meshplan.local_batch(model, context_models.batch(0)[0])
+    if strategy == "full_shard":
+        model(tokens)  # Proved for this length, but not for a part of the model.
+    inner = model.module if strategy == "ddp" else model.model
     try:
-        return meshplan.local_batch(model, batch)
+        inner(tokens)
     except meshplan.ApplyError as error:
         return str(error)
+    return ""
 
 
-def test_what_is_cut(pool):
-    tokens = torch.arange(32).reshape(2, 16)
-    batch = {"tokens": tokens, "weights": tokens.float(), "class": torch.tensor([4, 5]), "n": 3}
-    first, second = pool(2).run(fed, batch, {})
-    assert first["tokens"][0].tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
-    assert second["weights"][1].tolist() == [20, 21, 22, 23, 24, 25, 26, 27]
-    assert first["class"].tolist() == [4, 5]
-    in_order = pool(2).run(fed, (tokens, [tokens]), {"context": {"balance": False}})[1]
-    assert in_order[1][0][0].tolist() == [8, 9, 10, 11, 12, 13, 14, 15]
-
-
-@pytest.mark.parametrize(
-    ("batch", "plan", "says"),
-    [
-        (torch.zeros(2, 18, dtype=torch.int64), {}, "does not divide into the 4 chunks of cp"),
-        (torch.zeros(2, 3, 8, 8), {}, "no tensor of tokens (samples, tokens)"),
-        (
-            (torch.zeros(2, 16, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)),
-            {},
-            "tensors of lengths 8, 16 could be it",
-        ),
-        (
-            (torch.zeros(2, 16, dtype=torch.int64), torch.zeros(2, 1, 16, 16)),
-            {},
-            "has the length of the sequence along dim 2",
-        ),
-    ],
-)
-def test_batches_that_cannot_be_cut(pool, batch, plan, says):
-    told = pool(2).run(fed, batch, plan)
-    assert says in told[0]
-    assert told[0] == told[1]
-
-
-def test_a_stated_length_decides(pool):
-    two = (torch.zeros(2, 16, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64))
-    out = pool(2).run(fed, two, {"batch": {"seq_len": 16}})[0]
-    assert [tuple(t.shape) for t in out] == [(2, 8), (2, 8)]
-
-
-def uneven_targets() -> int:
-    model = meshplan.parallelize(context_models.build("arange"), CP2)
-    tokens, targets = context_models.batch(0)
-    targets[:, -2:] = -100
-    with pytest.warns(UserWarning, match="targets of -100 are spread unevenly over cp"):
-        meshplan.local_batch(model, (tokens, targets))
-    return 1
-
-
-def test_ignored_targets_in_one_part_are_told(pool):
-    assert pool(2).run(uneven_targets) == [1, 1]
+@pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
+def test_a_part_of_the_model_called_by_itself_is_refused(pool, strategy):
+    for told in pool(2).run(by_its_part, strategy):
+        assert "call the model that parallelize returned, not a part of it" in told
 
 
 def heads_of_three() -> str:

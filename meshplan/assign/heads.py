@@ -14,6 +14,7 @@ from meshplan.assign.tensor_cuts import TensorParallel
 from meshplan.assign.types import LocalAttribute, StyleUse
 from meshplan.graph import ModelGraph, ModuleInfo
 from meshplan.heads import ROLES, role
+from meshplan.layout import Piece
 from meshplan.mesh import Mesh
 
 
@@ -33,18 +34,17 @@ def local_attributes(graph: ModelGraph, mesh: Mesh, out: TensorParallel) -> None
             around = by_parent.setdefault(fqn.rpartition(".")[0], [])
             around += _heads(info, use, width, tp)
     for fqn, heads in by_parent.items():
-        if tp > 1:
+        if tp > 1 and heads:
             out.attributes += _localized(graph.modules[graph.first_name(fqn)], heads)
 
 
 def _heads(info: ModuleInfo, use: StyleUse, width: int, tp: int) -> Iterator[tuple[int, int]]:
     """(heads, heads on this rank) of every projection in a weight."""
     assert info.head_dim is not None
-    if use.pieces:
-        for piece in use.pieces:
+    for piece in use.pieces or (Piece(width, tp),):
+        # Beside heads a module may fuse other things, whose parts are no heads.
+        if piece.part % info.head_dim == 0 and piece.size % piece.parts == 0:
             yield piece.size // info.head_dim, piece.part // info.head_dim
-    else:
-        yield width // info.head_dim, width // info.head_dim // tp
 
 
 def _localized(info: ModuleInfo, heads: list[tuple[int, int]]) -> Iterator[LocalAttribute]:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from meshplan.assign.pieces import out_width
 from meshplan.assign.tensor_cuts import TensorParallel, report
 from meshplan.errors import Problem
 from meshplan.graph import ModelGraph, TensorInfo
@@ -94,6 +95,29 @@ def check_pairs(mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()) -
             report(out, problem)
         else:
             out.warnings.append(problem)
+
+
+def check_shared(
+    graph: ModelGraph, mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()
+) -> None:
+    """Whether kv heads that ranks share are those of queries that are cut beside them."""
+    tp = mesh.size("tp")
+    for fqn, use in out.styles.items():
+        if len(use.pieces) != 1 or use.pieces[0].parts == tp or fqn in proved:
+            continue
+        around = fqn.rpartition(".")[0]
+        widths = [
+            out_width(graph, graph.modules[other])
+            for other, beside in out.styles.items()
+            if other.rpartition(".")[0] == around and beside.style.output[1] == "S(-1)"
+        ]
+        if not any(width and width > use.pieces[0].size for width in widths):
+            report(out, Problem(
+                f"{fqn}: its {use.pieces[0].parts} heads would be shared by tp {tp}, but the "
+                "queries beside them are not colwise",
+                use.reason.origin,
+                "make q, k and v colwise and the output projection rowwise, or none of them",
+            ))  # fmt: skip
 
 
 def _styles_inside(out: TensorParallel) -> dict[str, set[str]]:

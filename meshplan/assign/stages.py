@@ -78,6 +78,7 @@ def assign_stages(
             virtual=virtual,
             microbatches=count,
             opened=tuple(sorted(cutter.opened)),
+            free=tuple(sorted(cutter.free)),
             units=tuple(zip(names, stages, strict=True)),
             tensors=MappingProxyType(cutter.tensors(units, stages)),
             reason=cutter.reason,
@@ -113,6 +114,7 @@ class _Cutter:
         self.problems: list[Problem] = []
         self.reason = Reason("balanced by parameters")
         self.marks = self._marks(cascade)
+        self.free: set[str] = set()
         self.opened = self._ancestors([*graph.blocks(), *self.marks])
 
     def _marks(self, cascade: Cascade) -> dict[str, _Mark]:
@@ -185,7 +187,11 @@ class _Cutter:
 
     def _list(self) -> _Units:
         if self.graph.flow is not None:
-            return [(call.module, call) for call in unit_calls(self.graph.flow, self.opened)]
+            flow = self.graph.flow
+            found = Cut(flow, unit_calls(flow, self.opened)).free()
+            self.free = {m for m in found if m not in self.marks and not self._bytes(m, set())}
+            calls = unit_calls(flow, self.opened, self.free)
+            return [(call.module, call) for call in calls]
         out: _Units = []
 
         def visit(fqn: str) -> None:
@@ -285,13 +291,13 @@ class _Cutter:
         by_module = dict(zip((m for m, _ in units), stages, strict=True))
         before = 0
         for fqn, tensor in self.graph.tensors.items():
-            if not holders[fqn]:
-                if tensor.is_buffer and tensor.module in self.opened:
-                    holders[fqn] = set(range(self.count))
-                else:
-                    holders[fqn] = {before}
-            elif tensor.is_buffer and tensor.module in self.opened:
+            if tensor.is_buffer and self._runs_everywhere(tensor.module):
                 holders[fqn] = set(range(self.count))
+            elif not holders[fqn]:
+                holders[fqn] = {before}
             around = next((m for m in by_module if is_inside(tensor.module, m)), None)
             before = by_module[around] if around is not None else before
         return {fqn: tuple(sorted(found)) for fqn, found in holders.items()}
+
+    def _runs_everywhere(self, module: str) -> bool:
+        return module in self.opened or any(is_inside(module, free) for free in self.free)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from meshplan.assign.cascade import Cascade, Stated
 from meshplan.assign.heads import local_attributes
 from meshplan.assign.multihead import multihead_cuts, multihead_pieces
-from meshplan.assign.pairs import check_pairs, check_tied
+from meshplan.assign.pairs import check_pairs, check_shared, check_tied
 from meshplan.assign.pieces import are_equal, share_out
 from meshplan.assign.tensor_cuts import TensorCut, TensorParallel, report
 from meshplan.assign.types import Preset, Reason, StyleUse
@@ -69,6 +69,7 @@ def assign_tp(
     proved = {fqn for fqn, said in stated.items() if said.is_proved}
     check_tied(graph, mesh, out, proved)
     check_pairs(mesh, out, proved)
+    check_shared(graph, mesh, out, proved)
     local_attributes(graph, mesh, out)
     says_nothing = spec.tp_plan == "none" and not any("tp" in rule.place for rule in spec.rules)
     if mesh.size("tp") > 1 and says_nothing:
@@ -129,7 +130,7 @@ def _assign_module(
     if isinstance(pieces, Problem):
         report(out, pieces)
         return
-    out.styles[info.fqn] = StyleUse(style, "tp", reason, pieces)
+    out.styles[info.fqn] = StyleUse(style, "tp", reason, pieces, is_proved=said.is_proved)
     if info.kind == "mha":
         for tensor, layout in multihead_cuts(graph, info, mesh.size("dp_shard")):
             _record(out, tensor, TensorCut(layout, False, reason))

@@ -137,6 +137,7 @@ class StyleUse:
         pieces: What a rank computes of the output dim where that is no plain cut: a part of
             each of these. The module then computes on local tensors.
         is_written: The code around writes into the module's output, so it must be a copy.
+        is_proved: The data flow says that it is right, so the first forward need not show it.
     """
 
     style: Style
@@ -144,6 +145,7 @@ class StyleUse:
     reason: Reason
     pieces: tuple[Piece, ...] = ()
     is_written: bool = False
+    is_proved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,8 @@ class Stages:
         virtual: Stages per rank.
         microbatches: Parts into which a rank's batch is cut.
         opened: Modules that are cut inside: they run in every stage, but for what is below.
+        free: Modules without weights that every stage runs for itself: what they give follows
+            from the model's inputs, and need not be sent.
         units: (module, stage) for each module that runs as a whole, in execution order; a
             module that runs twice stands there twice.
         tensors: By fqn, the stages that hold it; more than one for a tensor that several use,
@@ -231,6 +235,7 @@ class Stages:
     virtual: int
     microbatches: int
     opened: tuple[str, ...]
+    free: tuple[str, ...]
     units: tuple[tuple[str, int], ...]
     tensors: Mapping[str, tuple[int, ...]]
     reason: Reason

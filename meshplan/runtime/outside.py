@@ -39,10 +39,12 @@ class OutsideUse(TorchFunctionMode):
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         super().__init__()
         # Gathered parameters are other objects, so these are met only where nothing gathers them.
+        # Of a pipeline, a rank holds some.
+        live = dict(model.named_parameters(remove_duplicate=False))
         self.lying = {
-            id(model.get_parameter(fqn)): (fqn, placed.unit)
+            id(live[fqn]): (fqn, placed.unit)
             for fqn, placed in plan.assignment.tensors.items()
-            if placed.unit is not None
+            if placed.unit is not None and fqn in live
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -85,17 +84,19 @@ def train_step(
     count = state.plan.accumulate
     parts = zip(chunked(inputs, count), chunked(targets, count), strict=True)
     total: torch.Tensor | float = 0.0
+
+    def take(output: Any, target: Any) -> torch.Tensor:
+        with guard:
+            return take_loss(loss_fn, output, target)
+
     for number, (part, target) in enumerate(parts):
         if isinstance(model, PipelinedModule):
             scale, is_last = state.loss_scale / count, number == count - 1
             with _loss_mode(state):
-                take = partial(take_loss, loss_fn)
                 total = total + model.step(part, target, take, scale=scale, is_last=is_last)
             continue
         with set_gradient_sync(model, state.plan, number == count - 1), _loss_mode(state):
-            output = _call(model, part)
-            with guard:
-                loss = take_loss(loss_fn, output, target)
+            loss = take(_call(model, part), target)
             (loss * (state.loss_scale / count)).backward()
         # Kept at least as wide as float32: half precision would round the mean.
         total = total + loss.detach().to(torch.promote_types(loss.dtype, torch.float32))

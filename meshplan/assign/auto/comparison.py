@@ -26,6 +26,12 @@ _SPELLS_SHAPE: Final = frozenset(
 """Its integers say nothing but the shape of the result, which is compared."""
 
 
+_SAME_NUMBERS: Final = frozenset(("clone", "alias", "detach", "contiguous", "lift_fresh"))
+"""Gives back what it is given. Whether a copy is made depends on strides, and so on sizes of 1."""
+
+_VIEWS: Final = frozenset(("view", "_unsafe_view", "reshape", "_reshape_alias", "expand"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """Where a rehearsal left the program.
@@ -63,36 +69,68 @@ class _Comparison:
                 self.whole |= {v for op in self.flow.ops[slice(*call.ops)] for v in op.outputs}
         self.pairs: dict[int, int] = {}
         self.twin = places.flow
+        self.sources: dict[int, dict[int, int]] = {id(places.flow): {}}
 
     def run(self, twin: Flow | Stopped) -> Difference | None:
         if isinstance(twin, Stopped):
             return self._stopped(twin)
         self.twin = twin
+        self.sources[id(twin)] = {}
         by_name = {(v.origin, v.name): v.id for v in self.flow.values if v.name}
         for value in twin.values:
             if value.name and (value.origin, value.name) in by_name:
                 self.pairs[value.id] = by_name[value.origin, value.name]
-        updates = {op.inputs: op.outputs[0] for op in self.flow.ops if op.name == UPDATE}
-        mine = iter([(n, op) for n, op in enumerate(self.flow.ops) if op.name != UPDATE])
-        for other in twin.ops:
-            if other.name == UPDATE:
-                written = updates.get(tuple(self.pairs.get(v, -1) for v in other.inputs))
-                if written is not None:
-                    self.pairs[other.outputs[0]] = written
-                continue
-            number, op = next(mine, (0, None))
-            if op is None:
-                return Difference(call=0, at=len(self.flow.ops), text="more operations run")
+        mine = [op for op in enumerate(self.flow.ops) if not self._gives_back(op[1], self.flow)]
+        theirs = [op for op in twin.ops if not self._gives_back(op, twin)]
+        at = other_at = 0
+        while at < len(mine) and other_at < len(theirs):
+            (number, op), other = mine[at], theirs[other_at]
             text = self._operation(op, other)
-            if text:
+            if not text:
+                at, other_at = at + 1, other_at + 1
+            elif self._changes_nothing(op, self.flow):
+                at += 1
+            elif self._changes_nothing(other, twin):
+                other_at += 1
+            else:
                 return Difference(call=op.call, at=number, text=f"{base_name(op)}: {text}")
-        number, op = next(mine, (0, None))
-        if op is not None:
-            return Difference(call=op.call, at=number, text="fewer operations run")
-        returned = tuple((path, self.pairs.get(v)) for path, v in twin.outputs)
-        if returned != self.flow.outputs:
+        while at < len(mine) and self._changes_nothing(mine[at][1], self.flow):
+            at += 1
+        while other_at < len(theirs) and self._changes_nothing(theirs[other_at], twin):
+            other_at += 1
+        if at < len(mine) or other_at < len(theirs):
+            number, op = mine[at] if at < len(mine) else (len(self.flow.ops), self.flow.ops[-1])
+            return Difference(call=op.call, at=number, text="not the same operations run")
+        returned = tuple((path, self.pairs.get(self._source(v, twin))) for path, v in twin.outputs)
+        wanted = tuple((path, self._source(v, self.flow)) for path, v in self.flow.outputs)
+        if returned != wanted:
             return Difference(call=0, at=len(self.flow.ops), text="something else is returned")
         return None
+
+    def _gives_back(self, op: Op, flow: Flow) -> bool:
+        """Note whose numbers an operation gives back, if it computes nothing."""
+        if base_name(op) not in _SAME_NUMBERS or len(op.outputs) != 1 or len(op.inputs) != 1:
+            return False
+        self.sources[id(flow)][op.outputs[0]] = self._source(op.inputs[0], flow)
+        return True
+
+    def _changes_nothing(self, op: Op, flow: Flow) -> bool:
+        """The same, for a view into the shape that was there, or an update that nobody reads."""
+        if op.name == UPDATE:
+            return True  # Whoever reads what it makes is told that it reads another tensor.
+        if base_name(op) not in _VIEWS or len(op.inputs) != 1:
+            return False
+        if flow.values[op.inputs[0]].shape != flow.values[op.outputs[0]].shape:
+            return False
+        self.sources[id(flow)][op.outputs[0]] = self._source(op.inputs[0], flow)
+        return True
+
+    def _source(self, value: int, flow: Flow) -> int:
+        """The value whose numbers these are."""
+        found = self.sources[id(flow)]
+        while value in found:
+            value = found[value]
+        return value
 
     def _stopped(self, twin: Stopped) -> Difference:
         at = min(twin.num_ops, len(self.flow.ops) - 1)
@@ -104,7 +142,8 @@ class _Comparison:
 
     def _operation(self, op: Op, other: Op) -> str:
         """How an operation differs from its counterpart; "" if it does not."""
-        if (op.name, len(op.outputs)) != (other.name, len(other.outputs)):
+        views = {base_name(op), base_name(other)} <= _VIEWS - {"expand"}
+        if (op.name != other.name and not views) or len(op.outputs) != len(other.outputs):
             return f"{base_name(other)} runs in its place"
         if self.flow.calls[op.call].module != self.twin.calls[other.call].module:
             return "another module runs it"
@@ -139,6 +178,7 @@ class _Comparison:
         return f"it is given {theirs} where one process gives {mine}"
 
     def _same_value(self, mine: int, theirs: int) -> str:
+        mine, theirs = self._source(mine, self.flow), self._source(theirs, self.twin)
         one, other = self.flow.values[mine], self.twin.values[theirs]
         if one.origin == other.origin == "constant" and theirs not in self.pairs:
             if (one.shape, one.dtype, one.digest) != (other.shape, other.dtype, other.digest):

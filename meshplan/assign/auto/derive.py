@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from meshplan.assign.auto.choose import Choice, choose, pattern
 from meshplan.assign.auto.numbers import Rehearsals
-from meshplan.assign.auto.regions import Places, Region
+from meshplan.assign.auto.regions import NO_PAIR, Places, Region
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.types import LocalUse, Preset, Reason
 from meshplan.dims import classify
@@ -211,13 +211,14 @@ def _reason(places: Places, choice: Choice, tensors: list[str]) -> str:
     if not factors:
         return "the recorded forward does not use it"
     tried = [choice.refused[f] for f in factors if f in choice.refused]
-    if tried:
-        return tried[0]
+    blocked = [places.classes.blocked[f] for f in factors if f in places.classes.blocked]
+    telling = [why for why in tried if why != NO_PAIR]
+    if telling:
+        return telling[0]
     chosen = {r.factor for r in choice.regions}
     if any(f in chosen for f in factors):
         return "its other side is cut already"
-    blocked = [places.classes.blocked[f] for f in factors if f in places.classes.blocked]
-    return blocked[0] if blocked else "no pair of projections lies along it"
+    return (*blocked, *tried, NO_PAIR)[0]
 
 
 def _folded(whole: Mapping[str, str]) -> list[tuple[str, str]]:

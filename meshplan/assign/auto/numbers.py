@@ -14,13 +14,14 @@ from typing import Final
 
 from meshplan.assign.auto.comparison import Difference, compare
 from meshplan.assign.auto.regions import Places, Region
+from meshplan.graph import is_inside
 from meshplan.rehearsal import Rehearsal, Rehearse
 
 _LEVELS: Final = 3
 """How far outwards of the operation that went wrong its numbers may stand."""
 
-_MAX_TRIES: Final = 60
-_MAX_TOGETHER: Final = 3
+_MAX_TRIES: Final = 30
+_MAX_TOGETHER: Final = 2
 
 Numbers = Mapping[tuple[str, str], int]
 
@@ -114,12 +115,16 @@ class Rehearsals:
         self, regions: tuple[Region, ...], found: Numbers, difference: Difference
     ) -> list[tuple[str, str]]:
         sizes = self._sizes(regions)
-        around = itertools.islice(self.places.flow.around(difference.call), _LEVELS)
+        graph, flow = self.places.graph, self.places.flow
+        around = [c.module for c in itertools.islice(flow.around(difference.call), _LEVELS)]
+        # Modules that are not called themselves, but whose projections are.
+        touched = (fqn.rpartition(".")[0] for r in regions for fqn in r.words)
+        held = (fqn for fqn in touched if is_inside(fqn, around[0]))
         return [
-            (call.module, name)
-            for call in around
-            for name, value in self.places.graph.modules[call.module].numbers.items()
-            if value in sizes and (call.module, name) not in found
+            (module, name)
+            for module in dict.fromkeys((*around, *held))
+            for name, value in graph.modules[module].numbers.items()
+            if value in sizes and (module, name) not in found
         ]
 
     def _sizes(self, regions: Iterable[Region]) -> set[int]:

@@ -28,6 +28,8 @@ _PLAIN: Final[Mapping[str, frozenset[str]]] = {
 }
 """What a module does that computes what its kind says and nothing else."""
 
+NO_PAIR: Final = "no pair of projections lies along it"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
@@ -129,7 +131,7 @@ def find_region(places: Places, factor: Factor) -> Region:
     opens = any(w in ("colwise", "packed_colwise") and places.graph.modules[m].kind != "embedding"
                 for m, w in words.items())  # fmt: skip
     if not opens or "rowwise" not in words.values():
-        raise NoRegion("no pair of projections lies along it")
+        raise NoRegion(NO_PAIR)
     return Region(
         factor=factor,
         size=places.classes.sizes[factor],

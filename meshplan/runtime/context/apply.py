@@ -53,7 +53,7 @@ class ContextParallelism:
         assert mode is not None
         if mode.trial is not None:
             return None
-        mode.refused = None
+        mode.refused, mode.is_fed = None, True
         hides = self._feed.hides_tokens(args, kwargs)
         if hides is not None:
             mode.refused = MASKED if hides else None
@@ -71,6 +71,7 @@ class ContextParallelism:
         mode = self._mode
         assert mode is not None
         if mode.trial is None:
+            mode.is_fed = False
             self._tell(mode.refused)
 
     def _tell(self, problem: Problem | None) -> None:

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final
 
 import torch
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from meshplan.errors import Problem
+from meshplan.errors import ApplyError, Problem
 from meshplan.runtime.context.parts import Parts, gather_sequence, to_heads, to_parts
 
 Site = tuple[int, ...]
@@ -72,6 +72,8 @@ class SequenceMode(TorchFunctionMode):
         lengths: Lengths of parts that the proof has passed.
         known: By site and lengths, whether the call is about the sequence.
         trial: The run of the proof that is going on, None in ordinary runs.
+        is_fed: Whether the whole model's forward is running, which feeds positions and tells all
+            ranks at its end what was refused.
         refused: What an ordinary run could not make right. It goes on all the same, so that no
             rank waits for another, and is told to all after the forward.
     """
@@ -81,7 +83,9 @@ class SequenceMode(TorchFunctionMode):
         self.parts = parts
         self.lengths: set[int] = set()
         self.known: dict[tuple[int, ...], bool] = {}
+        self._kept: dict[int, CodeType] = {}
         self.trial: Trial | None = None
+        self.is_fed = False
         self.refused: Problem | None = None
         self.is_on = False
 
@@ -98,26 +102,33 @@ class SequenceMode(TorchFunctionMode):
         """Whether this call is about the sequence; one that the proof never saw is refused."""
         site = (id(frame.f_code), frame.f_lasti, dim)
         if self.trial is not None:
+            self._kept[site[0]] = frame.f_code  # Or another could come to have its id.
             return self.trial.seen(site, *lengths)
-        if lengths[-1] not in self.lengths:
-            return False
         found = self.known.get((*site, *lengths))
-        if found is None:
+        is_attention = len(lengths) > 1
+        if found is None and (is_attention or lengths[-1] in self.lengths):
             self.refuse(
                 Problem(
-                    f"line {frame.f_lineno} of {os.path.basename(frame.f_code.co_filename)} asks "
-                    f"for {lengths[-1]} items, as many as this rank has tokens, which it did not "
-                    "when the model was tested: whether it means the sequence is not known",
-                    fix="leave cp out, or pad to another length",
+                    f"line {frame.f_lineno} of {os.path.basename(frame.f_code.co_filename)} "
+                    f"{'attends to' if is_attention else 'asks for'} {lengths[-1]} items, which it "
+                    "did not when the model was tested: whether that is the sequence is not known",
+                    fix="call the model that parallelize returned, not a part of it; where that "
+                    "is so, leave cp out or pad to another length",
                 )
             )
-            return len(lengths) > 1  # Other ranks may be about to exchange.
-        return found
+            return is_attention  # Other ranks may be about to exchange.
+        return bool(found)
 
     def refuse(self, problem: Problem) -> None:
-        """Tell the proof, or keep it for the end of the forward."""
+        """Tell the proof, or keep it for the end of the forward.
+
+        Raises:
+            ApplyError: The whole model's forward is not running.
+        """
         if self.trial is not None:
             self.trial.refuse(problem)
+        elif not self.is_fed:
+            raise ApplyError(problem)
         elif self.refused is None:
             self.refused = problem
 

@@ -177,11 +177,10 @@ class Feed:
         given = self._given(args, kwargs)
         if "position_ids" not in self._names or "position_ids" in given:
             return kwargs
-        tensors = list(_tensors((args, kwargs)))
-        positions = self._parts.positions(length, tensors[0].device)[None]
+        tokens = next(t for t in _tensors((args, kwargs)) if t.ndim > 1 and t.shape[1] == length)
+        positions = self._parts.positions(length, tokens.device)[None]
         out = {**kwargs, "position_ids": positions}
         has_gap = self._parts.num_local_chunks > 1
         if has_gap and "attention_mask" in self._names and "attention_mask" not in given:
-            samples = tensors[0].shape[0]
-            out["attention_mask"] = torch.ones_like(positions).expand(samples, -1)
+            out["attention_mask"] = torch.ones_like(positions).expand(tokens.shape[0], -1)
         return out

@@ -75,12 +75,12 @@ class _Part(Trial):
         self.count = 0
 
     def seen(self, site: Site, *lengths: int) -> bool:
-        if lengths[-1] != self.part_length:
+        if lengths[-1] != self.part_length and len(lengths) == 1:
             return False
         before = self.whole.calls.get(site, set())
         # A call that asked for as many when the sequence was longer means something else.
         scaled = tuple(self.length if n == self.part_length else n for n in lengths)
-        found = scaled in before and lengths not in before
+        found = lengths[-1] == self.part_length and scaled in before and lengths not in before
         self.known[(*site, *lengths)] = found
         return found
 
@@ -142,7 +142,7 @@ def prove(
         ApplyError: On every rank, when they differ on any.
     """
     parts = mode.parts
-    first = next(iter(_all_tensors((args, kwargs))))
+    first = next(t for t in _all_tensors((args, kwargs)) if t.ndim > 1 and t.shape[1] == length)
     samples, where = first.shape[0], first.device
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,22 +154,20 @@ def prove(
 
     local = _sampled(length, parts.num_local_chunks, where)
     in_whole = _Whole(length * parts.size, parts.positions(length, where)[local])
-    with torch.no_grad(), _as_in_evaluation(model), _nothing_equal(model):
+    # In inference mode sharded parameters cannot be written to.
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _as_in_evaluation(model),
+        _nothing_equal(model),
+    ):
         whole_args, whole_kwargs = map_tensors((args, kwargs), whole)
         mode.trial = in_whole
         try:
             expected = model(*whole_args, **whole_kwargs)
             raise_told(None if in_whole.attentions else _UNSEEN)
-            in_part = _Part(in_whole, length, local)
-            mode.trial = in_part
-            part_args, part_kwargs = map_tensors((args, local_kwargs), one)
-            found = model(*part_args, **part_kwargs)
-        except MeshplanError:
-            raise
-        except Exception as error:  # The model's code may raise anything.
-            what = f"{_CANNOT}: with {length} of {in_whole.length} tokens it raises {error!r}"
-            problem = Problem(what, fix="see the traceback above, or leave cp out")
-            raise ApplyError(problem) from error
+            in_part = mode.trial = _Part(in_whole, length, local)
+            found = _run_part(model, *map_tensors((args, local_kwargs), one))
         finally:
             mode.trial = None
         problems = [*in_part.problems, *_call_problems(in_whole, in_part)]
@@ -177,6 +175,20 @@ def prove(
     raise_told(next(iter(problems), None))
     mode.known |= in_part.known
     mode.lengths.add(length)
+
+
+def _run_part(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return model(*args, **kwargs)
+    except MeshplanError:
+        raise
+    except Exception as error:  # The model's code may raise anything.
+        problem = Problem(
+            f"{_CANNOT}: there it raises {error!r}, and on the whole it does not",
+            fix="see the traceback above; say context: {balance: false}, so that no rank's tokens "
+            "have a gap, or leave cp out",
+        )
+        raise ApplyError(problem) from error
 
 
 def raise_told(problem: Problem | None) -> None:

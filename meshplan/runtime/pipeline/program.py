@@ -28,7 +28,7 @@ def make_program(skeleton: nn.Module, stages: Stages, inputs: Any) -> Program:
     """
     forms: dict[int, Any] = {}
     flow = record(skeleton, inputs, forms)
-    calls = unit_calls(flow, stages.opened)
+    calls = unit_calls(flow, stages.opened, stages.free)
     places = _stages_of(calls, stages)
     cut = Cut(flow, calls)
     problems = list(_problems(cut, places, stages, forms))

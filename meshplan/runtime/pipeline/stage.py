@@ -184,7 +184,9 @@ class Replay:
                     is_written = value in program.written
                     self._given[value] = leaf.clone() if is_written else leaf.view_as(leaf)
                 else:
-                    self._given[value] = poison(program.flow, value)
+                    given = poison(program.flow, value)
+                    # What is written over needs memory of its own.
+                    self._given[value] = given.contiguous() if value in program.written else given
             return self._given[value]
 
         return get
@@ -200,8 +202,8 @@ def poison(flow: Flow, value: int) -> torch.Tensor:
 
 def make_stage(model: nn.Module, graph: ModelGraph, stages: Stages, stage: int) -> nn.Module:
     """A copy of the model that holds what the stage holds, and nothing else."""
-    tensors = (*model.parameters(), *model.buffers())
-    part = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    # Buffers are copied: what writes one runs in every stage of this rank.
+    part = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     kept = {
         name
         for tensor in graph.tensors.values()

@@ -1,0 +1,150 @@
+"""Where a model is cut, what crosses the cuts, and what is refused: no process needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshplan.assign.balance import balance
+from meshplan.errors import PlanError
+from meshplan.plan import Plan, make_plan
+from meshplan.reader import load_spec
+from meshplan.relay import Cut, unit_calls
+from meshplan.runtime.record import record
+from meshplan.runtime.trace import graph_of
+from tests import models
+from tests.test_pipeline import UNet
+
+
+def decided(name: str, more: dict[str, Any], world: int = 2, with_flow: bool = True) -> Plan:
+    model = UNet() if name == "unet" else models.build(name)
+    inputs = torch.zeros(2, 3, 16, 16) if name == "unet" else models.batch(name, 0, 2)[0]
+    graph = graph_of(model, record(model, inputs) if with_flow else None)
+    spec = load_spec({"version": 1, "mesh": {"pp": world}} | more)
+    return make_plan(spec, graph, world_size=world)
+
+
+def units(plan: Plan) -> list[list[str]]:
+    stages = plan.assignment.stages
+    assert stages is not None
+    return [[m for m, s in stages.units if s == number] for number in range(stages.num)]
+
+
+def refusal(name: str, more: dict[str, Any], world: int = 2) -> str:
+    with pytest.raises(PlanError) as caught:
+        decided(name, more, world)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("with_flow", [True, False])
+def test_blocks_are_balanced_with_or_without_a_recorded_forward(with_flow):
+    found = decided("own_llama", {}, with_flow=with_flow)
+    assert units(found) == [["embed", "layers.0", "layers.1"],
+                            ["layers.2", "layers.3", "norm", "head"]]  # fmt: skip
+
+
+def test_each_stage_holds_what_it_reads_and_no_more():
+    found = decided("hf_llama_tied", {}).assignment.stages
+    assert found.tensors["model.embed_tokens.weight"] == (0, 1)
+    assert found.tensors["model.layers.0.mlp.up_proj.weight"] == (0,)
+    assert found.tensors["model.norm.weight"] == (1,)
+    assert found.tensors["model.rotary_emb.inv_freq"] == (0, 1)
+
+
+def test_encoder_and_decoder_follow_each_other():
+    first, second = units(decided("t5", {}))
+    assert first[0] == "encoder.embed_tokens"
+    assert second[-1] == "lm_head"
+    assert "encoder.block.0" in first
+    assert "decoder.block.1" in second
+
+
+def test_rules_and_lists_cut_where_they_say():
+    by_rule = decided("own_llama", {"rules": [{"match": "layers.3", "stage": "last"}]}, 2)
+    assert units(by_rule)[1] == ["layers.3", "norm", "head"]
+    by_list = {"pipeline": {"split": [["embed"], ["layers.1", "head"]]}}
+    assert units(decided("own_llama", by_list))[0] == ["embed", "layers.0"]
+    inside = {"pipeline": {"split": [["embed", "layers.0.attn"], ["layers.0.norm2"]]}}
+    assert units(decided("own_llama", inside))[0] == ["embed", "layers.0.norm1", "layers.0.attn"]
+
+
+def test_stages_are_part_of_what_ranks_agree_on():
+    one, other = ({"pipeline": {"split": [["embed"], [f"layers.{n}"]]}} for n in (1, 2))
+    assert decided("own_llama", one).digest() != decided("own_llama", other).digest()
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"pipeline": {"split": [["head"], ["embed"]]}}, "'head' is put into stage 0, but runs"),
+        ({"pipeline": {"split": [["embed"], ["hed"]]}}, "did you mean 'head'?"),
+        ({"pipeline": {"split": [["embed"]]}}, "split has 1 stages, but the plan has 2"),
+        ({"rules": [{"match": "head", "stage": 5}]}, "into stage 5, but there are 2"),
+        ({"rules": [{"match": "embed", "stage": "last"}]}, "no module is in stage 0"),
+        ({"pipeline": {"schedule": "ZBVZeroBubble", "virtual": 3}}, "has 2 stages per rank"),
+        ({"pipeline": {"schedule": "DualPipeV", "microbatches": 2}}, "at least 4 microbatches"),
+        ({"pipeline": {"schedule": "Interleaved1F1B", "microbatches": 5}}, "a multiple of 2"),
+        ({"pipeline": {"schedule": "Interleaved1F1B", "virtual": 1}}, "at least 2 stages"),
+        ({"pipeline": {"schedule": "ZBVZeroBubble"}, "activation_checkpointing": "full"},
+         "which ZBVZeroBubble does in two halves"),
+        ({"activation_checkpointing": "full",
+          "pipeline": {"split": [["embed", "layers.0.attn"], ["layers.0.norm2"]]}},
+         "is recomputed as a whole, so it cannot be cut"),
+        ({"mesh": {"tp": 2}, "pipeline": {}}, "'pipeline' has no effect without a pp axis"),
+        ({"mesh": {"tp": 2}, "rules": [{"match": "head", "stage": 1}]}, "'stage' has no effect"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_so_is_refused(more, why):
+    assert why in refusal("own_llama", more)
+
+
+def test_fewer_modules_than_stages_are_refused():
+    more = {"mesh": {"pp": 64}}
+    assert "fewer than 64 stages" in refusal("resnet", more, 64)
+
+
+def test_a_skip_is_relayed_through_the_stages_between():
+    model = UNet()
+    flow = record(model, torch.zeros(2, 3, 16, 16))
+    calls = unit_calls(flow, {""})
+    assert [call.module for call in calls][:4] == ["down1", "down2", "down3", "middle"]
+    cut = Cut(flow, calls)
+    relay = cut.relay([0, 1, 1, 1, 1, 2, 2, 2], 3)
+    made = {call.outputs[0][1]: call.module for call in calls}
+    assert [[made[value] for value in values] for values in relay.crossing] == [
+        ["down1"], ["down1", "down2", "up3"],
+    ]  # fmt: skip
+    assert not list(cut.bonds())
+
+
+class Glue(nn.Module):
+    """A parameter of the root, a mask made between modules, and a residual across the cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        mask = (x > 0).to(x.dtype)
+        y = self.first(x)
+        return self.second(y * mask) + y * self.gain
+
+
+def test_glue_is_computed_again_from_what_crosses():
+    flow = record(Glue(), torch.zeros(2, 4))
+    calls = unit_calls(flow, {""})
+    relay = Cut(flow, calls).relay([0, 1], 2)
+    assert relay.crossing == ((calls[0].outputs[0][1],),)
+    assert "gain" in relay.reads[1]
+    assert "gain" not in relay.reads[0]
+
+
+def test_balance_is_best_among_all_cuts():
+    assert balance([5, 1, 1, 1, 5], [True] * 4, 3) == [0, 1, 1, 1, 2]
+    assert balance([1, 1, 1, 1], [True, False, True], 2) == [0, 1, 1, 1]
+    assert balance([1, 1, 1, 1], [False, False, False], 2) is None
+    assert balance([1, 2], [True], 3) is None
