@@ -91,7 +91,7 @@ def _problem_of_gradients(operation: str) -> Problem:
 
 def guard_loss(model: nn.Module, plan: Plan) -> AbstractContextManager[object]:
     """The same for a loss function; to be made while no unit is gathered."""
-    is_at_work = plan.assignment.wrapper == "units"
+    is_at_work = plan.assignment.wrapper == "units" and plan.assignment.stages is None
     return OutsideUse(model, plan) if is_at_work else nullcontext()
 
 
