@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from meshplan.runtime.state import full_state_dict as full_state_dict
     from meshplan.runtime.train import clip_grad_norm_ as clip_grad_norm_
     from meshplan.runtime.train import local_batch as local_batch
+    from meshplan.runtime.train import loss_parallel as loss_parallel
     from meshplan.runtime.train import train_step as train_step
     from meshplan.spec import Spec as Spec
     from meshplan.version import __version__ as __version__
@@ -34,6 +35,7 @@ _ROOMS = {
     "parallelize": "meshplan.runtime.parallelize",
     "local_batch": "meshplan.runtime.train",
     "train_step": "meshplan.runtime.train",
+    "loss_parallel": "meshplan.runtime.train",
     "clip_grad_norm_": "meshplan.runtime.train",
     "full_state_dict": "meshplan.runtime.state",
     "guarded": "meshplan.runtime.guard",

@@ -25,7 +25,6 @@ YES, NO, COULD_NOT = 0, 1, 2
 INTERRUPTED = 130
 
 _DEMO_PLAN = "hybrid_2x4"
-_DEMO_MODEL = "meshplan.runtime.demo_model:build"
 _DEMO_STEPS = 30
 
 
@@ -136,6 +135,7 @@ def _demo_flags(parser: argparse.ArgumentParser) -> None:
 
 def _demo(args: argparse.Namespace) -> int:
     from meshplan.memory import state_bytes_by_rank
+    from meshplan.reader import load_spec
     from meshplan.render.demo import agrees, bytes_to_text, demo_to_json, losses_to_text
     from meshplan.render.progress import loss_progress
     from meshplan.render.show import plan_to_text
@@ -145,7 +145,7 @@ def _demo(args: argparse.Namespace) -> int:
         raise SpecError(Problem("-f and --plan both name the plan", None, "leave one of them out"))
     local_ranks.prepare()  # imports torch once more, meanwhile
     path = find_plan(args.plan or args.file or _DEMO_PLAN)
-    plan = api.decide(path, args.set, model=_DEMO_MODEL)
+    plan = api.decide(path, args.set, model=demo.entry_of(load_spec(path, args.set)))
     demo.check_demo(plan, args.steps)
     if not args.json:
         print(*plan_to_text(plan, colour=wants_colour(no_color=args.no_color)), "", sep="\n")

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from meshplan.flow import Flow
+
 if TYPE_CHECKING:
     import networkx
 
@@ -83,12 +85,20 @@ class ModuleInfo:
         type: Class name such as "LlamaDecoderLayer".
         qualified_type: Class name with its module path, for `match: {type: pkg.Class}`.
         kind: What styles may do with it: "linear", "embedding", "conv1d" (transformers'
-            transposed linear), "norm", "container" (ModuleList, Sequential, ModuleDict), "other".
+            transposed linear), "mha" (nn.MultiheadAttention), "norm", "batchnorm" ("own_batchnorm"
+            with a forward of its own), "container" (ModuleList, Sequential, ModuleDict), "other".
         head_dim: For a projection inside an attention module, the elements of one head along
             its head dim; None where the model does not say. A cut must keep heads whole.
-        packed: How many projections are fused in one weight (3 for QKV), 1 if none.
+        packed: How many projections are fused in one weight, one after the other (3 for QKV);
+            1 if none.
+        pieces: Their sizes along the output dim, such as (4096, 1024, 1024) for q, k and v; ()
+            if it is none, or if the sizes are not known.
+        sizes: The integer attributes of an attention module that count heads or what follows
+            from their number, by name (`heads.ROLES`).
         has_forward: Whether it is called itself; False for ModuleList and ModuleDict, which
             only hold others and so cannot be a unit of sharding.
+        numbers: Integers above 1 that the instance holds as attributes, by name: its code may
+            build shapes from them.
         aliases: Further names of the very same module (shared submodules).
     """
 
@@ -98,7 +108,10 @@ class ModuleInfo:
     kind: str = "other"
     head_dim: int | None = None
     packed: int = 1
+    pieces: tuple[int, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
     has_forward: bool = True
+    numbers: Mapping[str, int] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
 
 
@@ -111,12 +124,17 @@ class ModelGraph:
         modules: By fqn, parents before children, the root "" first.
         tensors: By fqn; each tied or shared tensor once.
         config: Facts a config file stated (heads, kv heads, layers, vocab), for checks.
+        flow: One recorded forward pass; None where nothing was recorded.
+        tp_preset: transformers' own tp plan of this model: its words by name of a module or a
+            parameter, with `*` for the numbers of layers. Empty where it has none.
     """
 
     name: str
     modules: Mapping[str, ModuleInfo]
     tensors: Mapping[str, TensorInfo]
     config: Mapping[str, int] = field(default_factory=dict)
+    flow: Flow | None = field(default=None, repr=False, compare=False)
+    tp_preset: Mapping[str, str] = field(default_factory=dict)
     _owned: Mapping[str, tuple[TensorInfo, ...]] = field(init=False, repr=False, compare=False)
     _first_name: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
@@ -168,7 +186,7 @@ class ModelGraph:
             kids = [k for k in by_parent.get(fqn, ()) if k.fqn in with_params]
             types = {k.type for k in kids}
             repeated = self.modules[fqn].kind == "container" and len(kids) > 1 and len(types) == 1
-            if repeated and kids[0].kind in ("other", "container"):
+            if repeated and kids[0].kind in ("other", "mha", "container"):
                 out.extend(k.fqn for k in kids)
             else:
                 for kid in kids:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshplan.mesh import Mesh
+from meshplan.mesh import SHARD_AXES, Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,9 @@ class Layout:
     Args:
         cuts: One tuple of axis names per tensor dim; `()` for a whole dim.
         partial: Axes along which the true value is the sum of what the ranks hold.
+        packed: (axis, n) for an axis that cuts each of the n equal pieces of its dim, so that a
+            rank holds its part of every piece, one after the other: projections fused in one
+            weight. It is the only cut of that dim.
 
     >>> mesh = Mesh.of({"dp_shard": 4, "tp": 2})
     >>> Layout((("tp", "dp_shard"), ())).local_shape((9600, 3200), mesh)
@@ -33,10 +36,13 @@ class Layout:
 
     cuts: tuple[tuple[str, ...], ...]
     partial: tuple[str, ...] = ()
+    packed: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         used = [axis for axes in self.cuts for axis in axes] + list(self.partial)
         assert len(used) == len(set(used)), f"an axis is used twice in {self.cuts}"
+        alone = [axis for axis, _ in self.packed if (axis,) in self.cuts]
+        assert len(alone) == len(self.packed), f"a packed dim is cut twice in {self.cuts}"
 
     @classmethod
     def whole(cls, ndim: int) -> Layout:
@@ -52,16 +58,21 @@ class Layout:
         """The tensor dim that `axis` cuts; None where it holds replicas."""
         return next((dim for dim, axes in enumerate(self.cuts) if axis in axes), None)
 
-    def cut(self, axis: str, dim: int) -> Layout:
-        """This layout with `axis` cutting `dim` after every cut already there."""
+    def pieces(self, dim: int) -> int:
+        """How many equal pieces of this dim are each cut; 1 for a plain cut and for none."""
+        return next((n for axis, n in self.packed if axis in self.cuts[dim]), 1)
+
+    def cut(self, axis: str, dim: int, pieces: int = 1) -> Layout:
+        """This layout with `axis` cutting `dim`, or its pieces, after every cut already there."""
         dim = range(len(self.cuts))[dim]
         cuts = tuple(axes + (axis,) if d == dim else axes for d, axes in enumerate(self.cuts))
-        return Layout(cuts, self.partial)
+        return Layout(cuts, self.partial, self.packed + (((axis, pieces),) if pieces > 1 else ()))
 
     def without(self, *axes: str) -> Layout:
         """This layout with the cuts of `axes` undone."""
         cuts = tuple(tuple(a for a in dim if a not in axes) for dim in self.cuts)
-        return Layout(cuts, tuple(a for a in self.partial if a not in axes))
+        packed = tuple((axis, n) for axis, n in self.packed if axis not in axes)
+        return Layout(cuts, tuple(a for a in self.partial if a not in axes), packed)
 
     def num_shards(self, mesh: Mesh) -> int:
         """Into how many different pieces the tensor is cut."""
@@ -76,44 +87,63 @@ class Layout:
 
         A dim of size d cut n ways gives pieces of ceil(d / n), the last ones shorter or
         empty: `torch.chunk`'s rule, which DTensor follows. Each further axis cuts the piece
-        that the one before it left.
+        that the one before it left; `mesh.SHARD_AXES` cut as one axis.
         """
-        at = mesh.coordinates(rank)
+        assert not self.packed, "a part of every piece is no single slice: see `ranges`"
         out = []
         for size, axes in zip(shape, self.cuts, strict=True):
             start, stop = 0, size
-            for axis in axes:
-                piece = -(-(stop - start) // mesh.size(axis))
-                start = min(start + piece * at.get(axis, 0), stop)
+            for joint in _joint(axes):
+                piece = -(-(stop - start) // mesh.size(*joint))
+                start = min(start + piece * mesh.index(rank, joint), stop)
                 stop = min(start + piece, stop)
             out.append(slice(start, stop))
         return tuple(out)
 
+    def ranges(
+        self, shape: Sequence[int], mesh: Mesh, rank: int = 0
+    ) -> tuple[tuple[slice, ...], ...]:
+        """The part of the global tensor that `rank` holds: per dim, its slices in order."""
+        plain = Layout(self.cuts)
+        counts = [self.pieces(dim) for dim in range(len(self.cuts))]
+        pieces = tuple(size // n for size, n in zip(shape, counts, strict=True))
+        return tuple(
+            tuple(slice(s.start + i * piece, s.stop + i * piece) for i in range(n))
+            for s, piece, n in zip(plain.slices(pieces, mesh, rank), pieces, counts, strict=True)
+        )
+
     def local_shape(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> tuple[int, ...]:
         """The shape that `rank` holds of a tensor of this global shape."""
-        return tuple(s.stop - s.start for s in self.slices(shape, mesh, rank))
+        if not self.packed:
+            return tuple(s.stop - s.start for s in self.slices(shape, mesh, rank))
+        ranges = self.ranges(shape, mesh, rank)
+        return tuple(sum(s.stop - s.start for s in each) for each in ranges)
 
     def local_numel(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> int:
         """The number of elements that `rank` holds."""
         return math.prod(self.local_shape(shape, mesh, rank))
 
-    def padded_numel(self, shape: Sequence[int], mesh: Mesh, axis: str, rank: int = 0) -> int:
-        """Elements stored when the cut by `axis` is padded to equal pieces.
+    def padded_numel(
+        self, shape: Sequence[int], mesh: Mesh, axes: Sequence[str], rank: int = 0
+    ) -> int:
+        """Elements stored when the cut by `axes`, one after the other, is padded to equal pieces.
 
         FSDP2 pads every shard of the dim it cuts to the first rank's size so that one
         all-gather moves equal pieces.
 
         Source: `torch.distributed.fsdp`, FSDPParam._init_sharded_param.
         """
-        dim = self.dim_of(axis)
-        if dim is None:
+        cutting = [axis for axis in axes if axis in self.axes]
+        if not cutting:
             return self.local_numel(shape, mesh, rank)
-        local = list(self.without(axis).local_shape(shape, mesh, rank))
-        local[dim] = -(-local[dim] // mesh.size(axis))
+        dim = self.dim_of(cutting[0])
+        assert dim is not None
+        local = list(self.without(*cutting).local_shape(shape, mesh, rank))
+        local[dim] = -(-local[dim] // mesh.size(*cutting))
         return math.prod(local)
 
     def spell(self, mesh: Mesh | None = None) -> str:
-        """The layout in placement words: `S(0)@tp,dp_shard`, `R`, `P@tp`.
+        """The layout in placement words: `S(0)@tp,dp_shard`, `R`, `P@tp`, `S(0)@tp(3)` packed.
 
         Axes of size 1 are left out when a mesh is given.
         """
@@ -121,7 +151,8 @@ class Layout:
         for dim, axes in enumerate(self.cuts):
             kept = [a for a in axes if mesh is None or mesh.size(a) > 1]
             if kept:
-                words.append(f"S({dim})@{','.join(kept)}")
+                pieces = f"({self.pieces(dim)})" if self.pieces(dim) > 1 else ""
+                words.append(f"S({dim})@{','.join(kept)}{pieces}")
         partial = [a for a in self.partial if mesh is None or mesh.size(a) > 1]
         if partial:
             words.append(f"P@{','.join(partial)}")
@@ -129,6 +160,39 @@ class Layout:
 
     def __str__(self) -> str:
         return self.spell()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One of the projections that lie one after the other along a dim, and who computes what.
+
+    Args:
+        size: Along the dim.
+        parts: Into how many equal parts it is cut. Fewer than there are ranks when neighbours
+            compute with the same part, as query heads do that share a kv head.
+    """
+
+    size: int
+    parts: int
+
+    @property
+    def part(self) -> int:
+        """The size of one part."""
+        return self.size // self.parts
+
+
+def own_parts(pieces: Sequence[Piece], rank: int, num_ranks: int) -> tuple[slice, ...]:
+    """The slices of the dim that one of the ranks computes with, a part of every piece.
+
+    >>> own_parts([Piece(8, 4), Piece(4, 2)], 3, 4)
+    (slice(6, 8, None), slice(10, 12, None))
+    """
+    out, start = [], 0
+    for piece in pieces:
+        at = start + rank * piece.parts // num_ranks * piece.part
+        out.append(slice(at, at + piece.part))
+        start += piece.size
+    return tuple(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +226,8 @@ def changes(source: Layout, target: Layout) -> tuple[Collective, ...]:
     come last, when the pieces are smallest.
     """
     assert set(target.partial) <= set(source.partial), "nothing is ever made partial on purpose"
+    both = set(source.axes) & set(target.axes)
+    assert not any(axis in both for axis, _ in set(source.packed) ^ set(target.packed))
     pairs = list(zip(source.cuts, target.cuts, strict=True))
     kept = [_common(old, new) for old, new in pairs]
     undone = [(d, axis) for d, (old, _) in enumerate(pairs) for axis in reversed(old[kept[d] :])]
@@ -183,6 +249,17 @@ def changes(source: Layout, target: Layout) -> tuple[Collective, ...]:
     added = set(source.partial) - set(target.partial) - set(target.axes)
     sums = [Collective("all_reduce", axis) for axis in source.partial if axis in added]
     return (*moves, *gathers, *cuts, *sums)
+
+
+def _joint(axes: Sequence[str]) -> list[list[str]]:
+    """The cuts of a dim in order, axes that cut in one go together."""
+    out: list[list[str]] = []
+    for axis in axes:
+        if out and axis in SHARD_AXES and out[-1][-1] in SHARD_AXES:
+            out[-1].append(axis)
+        else:
+            out.append([axis])
+    return out
 
 
 def _common(left: Sequence[str], right: Sequence[str]) -> int:

@@ -17,6 +17,21 @@ AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 DATA_AXES: Final = ("dp_replicate", "dp_shard")
 """The axes over which ranks see different samples."""
 
+GRADIENT_AXES: Final = (*DATA_AXES, "cp")
+"""The axes over which ranks see different tokens: losses and gradients are averaged over them.
+Ranks along cp hold other parts of the same samples."""
+
+SHARD_AXES: Final = ("dp_shard", "cp")
+"""The axes that cut a sharded parameter, together and in one go: into pieces of ceil(size /
+ranks), as along one axis of all their ranks."""
+
+EXPERT_SHARD: Final = "efsdp"
+"""What ep leaves of the axis whose ranks it borrows: experts are sharded over it (torchtitan's
+name)."""
+
+UNIT_AXES: Final = (*SHARD_AXES, EXPERT_SHARD)
+"""The axes over which some unit's parameters are cut at rest and gathered for use."""
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -27,15 +42,39 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
+class Loan:
+    """An axis that has no ranks of its own: `ep: 2 in dp_shard`.
+
+    Args:
+        name: The axis that borrows; neighbours along the lender differ in it first.
+        size: Its ranks.
+        within: The axis that lends.
+        rest: What the lender is along this axis's other ranks: `within` is `rest` x `name`.
+    """
+
+    name: str
+    size: int
+    within: str
+    rest: str = EXPERT_SHARD
+
+
+@dataclass(frozen=True, slots=True)
 class Mesh:
     """Named axes, outermost first; ranks count through the last axis fastest.
+
+    A borrowed axis is none of `axes`, `names` and `sizes`: its ranks are counted there already.
+    It has a size and coordinates.
 
     >>> mesh = Mesh.of({"dp_replicate": 2, "dp_shard": 4})
     >>> mesh.world_size, mesh.size("tp"), mesh.coordinates(5)
     (8, 1, {'dp_replicate': 1, 'dp_shard': 1})
+    >>> mesh = Mesh((Axis("dp_shard", 4),), loans=(Loan("ep", 2, "dp_shard"),))
+    >>> mesh.world_size, mesh.size("ep"), mesh.coordinates(3)
+    (4, 2, {'dp_shard': 3, 'efsdp': 1, 'ep': 1})
     """
 
     axes: tuple[Axis, ...]
+    loans: tuple[Loan, ...] = ()
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Mesh:
@@ -57,6 +96,8 @@ class Mesh:
     def size(self, *names: str) -> int:
         """Ranks along these axes together; an axis the mesh does not have counts 1."""
         sizes = self.sizes
+        for loan in self.loans:
+            sizes |= {loan.name: loan.size, loan.rest: sizes[loan.within] // loan.size}
         return math.prod(sizes.get(name, 1) for name in names)
 
     def present(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -69,21 +110,27 @@ class Mesh:
         out: dict[str, int] = {}
         for axis in reversed(self.axes):
             rank, out[axis.name] = divmod(rank, axis.size)
-        return {name: out[name] for name in self.names}
+        at = {name: out[name] for name in self.names}
+        for loan in self.loans:
+            at[loan.rest], at[loan.name] = divmod(at[loan.within], loan.size)
+        return at
 
     def index(self, rank: int, names: Iterable[str]) -> int:
         """The position of `rank` among the ranks along `names`, outermost axis slowest.
 
         Which part of a global batch a rank reads is `index(rank, DATA_AXES)`.
         """
-        coordinates = self.coordinates(rank)
+        wanted = set(names)
         position = 0
-        for name in self.present(names):
-            position = position * self.size(name) + coordinates[name]
+        for name, coordinate in self.coordinates(rank).items():
+            if name in wanted:
+                position = position * self.size(name) + coordinate
         return position
 
     def __iter__(self) -> Iterator[Axis]:
         return iter(self.axes)
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis.name} {axis.size}" for axis in self.axes) or "1 device"
+        lent = {loan.within: f" ({loan.name} {loan.size})" for loan in self.loans}
+        words = (f"{axis.name} {axis.size}{lent.get(axis.name, '')}" for axis in self.axes)
+        return " x ".join(words) or "1 device"

@@ -13,9 +13,11 @@ from typing import Any
 from meshplan.agreement import split_batch
 from meshplan.assign import Assignment, assign
 from meshplan.assign.not_yet import not_yet
+from meshplan.compatibility import clashes
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
 from meshplan.mesh import DATA_AXES, Mesh
+from meshplan.rehearsal import Rehearse
 from meshplan.spec import Spec
 from meshplan.strategies import resolve_mesh
 
@@ -65,19 +67,33 @@ class Plan:
         a = self.assignment
         return {
             "mesh": [(axis.name, axis.size) for axis in a.mesh],
+            "loans": [[loan.name, loan.size, loan.within, loan.rest] for loan in a.mesh.loans],
             "wrapper": [a.wrapper, sorted(a.strategy.cuts), a.sequence_parallel],
+            "context": [a.context.attention, a.context.balance] if a.context else None,
             "tensors": {
                 fqn: [list(p.info.shape), p.info.dtype, list(p.info.aliases), p.info.trainable,
                       str(p.stored), str(p.gradient), p.dtype, p.compute_dtype,
-                      list(p.gathered_axes), p.reduced_alone, p.unit]
+                      list(p.gathered_axes), p.reduced_alone, p.unit, p.is_local]
                 for fqn, p in a.tensors.items()
             },
             "units": {
-                fqn: [list(u.shard_axes), u.reshard_after_forward, str(u.precision)]
+                fqn: [list(u.shard_axes), u.reshard_after_forward, str(u.precision),
+                      u.casts_inputs]
                 for fqn, u in a.units.items()
             },
-            "styles": {fqn: [u.style.name, u.axis] for fqn, u in a.styles.items()},
+            "styles": {
+                fqn: [u.style.name, u.axis, [(p.size, p.parts) for p in u.pieces], u.is_written]
+                for fqn, u in a.styles.items()
+            },
+            "attributes": [[x.module, x.name, x.whole, x.local] for x in a.attributes],
+            "experts": {fqn: u.num_experts for fqn, u in a.experts.items()},
             "recompute": {fqn: str(r.policy) for fqn, r in a.recompute.items()},
+            "compiled": list(a.compiled),
+            "synchronized": list(a.synchronized),
+            "stages": a.stages and [
+                a.stages.schedule, a.stages.num_ranks, a.stages.virtual, a.stages.microbatches,
+                list(a.stages.units), sorted(a.stages.tensors.items()),
+            ],
             "apply": [[fqn, code] for fqn, code, _ in a.apply],
             "step": [self.accumulate, self.micro, self.spec.clip_grad_norm, dict(self.spec.ddp)],
         }  # fmt: skip
@@ -89,17 +105,21 @@ def make_plan(
     *,
     world_size: int | None = None,
     gpus_per_node: int | None = None,
+    rehearse: Rehearse | None = None,
 ) -> Plan:
     """Decide a spec for a model.
 
     Args:
         world_size: Ranks of the running job; None takes `hardware:` or the mesh itself.
         gpus_per_node: Ranks on one machine of the running job; None as above.
+        rehearse: Runs a live model as one rank would (`runtime.rehearse`), for `auto`.
 
     Raises:
         PlanError: With every problem found.
     """
-    assignment = assign(spec, graph, world_size=world_size, gpus_per_node=gpus_per_node)
+    assignment = assign(
+        spec, graph, world_size=world_size, gpus_per_node=gpus_per_node, rehearse=rehearse
+    )
     accumulate, micro, problems = split_batch(spec, assignment.mesh.size(*DATA_AXES))
     if problems:
         raise PlanError(problems)
@@ -108,7 +128,7 @@ def make_plan(
 
 def problems_without_model(spec: Spec) -> list[Problem]:
     """What is wrong with a spec whatever the model is; rules are not matched."""
-    problems = not_yet(spec)
+    problems = [*not_yet(spec), *clashes(spec)]
     try:
         mesh, _ = resolve_mesh(spec)
         problems += split_batch(spec, mesh.size(*DATA_AXES))[2]

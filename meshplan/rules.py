@@ -22,7 +22,13 @@ from meshplan.spec import (
     Rule,
     Selector,
 )
-from meshplan.styles import PLANNED_STYLES, STYLE_NAMES, parse_placement
+from meshplan.styles import (
+    EXPERT_STYLE,
+    PLANNED_STYLES,
+    STYLE_NAMES,
+    parse_packed,
+    parse_placement,
+)
 from meshplan.units import parse_bytes
 from meshplan.values import (
     Decoder,
@@ -44,7 +50,7 @@ from meshplan.values import (
     text,
 )
 
-_STYLES: Final = (*STYLE_NAMES, *PLANNED_STYLES)
+_STYLES: Final = (*STYLE_NAMES, *PLANNED_STYLES, EXPERT_STYLE)
 _REPLICATE: Final = ("r", "replicate", "replicate()")
 _PARTIAL: Final = re.compile(r"p|(p|_?partial)(\(.*\))?", re.IGNORECASE)
 
@@ -226,9 +232,14 @@ def _placement(axis: str, value: Value, found: Findings) -> str | None:
         return AUTO
     elif _PARTIAL.fullmatch(word):
         found.add(value, f"{show(value)} cannot be declared: parameters are never partial", fix)
-    elif word not in _STYLES:
+    elif parse_packed(word)[0] not in _STYLES:
         known = (*_STYLES, "replicate", AUTO, "S(0)", "S(1)")
         found.add(value, f"{show(value)} is not a placement", did_you_mean(word, known, fix))
+    elif 0 in (sizes := parse_packed(word)[1]) or sizes == (1,):
+        found.add(value, f"{show(value)} names no pieces", "write packed_colwise(2), say")
+    elif (word == EXPERT_STYLE) != (axis == "ep"):
+        what = f"'{word}' is not a style of the axis {axis}"
+        found.add(value, what, f"write {'ep' if word == EXPERT_STYLE else 'tp'}: {word}")
     elif axis in DATA_AXES:
         what = f"'{word}' is a tensor-parallel style, and {axis} is a data axis"
         found.add(value, what, f"write tp: {word}, or {axis}: S(0)")

@@ -32,6 +32,7 @@ from meshplan.spec import (
     STRATEGY_WORDS,
     Batch,
     Borrow,
+    Context,
     HardwareSpec,
     InputSpec,
     ModelSpec,
@@ -245,7 +246,8 @@ def _split(value: Value, found: Findings) -> str | tuple[tuple[str, ...], ...] |
 
 
 _SCHEDULES: Final = (
-    "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", AUTO,
+    "1F1B", "GPipe", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble",
+    "DualPipeV", AUTO,
 )  # fmt: skip
 _PIPELINE: Final[Mapping[str, Decoder]] = {
     "schedule": choice(_SCHEDULES, "a pipeline schedule"),
@@ -258,6 +260,17 @@ _PIPELINE: Final[Mapping[str, Decoder]] = {
 def _pipeline(value: Value, found: Findings) -> Pipeline | None:
     got = section(value, found, _PIPELINE, "pipeline: {schedule: 1F1B, microbatches: 8}")
     return Pipeline(**got) if got is not None else None
+
+
+_CONTEXT: Final[Mapping[str, Decoder]] = {
+    "attention": choice(("all_gather", "all_to_all"), "a kind of attention over sequence parts"),
+    "balance": boolean,
+}
+
+
+def _context(value: Value, found: Findings) -> Context | None:
+    got = section(value, found, _CONTEXT, "context: {attention: all_gather, balance: true}")
+    return Context(**got) if got is not None else None
 
 
 _DDP: Final[Mapping[str, Decoder]] = {
@@ -321,6 +334,7 @@ _PLAN: Final[Mapping[str, Decoder]] = {
     "activation_checkpointing": activation_checkpointing,
     "offload": offload,
     "pipeline": _pipeline,
+    "context": _context,
     "tp_plan": choice(("hf", "auto", "none"), "a tp_plan"),
     "sequence_parallel": boolean,
     "loss_parallel": boolean,
@@ -339,7 +353,7 @@ _HOMES: Final = {
         key: f"write it under '{name}'"
         for name, fields in {
             "model": _MODEL, "hardware": _HARDWARE, "batch": _BATCH,
-            "pipeline": _PIPELINE, "ddp": _DDP,
+            "pipeline": _PIPELINE, "context": _CONTEXT, "ddp": _DDP,
         }.items()
         for key in fields
     },

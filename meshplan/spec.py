@@ -171,6 +171,21 @@ class Pipeline:
     split: Auto | tuple[tuple[str, ...], ...] = AUTO
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """How attention over parts of the sequence is computed.
+
+    Args:
+        attention: all_gather (of keys and values) or all_to_all (of heads).
+        balance: Whether each rank holds a chunk near the head and one near the tail of the
+            sequence, so that causal attention is the same work for all; None lets the kind of
+            attention decide.
+    """
+
+    attention: Literal["all_gather", "all_to_all"] = "all_gather"
+    balance: bool | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Selector:
     """What a rule matches.
@@ -240,6 +255,7 @@ class Spec:
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     offload: Offload = Offload()
     pipeline: Pipeline | None = None
+    context: Context | None = None
     tp_plan: Literal["none", "hf", "auto"] = "none"
     sequence_parallel: bool = False
     loss_parallel: bool = False
@@ -252,6 +268,16 @@ class Spec:
     rules: tuple[Rule, ...] = ()
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)
     source: str = field(default="<spec>", compare=False)
+
+    @property
+    def reads_flow(self) -> bool:
+        """Whether deciding it takes a recorded forward pass: derived styles, pipeline stages."""
+        axes = self.mesh if isinstance(self.mesh, Mapping) else {}
+        return (
+            self.tp_plan == AUTO
+            or axes.get("pp", 1) != 1
+            or any(rule.place.get("tp") == AUTO for rule in self.rules)
+        )
 
     def origin(self, path: str) -> Origin:
         """Where `path` was stated, or the nearest statement around it, or the file."""

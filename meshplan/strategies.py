@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from meshplan.borrow import expert_loans
 from meshplan.errors import PlanError, Problem
-from meshplan.mesh import DATA_AXES, Mesh
+from meshplan.mesh import DATA_AXES, Axis, Mesh
 from meshplan.spec import AUTO, Borrow, Spec
 
 
@@ -58,8 +59,6 @@ STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType(
     }
 )
 
-_SUPPORTED_AXES: Final = (*DATA_AXES, "tp")
-
 
 def resolve_mesh(
     spec: Spec, world_size: int | None = None, gpus_per_node: int | None = None
@@ -81,7 +80,7 @@ def resolve_mesh(
     _refuse_auto(spec)
     sizes = _sizes(spec, world_size, gpus_per_node)
     strategy = _strategy(spec, sizes)
-    mesh = Mesh.of(sizes)
+    mesh = Mesh(tuple(Axis(axis, n) for axis, n in sizes.items()), expert_loans(spec, sizes))
     if world_size is not None and mesh.world_size != world_size:
         raise PlanError(_wrong_product(spec, mesh, world_size))
     return mesh, strategy
@@ -121,19 +120,13 @@ def _sizes(spec: Spec, world_size: int | None, gpus_per_node: int | None) -> dic
         return _sizes_from_list(spec, spec.mesh)
     assert not isinstance(spec.mesh, str), "mesh: auto was refused above"
     problems = []
-    known = math.prod(n for n in spec.mesh.values() if isinstance(n, int))
+    known = math.prod(n for a, n in spec.mesh.items() if isinstance(n, int) and a != "ep")
     sizes: dict[str, int] = {}
     for axis, size in spec.mesh.items():
         origin = spec.origin(f"mesh.{axis}")
-        if axis not in _SUPPORTED_AXES and size != 1:
-            problems.append(
-                Problem(
-                    f"axis '{axis}' is not available yet in this version",
-                    origin,
-                    f"use {', '.join(_SUPPORTED_AXES)}",
-                )
-            )
-        elif isinstance(size, int):
+        if axis == "ep":
+            continue  # Borrows its ranks.
+        if isinstance(size, int):
             sizes[axis] = size
         elif isinstance(size, Borrow):
             problems.append(
@@ -166,6 +159,15 @@ def _sizes(spec: Spec, world_size: int | None, gpus_per_node: int | None) -> dic
                 "dp_shard stands before dp_replicate, but shards of one replica lie side by side",
                 spec.origin("mesh"),
                 f"write mesh: {{{', '.join(f'{axis}: {n}' for axis, n in swapped.items())}}}",
+            )
+        )
+    elif spread and "cp" in sizes and list(sizes).index("cp") < list(sizes).index(spread[-1]):
+        inner = {**{a: n for a, n in sizes.items() if a in DATA_AXES}, **sizes}
+        problems.append(
+            Problem(
+                f"cp stands before {spread[-1]}, but the parts of a sample lie side by side",
+                spec.origin("mesh"),
+                f"write mesh: {{{', '.join(f'{axis}: {n}' for axis, n in inner.items())}}}",
             )
         )
     if problems:
@@ -240,7 +242,10 @@ def _strategy(spec: Spec, sizes: Mapping[str, int]) -> Strategy:
         implied = {("dp_shard",): "full_shard", DATA_AXES: "hybrid_shard"}
         return STRATEGIES[implied.get(present, "ddp")]
     strategy = STRATEGIES[spec.strategy]
-    missing = [axis for axis in strategy.axes if axis not in sizes]
+    # Ranks along cp hold replicas like those of dp_replicate, or are cut like those of dp_shard.
+    is_free = sizes.get("cp", 1) > 1
+    stand_in = ("dp_shard" if strategy.cuts else "dp_replicate") if is_free else ""
+    missing = [axis for axis in strategy.axes if axis not in sizes and axis != stand_in]
     foreign = [axis for axis in spread if axis not in strategy.axes]
     if not missing and not foreign:
         return strategy

@@ -31,6 +31,7 @@ class Style:
         cut_dim: The named dim of the parameters that the axis cuts; None cuts nothing.
         input: (layout outside, layout computed with).
         output: (layout computed, layout outside).
+        gradient: "P" where each rank has an addend of the output's gradient, else "".
     """
 
     name: str
@@ -38,6 +39,7 @@ class Style:
     cut_dim: str | None
     input: tuple[str, str]
     output: tuple[str, str]
+    gradient: str = ""
 
 
 def _rows() -> dict[tuple[str, str], Style]:
@@ -57,6 +59,8 @@ def _rows() -> dict[tuple[str, str], Style]:
     #   name                              kinds            cut dim  input     output
     row("colwise",                        "linear conv1d", "out",   whole,    cut)
     row("colwise",                        "embedding",     "embed", ready,    cut)
+    row("packed_colwise",                 "linear conv1d", "out",   whole,    cut)
+    row("packed_colwise",                 "mha",           "out",   whole,    add)
     row("colwise_gather_output",          "linear conv1d", "out",   whole,    gather)
     row("colwise_gather_output",          "embedding",     "embed", ready,    gather)
     row("rowwise",                        "linear conv1d", "in",    cut,      add)
@@ -72,10 +76,33 @@ def _rows() -> dict[tuple[str, str], Style]:
 STYLES: Final[Mapping[tuple[str, str], Style]] = MappingProxyType(_rows())
 """Every style by (name, module kind)."""
 
+LOGITS: Final = Style(
+    name="logits",
+    kind="linear",
+    cut_dim="out",
+    input=("outside", "R"),
+    output=("S(-1)", "S(-1)"),
+)
+"""What the style of a head becomes under `loss_parallel: true`: its output stays cut, known by
+its whole shape, while the loss is computed."""
+GRADIENTS_ADDED: Final = Style(
+    name="gradients_added",
+    kind="linear",
+    cut_dim=None,
+    input=("R", "R"),
+    output=("R", "R"),
+    gradient="P",
+)
+"""A projection left whole whose result meets cut values only. Nobody can state it: that it meets
+nothing else takes a proof."""
+
 STYLE_NAMES: Final = tuple(dict.fromkeys(name for name, _ in STYLES))
 
-PLANNED_STYLES: Final = ("packed_colwise", "packed_rowwise", "ep_dispatch_experts")
+PLANNED_STYLES: Final = ("packed_rowwise",)
 """Words of the format that this version refuses with "not yet"."""
+
+EXPERT_STYLE: Final = "ep_dispatch_experts"
+"""The one style of ep: each rank holds some of the experts, and tokens travel to them."""
 
 _PLACEMENTS: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
     {
@@ -98,6 +125,7 @@ WEIGHT_DIMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 """Named dims of `weight` by module kind."""
 
+_PACKED = re.compile(r"^(packed_colwise)\(\s*(\d+(?:\s*,\s*\d+)*)\s*\)$")
 _PLACEMENT = re.compile(r"^(?:s|shard)\(\s*(-?\d+)\s*\)$", re.IGNORECASE)
 
 
@@ -127,6 +155,18 @@ def parse_placement(word: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def parse_packed(word: str) -> tuple[str, tuple[int, ...]]:
+    """A style's name and what stands in brackets: a number of equal pieces, or their sizes.
+
+    >>> parse_packed("packed_colwise(64, 16, 16)"), parse_packed("colwise")
+    (('packed_colwise', (64, 16, 16)), ('colwise', ()))
+    """
+    found = _PACKED.match(word.strip())
+    if not found:
+        return word, ()
+    return found[1], tuple(int(number) for number in found[2].split(","))
+
+
 def style_for(word: str, kind: str) -> Style | None:
     """The row for a style name or an `S(d)` on a module of this kind; None when it has none."""
     dim = parse_placement(word)
@@ -135,9 +175,9 @@ def style_for(word: str, kind: str) -> Style | None:
         if not -len(dims) <= dim < len(dims):
             return None
         word = _PLACEMENTS[kind, dims[dim]]
-    return STYLES.get((word, kind))
+    return STYLES.get((parse_packed(word)[0], kind))
 
 
 def kinds_of(name: str) -> tuple[str, ...]:
     """The module kinds that a style name exists for."""
-    return tuple(kind for style, kind in STYLES if style == name)
+    return tuple(kind for style, kind in STYLES if style == parse_packed(name)[0])

@@ -16,6 +16,7 @@ from meshplan.styles import dims_of
 TYPES = {
     "linear": "Linear", "conv1d": "Conv1D", "embedding": "Embedding", "norm": "LayerNorm",
     "container": "ModuleList",
+    "batchnorm": "BatchNorm2d",
 }  # fmt: skip
 SHARD: dict[str, Any] = {"mesh": {"dp_shard": 4}}
 HYBRID: dict[str, Any] = {"mesh": {"dp_replicate": 2, "dp_shard": 4}}

@@ -83,7 +83,8 @@ def train(
         {"loss": largest difference, "state": largest difference, "worst": its name}; on ranks
         other than 0 only the loss.
     """
-    model = meshplan.parallelize(models.build(name), plan)
+    example, _ = models.batch(name, 0, 2)
+    model = meshplan.parallelize(models.build(name), plan, example_inputs=example)
     sgd = models.optimizer(model)
     losses = []
     for step in range(steps):

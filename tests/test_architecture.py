@@ -20,9 +20,12 @@ LEVELS = [
     line.split()
     for line in """
         version errors units
-        mesh hardware recipes
-        layout graph spec styles
-        match strategies agreement
+        mesh hardware recipes schedules
+        layout flow spec styles heads
+        rehearsal
+        graph dims relay
+        match borrow agreement compatibility
+        strategies
         values
         rules source
         schema
@@ -53,6 +56,7 @@ LATE_BETWEEN = {
     ("api", "verdict"),
     ("api", "interop"),
     ("cli", "memory"),
+    ("cli", "reader"),
     ("cli", "render"),
     ("cli", "runtime"),
 }

@@ -108,7 +108,7 @@ def test_fused_projections_are_not_cut_across() -> None:
     assert refusal(TP, tp("layers.2.attn.wq", "colwise"), on=blocks(facts=FACTS)) == (
         "rules[0].place.tp: layers.2.attn.wq (Linear) fuses 3 projections in one weight, and "
         "'colwise' would cut across them\n"
-        "    fix: leave this module out (packed_colwise is not available yet in this version)"
+        "    fix: use packed_colwise"
     )
 
 

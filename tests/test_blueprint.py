@@ -175,6 +175,7 @@ def _assert_same(graph: ModelGraph, model: Any) -> None:
     }
     assert {m.fqn: m.qualified_type for m in graph.modules.values()} == modules
     assert list(graph.modules) == list(modules)
+    assert graph.tp_preset == model._tp_plan
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

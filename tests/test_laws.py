@@ -100,7 +100,7 @@ def test_padding_gives_every_rank_what_the_first_one_along_the_axis_holds(case, 
             if mesh.coordinates(other) | {axis: 0} == mesh.coordinates(rank) | {axis: 0}
         ]
         first = layout.local_numel(shape, mesh, group[0])
-        assert layout.padded_numel(shape, mesh, axis, rank) == first
+        assert layout.padded_numel(shape, mesh, (axis,), rank) == first
         assert max(layout.local_numel(shape, mesh, other) for other in group) == first
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import meshplan
 from meshplan import decide
 from meshplan.cli import main
 from meshplan.errors import SpecError
+from meshplan.reader import load_spec
 from meshplan.recipes import find_plan, recipe_names, recipe_path
-from meshplan.runtime.demo_model import build, next_byte_loss
+from meshplan.runtime.demo import entry_of
+from meshplan.runtime.demo_model import next_byte_loss
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,9 +28,19 @@ DECIDED = {
     "hybrid_mixture": (
         "dp_replicate 2 x dp_shard 4", "hybrid_shard", "units", {"S(0)@dp_shard", "R"},
     ),
+    "context_parallel": (
+        "dp_shard 4 x cp 2", "full_shard", "units", {"S(0)@dp_shard,cp"},
+    ),
     "tp": ("tp 4", "ddp", "none", {"S(0)@tp", "S(1)@tp", "R"}),
     "tp_full_shard": (
         "dp_shard 4 x tp 2", "full_shard", "units",
+        {"S(0)@tp,dp_shard", "S(0)@dp_shard S(1)@tp", "S(0)@dp_shard"},
+    ),
+    "moe_ep": (
+        "dp_shard 8 (ep 2)", "full_shard", "units", {"S(0)@dp_shard", "S(0)@ep,efsdp"},
+    ),
+    "pp_fsdp_tp": (
+        "pp 2 x dp_shard 2 x tp 2", "full_shard", "units",
         {"S(0)@tp,dp_shard", "S(0)@dp_shard S(1)@tp", "S(0)@dp_shard"},
     ),
     "tp_hybrid": (
@@ -36,6 +49,13 @@ DECIDED = {
     ),
 }  # fmt: skip
 """Per recipe: mesh, strategy, wrapper, and every layout that occurs."""
+
+MODELS = {"moe_ep": "ByteMixture, 1,987,712 parameters"}
+"""The model of a recipe that has one of its own."""
+
+
+def model_of(name: str) -> str:
+    return MODELS.get(name, "ByteLlama, 803,968 parameters")
 
 
 def test_the_table_is_complete():
@@ -58,15 +78,19 @@ def test_a_recipe_checks_and_shows(name, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     path = f"plans/{name}.yaml"
     assert main(["check", "-f", path]) == 0
-    assert capsys.readouterr() == (f"{path}: ok, ByteLlama on {DECIDED[name][0]}\n", "")
+    assert capsys.readouterr() == (
+        f"{path}: ok, {model_of(name).partition(',')[0]} on {DECIDED[name][0]}\n", "",
+    )  # fmt: skip
     assert main(["show", "-f", path]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith(f"ByteLlama, 803,968 parameters, under {path}\n")
+    assert out.startswith(f"{model_of(name)}, under {path}\n")
     assert err == ""
 
 
 def run_as_it_is(path: str) -> tuple[float, float]:
     """Three steps of the recipe's own model and batch against one process: largest differences."""
+    module, _, function = load_spec(path).model.entry.partition(":")
+    build = getattr(importlib.import_module(module), function)
     torch.manual_seed(0)
     model = meshplan.parallelize(build(), path)
     torch.manual_seed(0)
@@ -134,3 +158,11 @@ def test_no_such_recipe():
         "meshplan: 1 problem\n--plan: there is no recipe 'tpp'\n"
         f"    fix: use {', '.join(recipe_names())}, or the path of a plan file"
     )
+
+
+def test_the_demo_trains_the_model_of_a_recipe_that_has_one_of_its_own():
+    entries = {name: entry_of(load_spec(recipe_path(name))) for name in ("ddp", "moe_ep")}
+    assert entries == {
+        "ddp": "meshplan.runtime.demo_model:build",
+        "moe_ep": "meshplan.runtime.demo_moe:build",
+    }

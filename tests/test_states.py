@@ -146,5 +146,5 @@ def test_what_the_numbers_are() -> None:
 def test_padding_is_of_the_piece_that_tp_left() -> None:
     layout = Layout((("tp", "dp_shard"),))
     mesh = meshplan.Mesh.of({"dp_shard": 4, "tp": 2})
-    assert [layout.padded_numel((10,), mesh, "dp_shard", rank) for rank in range(8)] == [2] * 8
+    assert [layout.padded_numel((10,), mesh, ("dp_shard",), rank) for rank in range(8)] == [2] * 8
     assert [layout.local_numel((10,), mesh, rank) for rank in (0, 2, 4, 6)] == [2, 2, 1, 0]

@@ -9,6 +9,25 @@ dp_shard after that. Stored as `S(0)@tp,dp_shard`, computed with as `S(0)@tp`.
 """
 
 from meshplan.assign.main import assign
-from meshplan.assign.types import Assignment, Placed, Reason, Recompute, StyleUse, Unit
+from meshplan.assign.types import (
+    Assignment,
+    ContextParallel,
+    ExpertUse,
+    Placed,
+    Reason,
+    Recompute,
+    StyleUse,
+    Unit,
+)
 
-__all__ = ["Assignment", "Placed", "Reason", "Recompute", "StyleUse", "Unit", "assign"]
+__all__ = [
+    "Assignment",
+    "ContextParallel",
+    "ExpertUse",
+    "Placed",
+    "Reason",
+    "Recompute",
+    "StyleUse",
+    "Unit",
+    "assign",
+]

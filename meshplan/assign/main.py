@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
+from meshplan.assign.auto import apply_derived, derive
+from meshplan.assign.batchnorm import assign_batchnorm
 from meshplan.assign.cascade import Cascade
+from meshplan.assign.context import assign_context
+from meshplan.assign.expert_parallel import ExpertParallel, assign_ep
+from meshplan.assign.loss import assign_loss
 from meshplan.assign.not_yet import not_yet
+from meshplan.assign.pieces import pieces_cut_twice
+from meshplan.assign.presets import presets_of
 from meshplan.assign.recompute import assign_recompute
-from meshplan.assign.tensor_parallel import TensorParallel, assign_tp, no_dim
-from meshplan.assign.types import Assignment, Placed, Reason, Recompute, Unit
-from meshplan.assign.units import PLACE, Units, assign_units
-from meshplan.errors import PlanError, Problem
+from meshplan.assign.split import gathered_throughout, split_problems
+from meshplan.assign.stages import assign_stages
+from meshplan.assign.tensor_cuts import TensorParallel
+from meshplan.assign.tensor_parallel import assign_tp, no_dim
+from meshplan.assign.types import Assignment, Placed, Reason, Unit
+from meshplan.assign.units import PLACE, Units, assign_units, check_reshards
+from meshplan.compatibility import clashes
+from meshplan.errors import Origin, PlanError, Problem
 from meshplan.graph import ModelGraph, TensorInfo, is_inside
 from meshplan.layout import Layout
-from meshplan.mesh import DATA_AXES, Axis, Mesh
+from meshplan.mesh import GRADIENT_AXES, Axis, Mesh
+from meshplan.rehearsal import Rehearse
 from meshplan.spec import Spec
 from meshplan.strategies import Strategy, resolve_mesh
 from meshplan.styles import parse_placement
@@ -27,18 +40,20 @@ def assign(
     *,
     world_size: int | None = None,
     gpus_per_node: int | None = None,
+    rehearse: Rehearse | None = None,
 ) -> Assignment:
     """Decide every layout of `graph` under `spec`.
 
     Args:
         world_size: Ranks of the running job; None on the command line.
         gpus_per_node: Ranks on one machine of the running job; None as above.
+        rehearse: Runs a live model as one rank would (`runtime.rehearse`), for `auto`.
 
     Raises:
         PlanError: With every problem found: contradictions, rules that match nothing, modules
             that cannot take their placement, features that this version does not have.
     """
-    problems = not_yet(spec)
+    problems = [*not_yet(spec), *clashes(spec)]
     cascade = Cascade(spec, graph)
     problems += cascade.problems
     try:
@@ -46,25 +61,36 @@ def assign(
     except PlanError as error:
         raise PlanError([*error.problems, *problems]) from None
     precisions = (spec.precision, *(rule.precision for rule in spec.rules if rule.precision))
-    if any(p.is_mixed for p in precisions) and not mesh.present(DATA_AXES):
+    if any(p.is_mixed for p in precisions) and not mesh.present(GRADIENT_AXES):
         # FSDP2 does the casting; along an axis of one rank it does nothing else.
-        mesh = Mesh((Axis("dp_replicate", 1), *mesh.axes))
+        mesh = replace(mesh, axes=(Axis("dp_replicate", 1), *mesh.axes))
 
-    tp = assign_tp(spec, graph, cascade, mesh)
-    units = assign_units(spec, graph, cascade, mesh, strategy)
+    presets = presets_of(spec, graph, cascade, mesh)
+    derived = derive(spec, graph, cascade, mesh, rehearse)
+    tp = assign_tp(spec, graph, cascade, mesh, {**presets.by_module, **derived.preset})
+    apply_derived(graph, derived, tp)
+    problems += assign_loss(spec, graph, mesh, tp)
+    ep = assign_ep(spec, graph, cascade, mesh, tp)
+    units = assign_units(spec, graph, cascade, mesh, strategy, ep)
     recompute, recompute_problems = assign_recompute(spec, graph, cascade)
+    stages, stage_problems = assign_stages(spec, graph, cascade, mesh, recompute)
     wrapper = _wrapper(graph, mesh, units, tp, strategy)
     tensors = {
-        tensor.fqn: _place(spec, graph, cascade, mesh, strategy, tp, units, wrapper, tensor)
+        tensor.fqn: _place(spec, graph, cascade, mesh, strategy, tp, ep, units, wrapper, tensor)
         for tensor in graph.tensors.values()
     }
     apply = tuple(
         (fqn, stated.value, Reason(stated.text, spec.origin(stated.path)))
         for fqn, stated in cascade.modules_with("apply")
     )
-    problems += tp.problems + units.problems + recompute_problems
+    batchnorm = assign_batchnorm(spec, graph, mesh, recompute)
+    compiled, compile_problems = _compiled(spec, graph)
+    problems += compile_problems + batchnorm.problems + stage_problems
+    check_reshards(spec, cascade, mesh, units, tensors)
+    problems += presets.problems + tp.problems + ep.problems + units.problems + recompute_problems
     problems += _one_dtype(units, tensors) if wrapper == "units" else _no_units(spec, cascade)
     problems += _no_empty_parts(mesh, tensors)
+    problems += split_problems(spec, cascade, stages, tensors)
     problems += _no_such_dim(spec, graph, cascade)
     if spec.ddp and wrapper != "ddp":
         problems.append(
@@ -82,13 +108,16 @@ def assign(
                 "add tp to the mesh, or remove it",
             )
         )
-    if spec.sequence_parallel and (spec.batch.seq_len or 0) % mesh.size("tp"):
+    context, context_problems = assign_context(spec, graph, mesh)
+    problems += context_problems
+    if spec.sequence_parallel and (spec.batch.seq_len or 0) % mesh.size("cp", "tp"):
+        axes = " x ".join(mesh.present(("cp", "tp")))
         problems.append(
             Problem(
-                f"a sequence of {spec.batch.seq_len} does not divide by tp {mesh.size('tp')}, and "
-                "sequence_parallel cuts it",
+                f"a sequence of {spec.batch.seq_len} does not divide by {axes} "
+                f"{mesh.size('cp', 'tp')}, and sequence_parallel cuts it",
                 spec.origin("batch.seq_len"),
-                f"use a multiple of {mesh.size('tp')}",
+                f"use a multiple of {mesh.size('cp', 'tp')}",
             )
         )
     if problems:
@@ -98,20 +127,45 @@ def assign(
         strategy=strategy,
         wrapper=wrapper,
         tensors=MappingProxyType(tensors),
-        units=MappingProxyType(units.by_fqn if wrapper == "units" else {}),
+        units=MappingProxyType(
+            gathered_throughout(units.by_fqn, stages) if wrapper == "units" else {}
+        ),
         styles=MappingProxyType(tp.styles),
+        experts=MappingProxyType(ep.uses),
         recompute=MappingProxyType(recompute),
+        attributes=tuple(tp.attributes),
         apply=apply,
+        compiled=compiled,
+        synchronized=batchnorm.synchronized,
         sequence_parallel=spec.sequence_parallel,
+        loss_parallel=spec.loss_parallel,
+        context=context,
+        stages=stages,
         warnings=(
             *cascade.shadowed(),
             *tp.warnings,
             *units.notes,
             *_other_size(spec, world_size),
-            *_batchnorm(graph, mesh),
-            *_recomputed_batchnorm(graph, recompute),
+            *batchnorm.warnings,
         ),
     )
+
+
+def _compiled(spec: Spec, graph: ModelGraph) -> tuple[tuple[str, ...], list[Problem]]:
+    """The repeated blocks: one compiled graph serves them all, and what wraps them stays outside.
+
+    Source: torchtitan compiles block by block for the same two reasons.
+    """
+    blocks = tuple(b for b in graph.blocks() if graph.modules[b].has_forward)
+    if not spec.compile or blocks:
+        return (blocks if spec.compile else ()), []
+    return (), [
+        Problem(
+            f"{graph.name} has no repeated blocks, so nothing says what to compile",
+            spec.origin("compile"),
+            "remove it, and call model.compile() after parallelize",
+        )
+    ]
 
 
 def _wrapper(
@@ -120,13 +174,14 @@ def _wrapper(
     """DDP proper where the whole model is plain replicas; FSDP2's units for everything else.
 
     DistributedDataParallel does not keep DTensor parameters in its state dict and cannot mix
-    precisions, so tp and mixed precision go through units even where nothing is sharded.
+    precisions, and it counts on one backward per forward, so tp, mixed precision and pp go
+    through units even where nothing is sharded.
     """
     mixed = any(unit.precision.is_mixed for unit in units.by_fqn.values())
-    if not mesh.present(DATA_AXES) or not any(t.trainable for t in graph.parameters):
+    if not mesh.present(GRADIENT_AXES) or not any(t.trainable for t in graph.parameters):
         return "none"
     sharded = any(unit.is_sharded for unit in units.by_fqn.values())
-    if sharded or mixed or tp.cuts or tp.styles or strategy.cuts:
+    if sharded or mixed or tp.cuts or tp.styles or strategy.cuts or mesh.size("pp") > 1:
         return "units"
     return "ddp"
 
@@ -138,6 +193,7 @@ def _place(
     mesh: Mesh,
     strategy: Strategy,
     tp: TensorParallel,
+    ep: ExpertParallel,
     units: Units,
     wrapper: str,
     tensor: TensorInfo,
@@ -150,9 +206,11 @@ def _place(
                       data_reason=reason)  # fmt: skip
     unit = units.by_fqn[units.of(tensor.fqn, graph)]
     cut = tp.cuts.get(tensor.fqn)
-    tp_layout = cut.layout if cut else whole
-    is_alone, dim, reason = _data_cut(spec, cascade, mesh, tensor, tp_layout, unit, units)
-    stored = tp_layout.cut("dp_shard", dim) if dim is not None else tp_layout
+    used = ep.layouts.get(tensor.fqn, cut.layout if cut else whole)
+    is_alone, dim, reason = _data_cut(spec, cascade, mesh, tensor, used, unit, units)
+    stored = used
+    for axis in unit.shard_axes if dim is not None else ():
+        stored = stored.cut(axis, dim or 0)
     is_float = tensor.dtype in ("float32", "bfloat16", "float16", "float64")
     dtype = (unit.precision.master or tensor.dtype) if is_float else tensor.dtype
     compute = (unit.precision.param or dtype) if is_float and not is_alone else dtype
@@ -160,14 +218,16 @@ def _place(
         info=tensor,
         unit=None if is_alone or wrapper == "none" else unit.fqn,
         stored=stored,
-        computed=whole if cut and cut.gathered else tp_layout,
-        gradient=stored if "gradient" in strategy.cuts else tp_layout,
+        computed=whole if cut and cut.gathered else used,
+        gradient=stored if "gradient" in strategy.cuts else used,
         dtype=dtype,
         compute_dtype=compute,
         gathered_axes=("tp",) if cut and cut.gathered else (),
         reduced_alone=is_alone and wrapper == "units",
         data_reason=reason,
         tp_reason=cut.reason if cut else None,
+        is_local=cut is not None and cut.is_local,
+        ep_reason=ep.reason(tensor.fqn),
     )
 
 
@@ -176,25 +236,27 @@ def _data_cut(
     cascade: Cascade,
     mesh: Mesh,
     tensor: TensorInfo,
-    tp_layout: Layout,
+    used: Layout,
     unit: Unit,
     units: Units,
 ) -> tuple[bool, int | None, Reason]:
-    """(reduced alone, dim that dp_shard cuts or None, why) of one parameter."""
+    """(reduced alone, dim that the unit's axes cut or None, why) of one parameter."""
     own = cascade.param(tensor, PLACE)
     around = cascade.inherited(tensor.module, PLACE)
     reason = unit.reason
     if not tensor.numel:
-        return bool(mesh.present(DATA_AXES)), None, Reason("there is nothing to cut")
+        return bool(mesh.present(GRADIENT_AXES)), None, Reason("there is nothing to cut")
     if not tensor.shape:
         asked = parse_placement(str(own.value)) if own else None
         if own is not None and asked is not None:
             units.report(no_dim(tensor, asked, spec.origin(own.path)))
-        return bool(mesh.present(DATA_AXES)), None, Reason("a scalar cannot be cut")
+        return bool(mesh.present(GRADIENT_AXES)), None, Reason("a scalar cannot be cut")
     if own is not None:
         origin = spec.origin(own.path)
         reason = Reason(own.text, origin)
         if own.value == "R":
+            if unit.is_sharded and "ep" in used.axes:
+                units.report(_not_alone(tensor, origin))
             return unit.is_sharded, None, reason
         if not unit.is_sharded:
             units.report(
@@ -208,24 +270,45 @@ def _data_cut(
     if not unit.is_sharded:
         return False, None, reason
     stated = own or around
-    dim = (parse_placement(str(stated.value)) if stated else None) or 0
+    sizes, ranks = used.local_shape(tensor.shape, mesh), mesh.size(*unit.shard_axes)
+    asked = parse_placement(str(stated.value)) if stated and not stated.rule.data else None
+    dim = asked if asked is not None else _first_even(sizes, ranks) if "ep" in used.axes else 0
     if not -len(tensor.shape) <= dim < len(tensor.shape):
         if own is not None:
             units.report(no_dim(tensor, dim, reason.origin))
         dim = 0  # A module's S(1) is about its weight; its bias has only one dim.
     dim %= len(tensor.shape)
-    size = tp_layout.local_shape(tensor.shape, mesh)[dim]
-    if dim and size % mesh.size("dp_shard"):
+    if used.pieces(dim) > 1:
+        # Two cuts of one dim in pieces are no placement: the whole tensor would come out permuted.
+        if stated is not None and stated.text.startswith("dp_shard:"):
+            units.report(pieces_cut_twice(tensor, dim, spec.origin(stated.path)))
+        dim = 1 - dim
+        reason = Reason(f"{reason.text}, dim {dim}: tp cuts pieces of the other", reason.origin)
+    if dim and sizes[dim] % ranks:
         # FSDP2 pads dim 0 only.
         units.report(
             Problem(
-                f"{tensor.fqn}: dim {dim} of size {size} does not divide by dp_shard "
-                f"{mesh.size('dp_shard')}, and only dim 0 may be uneven",
+                f"{tensor.fqn}: dim {dim} of size {sizes[dim]} does not divide by "
+                f"{' x '.join(unit.shard_axes)} {ranks}, and only dim 0 may be uneven",
                 spec.origin(stated.path) if stated else None,
                 "use S(0)",
             )
         )
     return False, dim, reason
+
+
+def _first_even(sizes: tuple[int, ...], ranks: int) -> int:
+    """The dim that cuts into equal pieces: few experts are left to a rank, often too few."""
+    return next((dim for dim, size in enumerate(sizes) if size % ranks == 0), 0)
+
+
+def _not_alone(tensor: TensorInfo, origin: Origin | None) -> Problem:
+    # What is reduced by itself is averaged over ranks that hold other experts.
+    return Problem(
+        f"{tensor.fqn} holds experts that ep spreads: it cannot be replicated by itself",
+        origin,
+        f"match the module '{tensor.module}' instead",
+    )
 
 
 def _other_size(spec: Spec, world_size: int | None) -> list[Problem]:
@@ -300,34 +383,3 @@ def _no_such_dim(spec: Spec, graph: ModelGraph, cascade: Cascade) -> Iterator[Pr
             yield Problem(
                 f"no parameter of '{fqn}' has a dim {dim}", spec.origin(stated.path), "use S(0)"
             )
-
-
-def _recomputed_batchnorm(
-    graph: ModelGraph, recompute: Mapping[str, Recompute]
-) -> Iterator[Problem]:
-    """A recomputed forward updates running statistics a second time."""
-    for fqn, info in graph.modules.items():
-        around = next((r for r in recompute if is_inside(fqn, r)), None)
-        if info.type.startswith("BatchNorm") and around is not None:
-            yield Problem(
-                f"{fqn} lies in '{around}', which is recomputed: its running statistics are "
-                "updated twice a step",
-                recompute[around].reason.origin,
-                "leave that module out of activation_checkpointing",
-            )
-            return
-
-
-def _batchnorm(graph: ModelGraph, mesh: Mesh) -> list[Problem]:
-    """BatchNorm under data parallelism sees its own samples only: say so."""
-    found = [m.fqn for m in graph.modules.values() if m.type.startswith("BatchNorm")]
-    if not found or mesh.size(*DATA_AXES) == 1:
-        return []
-    return [
-        Problem(
-            f"{found[0]} and {len(found) - 1} more keep statistics of their own rank's samples, "
-            "so the numbers differ from those of one process",
-            None,
-            "use GroupNorm or LayerNorm (sync_batchnorm is not available yet in this version)",
-        )
-    ]

@@ -17,13 +17,7 @@ def not_yet(spec: Spec) -> list[Problem]:
         if condition:
             asked.append((path, what, fix))
 
-    ask(spec.pipeline, "pipeline", "pipeline parallelism")
     ask(_offloads(spec.offload), "offload", "offloading")
-    ask(spec.tp_plan != "none", "tp_plan", f"'tp_plan: {spec.tp_plan}'",
-        "write rules with colwise and rowwise")  # fmt: skip
-    ask(spec.loss_parallel, "loss_parallel", "'loss_parallel'")
-    ask(spec.sync_batchnorm, "sync_batchnorm", "'sync_batchnorm'")
-    ask(spec.compile, "compile", "'compile'", "call model.compile() yourself")
     ask(spec.solve, "solve", "the planner that reads 'solve'")
     for name in ("micro", "accumulate"):
         value = getattr(spec.batch, name)
@@ -33,7 +27,6 @@ def not_yet(spec: Spec) -> list[Problem]:
         "the planner that fills 'auto' and 'budget'", "use none, full or selective")  # fmt: skip
     for rule in spec.rules:
         at = f"rules[{rule.index}]"
-        ask(rule.stage is not None, f"{at}.stage", "pipeline parallelism")
         ask(rule.offload and _offloads(rule.offload), f"{at}.offload", "offloading")
         ask(rule.activation_checkpointing and _is_planned(rule.activation_checkpointing),
             f"{at}.activation_checkpointing", "the planner that fills 'auto' and 'budget'",
@@ -41,13 +34,22 @@ def not_yet(spec: Spec) -> list[Problem]:
         for axis, word in rule.place.items():
             path = f"{at}.place.{axis}"
             ask(word in PLANNED_STYLES, path, f"the style '{word}'")
-            ask(axis in ("pp", "cp", "ep"), path, f"axis '{axis}'")
+            ask(axis == "pp", path, f"axis '{axis}'")
             ask(axis == "dp_shard" and word == AUTO, path, "'auto'", "write S(0) or R")
     problems = [
         Problem(f"{what} is not available yet in this version", spec.origin(path), fix)
         for path, what, fix in asked
     ]
     for rule in spec.rules:
+        if "cp" in rule.place:
+            problems.append(
+                Problem(
+                    "cp cuts the sequence, not parameters; those of sharded modules are cut over "
+                    "dp_shard and cp together",
+                    spec.origin(f"rules[{rule.index}].place.cp"),
+                    "place it on dp_shard",
+                )
+            )
         word = rule.place.get("dp_replicate", "R")
         if word != "R":
             problems.append(

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final
+from types import MappingProxyType
 
 from meshplan.assign.cascade import Cascade, Stated
-from meshplan.assign.types import Reason, StyleUse
+from meshplan.assign.heads import local_attributes
+from meshplan.assign.multihead import multihead_cuts, multihead_pieces
+from meshplan.assign.pairs import check_pairs, check_shared, check_tied
+from meshplan.assign.pieces import are_equal, share_out
+from meshplan.assign.tensor_cuts import TensorCut, TensorParallel, report
+from meshplan.assign.types import Preset, Reason, StyleUse
 from meshplan.errors import Origin, Problem
 from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
-from meshplan.layout import Layout
+from meshplan.layout import Layout, Piece
 from meshplan.mesh import Mesh
 from meshplan.spec import AUTO, Spec
 from meshplan.styles import (
     PLANNED_STYLES,
     WEIGHT_DIMS,
+    Style,
     dims_of,
     kinds_of,
     parse_placement,
@@ -25,77 +30,49 @@ from meshplan.styles import (
 _FIELD = "place.tp"
 
 
-@dataclass(frozen=True, slots=True)
-class _Partner:
-    """The style that must stand near another, and what is amiss without it."""
+def assign_tp(
+    spec: Spec,
+    graph: ModelGraph,
+    cascade: Cascade,
+    mesh: Mesh,
+    preset: Mapping[str, Preset] = MappingProxyType({}),
+) -> TensorParallel:
+    """Styles from the rules and from the preset under them, checked against their modules.
 
-    style: str
-    what: str
-    fix: str
-    is_error: bool = False
-
-
-_PARTNERS: Final[Mapping[str, _Partner]] = {
-    "colwise": _Partner(
-        "rowwise",
-        "leaves its output cut, but no rowwise module near it takes it up",
-        "make the projection that consumes it rowwise, or use colwise_gather_output",
-    ),
-    "rowwise": _Partner(
-        "colwise",
-        "expects its input cut, but no colwise module near it leaves one",
-        "make the projections that feed it colwise, or use rowwise_split_input",
-    ),
-    # Without parts the sum would count every gradient once per rank, silently.
-    "replicated_with_grad_allreduce": _Partner(
-        "colwise",
-        "adds up gradients of parts, but no colwise module near it leaves parts",
-        "make the projections that feed it colwise, or remove the placement",
-        is_error=True,
-    ),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorCut:
-    """How tp lays out one parameter, and why."""
-
-    layout: Layout
-    gathered: bool
-    reason: Reason
-
-
-@dataclass(slots=True)
-class TensorParallel:
-    """The tp side of an assignment: styles by module and cuts by parameter fqn."""
-
-    styles: dict[str, StyleUse] = field(default_factory=dict)
-    cuts: dict[str, TensorCut] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-    warnings: list[Problem] = field(default_factory=list)
-
-
-def assign_tp(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> TensorParallel:
-    """Styles from the rules, checked against the modules they land on."""
+    Args:
+        preset: By module fqn, what `tp_plan` says. A rule on the same module overrides it, and
+            so does an `R` on a module around it.
+    """
     out = TensorParallel()
-    stated = dict(cascade.modules_with(_FIELD))
+    by_rules = dict(cascade.modules_with(_FIELD))
     if "tp" not in mesh.names:
-        by_rule = {s.rule.index: s for s in stated.values()}
+        by_rule = {s.rule.index: s for s in by_rules.values()}
         for tensor in graph.parameters:
             found = cascade.param(tensor, _FIELD)
             if found:
                 by_rule[found.rule.index] = found
         out.problems += [_no_axis(spec, s, mesh) for s in by_rule.values()]
         return out
-    for fqn, statement in stated.items():
-        _assign_module(spec, graph, mesh, graph.modules[fqn], statement, out)
+    stated = {fqn: _said(spec, s) for fqn, s in by_rules.items() if s.value != AUTO}
+    for fqn, said in preset.items():
+        around = cascade.inherited(fqn, _FIELD)
+        if fqn not in stated and (around is None or around.value != "R"):
+            stated[fqn] = said
+    for fqn in graph.modules:
+        if fqn in stated:
+            info = graph.modules[fqn]
+            _assign_module(graph, mesh, info, stated[fqn], out, spec.sequence_parallel)
     for tensor in graph.parameters:
         found = cascade.param(tensor, _FIELD)
         if found:
-            _assign_param(spec, graph, tensor, found, out)
-    _check_tied(graph, mesh, out)
-    _check_pairs(mesh, out)
-    if mesh.size("tp") > 1 and not any("tp" in rule.place for rule in spec.rules):
+            _assign_param(graph, tensor, _said(spec, found), out)
+    proved = {fqn for fqn, said in stated.items() if said.is_proved}
+    check_tied(graph, mesh, out, proved)
+    check_pairs(mesh, out, proved)
+    check_shared(graph, mesh, out, proved)
+    local_attributes(graph, mesh, out)
+    says_nothing = spec.tp_plan == "none" and not any("tp" in rule.place for rule in spec.rules)
+    if mesh.size("tp") > 1 and says_nothing:
         out.problems.append(
             Problem(
                 f"the axis tp of size {mesh.size('tp')} cuts nothing: "
@@ -108,63 +85,57 @@ def assign_tp(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> Te
     return out
 
 
-def _origin(spec: Spec, statement: Stated) -> tuple[str, Reason]:
-    return statement.path, Reason(statement.text, spec.origin(statement.path))
+def _said(spec: Spec, statement: Stated) -> Preset:
+    """What a rule states, in the form in which a preset states it."""
+    return Preset(str(statement.value), Reason(statement.text, spec.origin(statement.path)))
 
 
 def _no_axis(spec: Spec, statement: Stated, mesh: Mesh) -> Problem:
-    path, _ = _origin(spec, statement)
     return Problem(
         f"the mesh has no axis tp (it has {mesh})",
-        spec.origin(path),
+        spec.origin(statement.path),
         "add it to the mesh, such as mesh: {dp_shard: 4, tp: 2}, or remove the placement",
     )
 
 
 def _assign_module(
-    spec: Spec,
     graph: ModelGraph,
     mesh: Mesh,
     info: ModuleInfo,
-    statement: Stated,
+    said: Preset,
     out: TensorParallel,
+    sequence_parallel: bool,
 ) -> None:
-    path, reason = _origin(spec, statement)
-    word = str(statement.value)
+    word, reason = said.word, said.reason
     if word in PLANNED_STYLES:
         return  # Refused by `not_yet`.
-    if word == AUTO:
-        _report(out, Problem(
-            "'tp: auto' is not available yet in this version",
-            spec.origin(path),
-            "state a style such as colwise or rowwise",
-        ))  # fmt: skip
-        return
     owned = [t for t in graph.owned(info.fqn) if not t.is_buffer]
     if word == "R":
         for tensor in owned:
             whole = Layout.whole(len(tensor.shape))
-            _record(out, tensor, TensorCut(whole, False, reason), spec, path)
+            _record(out, tensor, TensorCut(whole, False, reason))
         return
     style = style_for(word, info.kind)
     if style is None:
         dim = parse_placement(word)
         if dim is not None and owned and info.kind not in ("linear", "conv1d", "embedding"):
             for tensor in owned:
-                _cut_param(spec, graph, tensor, dim, reason, path, out)
+                _cut_param(graph, tensor, dim, reason, out)
             return
-        _report(out, _cannot_take(graph, info, word, spec, path))
+        report(out, _cannot_take(graph, info, said))
         return
-    if style.cut_dim is not None and not _divides(graph, mesh, info, style.cut_dim, statement,
-                                                  spec, path, out):  # fmt: skip
+    pieces: tuple[Piece, ...] | Problem = said.pieces
+    if style.cut_dim and not said.is_proved:
+        pieces = _share_out(graph, mesh, info, style, said, sequence_parallel)
+    if isinstance(pieces, Problem):
+        report(out, pieces)
         return
-    out.styles[info.fqn] = StyleUse(style, "tp", reason)
-    for tensor in owned:
-        layout = Layout.whole(len(tensor.shape))
-        dims = _dims(tensor, info)
-        if style.cut_dim in dims:
-            layout = layout.cut("tp", dims.index(style.cut_dim or ""))
-        _record(out, tensor, TensorCut(layout, False, reason), spec, path)
+    out.styles[info.fqn] = StyleUse(style, "tp", reason, pieces, is_proved=said.is_proved)
+    if info.kind == "mha":
+        for tensor, layout in multihead_cuts(graph, info, mesh.size("dp_shard")):
+            _record(out, tensor, TensorCut(layout, False, reason))
+    else:
+        _cut(graph, mesh, info, out.styles[info.fqn], out)
 
 
 def _dims(tensor: TensorInfo, owner: ModuleInfo) -> tuple[str, ...]:
@@ -174,13 +145,14 @@ def _dims(tensor: TensorInfo, owner: ModuleInfo) -> tuple[str, ...]:
     return dims_of(owner.kind, leaf, len(tensor.shape))
 
 
-def _cannot_take(graph: ModelGraph, info: ModuleInfo, word: str, spec: Spec, path: str) -> Problem:
+def _cannot_take(graph: ModelGraph, info: ModuleInfo, said: Preset) -> Problem:
+    word = said.word
     name = info.fqn or "the root module"
     dim = parse_placement(word)
     if dim is not None and info.kind in WEIGHT_DIMS:
         ndim = len(WEIGHT_DIMS[info.kind])
         what = f"the weight of {name} has {ndim} dims, so it has no dim {dim}"
-        return Problem(what, spec.origin(path), f"use S(0) to S({ndim - 1})")
+        return Problem(what, said.reason.origin, f"use S(0) to S({ndim - 1})")
     kinds = kinds_of(word) or ("linear", "conv1d", "embedding")
     below = [
         m.fqn
@@ -194,7 +166,7 @@ def _cannot_take(graph: ModelGraph, info: ModuleInfo, word: str, spec: Spec, pat
     a = "an" if kinds[0][0] in "aeiou" else "a"
     return Problem(
         f"'{word}' cannot be applied to {name} ({info.type}): it needs {a} {_either(kinds)} module",
-        spec.origin(path),
+        said.reason.origin,
         fix,
     )
 
@@ -203,110 +175,93 @@ def _either(words: tuple[str, ...]) -> str:
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def _divides(
+def _share_out(
     graph: ModelGraph,
     mesh: Mesh,
     info: ModuleInfo,
-    cut_dim: str,
-    statement: Stated,
-    spec: Spec,
-    path: str,
-    out: TensorParallel,
-) -> bool:
-    """Whether the cut keeps heads whole and pieces equal, as the code around it expects.
-
-    A gathered output may be uneven: nobody sees the pieces.
-    """
-    tp = mesh.size("tp")
-    weight = next((t for t in graph.owned(info.fqn) if cut_dim in _dims(t, info)), None)
+    style: Style,
+    said: Preset,
+    sequence_parallel: bool,
+) -> tuple[Piece, ...] | Problem:
+    """What each rank computes of the dim that the style cuts; () for a plain cut."""
+    if info.kind == "mha":
+        tp = mesh.size("tp")
+        return multihead_pieces(graph, info, said, tp, sequence_parallel=sequence_parallel)
+    dim = style.cut_dim or ""
+    weight = next((t for t in graph.owned(info.fqn) if dim in _dims(t, info)), None)
     if weight is None:
-        _report(out, Problem(
-            f"{info.fqn} ({info.type}) has no parameter with a dim '{cut_dim}': its weight is "
+        return Problem(
+            f"{info.fqn} ({info.type}) has no parameter with a dim '{dim}': its weight is "
             "computed from others (weight_norm and its likes)",
-            spec.origin(path),
+            said.reason.origin,
             "leave this module out of tp",
-        ))  # fmt: skip
-        return False
-    size = weight.shape[_dims(weight, info).index(cut_dim)]
-    word = str(statement.value)
-    style = style_for(word, info.kind)
-    assert style is not None
-    pieces_are_seen = "S(-1)" in (style.input[0], style.output[1])
-    problem: Problem | None = None
-    if info.packed > 1 and pieces_are_seen and cut_dim == "out":
-        problem = Problem(
-            f"{info.fqn} ({info.type}) fuses {info.packed} projections in one weight, and "
-            f"'{word}' would cut across them",
-            spec.origin(path),
-            "leave this module out (packed_colwise is not available yet in this version)",
         )
-    elif pieces_are_seen and info.head_dim and (size // info.head_dim) % tp:
-        heads = size // info.head_dim
-        problem = Problem(
-            f"{info.fqn}: {heads} heads of {info.head_dim} do not divide by tp {tp}",
-            spec.origin(path),
-            _divisor_fix(heads, tp, "q, k, v and the output projection"),
-        )
-    elif pieces_are_seen and size % tp:
-        problem = Problem(
-            f"{info.fqn}: its dim '{cut_dim}' of size {size} does not divide by tp {tp}",
-            spec.origin(path),
-            _divisor_fix(size, tp, "this module and its counterparts"),
-        )
-    if problem is None:
-        return True
-    _report(out, problem)
-    return False
+    size = weight.shape[_dims(weight, info).index(dim)]
+    return share_out(graph, info, style, said, size, mesh.size("tp"))
 
 
-def _divisor_fix(size: int, tp: int, whole: str) -> str:
-    divisor = max(d for d in range(1, tp) if size % d == 0)
-    return f"use tp: {divisor}" if divisor > 1 else f"leave {whole} out of tp together"
-
-
-def _assign_param(
-    spec: Spec, graph: ModelGraph, tensor: TensorInfo, statement: Stated, out: TensorParallel
+def _cut(
+    graph: ModelGraph, mesh: Mesh, info: ModuleInfo, use: StyleUse, out: TensorParallel
 ) -> None:
-    path, reason = _origin(spec, statement)
-    word = str(statement.value)
+    """Lay out the parameters of a module under its style.
+
+    A weight in equal pieces is cut in each of them, which one placement can say as long as the
+    data axes cut another dim. Every other weight in pieces stays whole, and so do biases: each
+    rank computes with its own rows, and gradients are added up.
+    """
+    tp, dim, reason = mesh.size("tp"), use.style.cut_dim, use.reason
+    for tensor in graph.owned(info.fqn):
+        if tensor.is_buffer:
+            continue
+        layout, dims, why = Layout.whole(len(tensor.shape)), _dims(tensor, info), reason
+        at = dims.index(dim) if dim in dims else None
+        if at is not None and not use.pieces:
+            layout = layout.cut("tp", at)
+        elif at is not None and tp > 1:
+            others = [size for d, size in enumerate(tensor.shape) if d != at]
+            if others and are_equal(use.pieces, tp) and others[0] % mesh.size("dp_shard") == 0:
+                layout = layout.cut("tp", at, len(use.pieces))
+            else:
+                sizes = "+".join(str(piece.size) for piece in use.pieces)
+                why = Reason(f"{reason.text}, whole: each rank takes its part of {sizes}",
+                             reason.origin)  # fmt: skip
+        _record(out, tensor, TensorCut(layout, False, why))
+
+
+def _assign_param(graph: ModelGraph, tensor: TensorInfo, said: Preset, out: TensorParallel) -> None:
+    word, reason = said.word, said.reason
     dim = parse_placement(word)
     if word == "R":
         whole = Layout.whole(len(tensor.shape))
         out.cuts[tensor.fqn] = TensorCut(whole, False, reason)
     elif dim is not None:
-        _cut_param(spec, graph, tensor, dim, reason, path, out)
+        _cut_param(graph, tensor, dim, reason, out)
     else:
-        _report(out, Problem(
+        report(out, Problem(
             f"'{word}' is a style for modules, not a placement of one parameter",
-            spec.origin(path),
+            reason.origin,
             "use S(0), S(1) or R, or match the module instead",
         ))  # fmt: skip
 
 
 def _cut_param(
-    spec: Spec,
-    graph: ModelGraph,
-    tensor: TensorInfo,
-    dim: int,
-    reason: Reason,
-    path: str,
-    out: TensorParallel,
+    graph: ModelGraph, tensor: TensorInfo, dim: int, reason: Reason, out: TensorParallel
 ) -> None:
     """S(d) on a parameter: stored cut, gathered each time its module runs."""
     owner = graph.modules[graph.first_name(tensor.module)]
     if not owner.has_forward:
-        _report(out, Problem(
+        report(out, Problem(
             f"{tensor.fqn} cannot be cut: {owner.type} is never called itself, so nothing says "
             "when to gather it",
-            spec.origin(path),
+            reason.origin,
             "leave it whole",
         ))  # fmt: skip
         return
     if not -len(tensor.shape) <= dim < len(tensor.shape):
-        _report(out, no_dim(tensor, dim, spec.origin(path)))
+        report(out, no_dim(tensor, dim, reason.origin))
         return
     layout = Layout.whole(len(tensor.shape)).cut("tp", dim)
-    _record(out, tensor, TensorCut(layout, True, reason), spec, path)
+    _record(out, tensor, TensorCut(layout, True, reason))
 
 
 def no_dim(tensor: TensorInfo, dim: int, origin: Origin | None) -> Problem:
@@ -320,78 +275,15 @@ def no_dim(tensor: TensorInfo, dim: int, origin: Origin | None) -> Problem:
     )
 
 
-def _record(out: TensorParallel, tensor: TensorInfo, cut: TensorCut, spec: Spec, path: str) -> None:
+def _record(out: TensorParallel, tensor: TensorInfo, cut: TensorCut) -> None:
     """Note a cut; a tied tensor that is cut twice must be cut alike."""
     before = out.cuts.get(tensor.fqn)
     if before is not None and before.layout != cut.layout:
-        _report(out, Problem(
+        report(out, Problem(
             f"{tensor.fqn} and {tensor.aliases[0] if tensor.aliases else tensor.fqn} are one "
             f"tensor, but {before.reason} says {before.layout} and this says {cut.layout}",
-            spec.origin(path),
+            cut.reason.origin,
             "give both the same placement",
         ))  # fmt: skip
         return
     out.cuts[tensor.fqn] = cut
-
-
-def _check_tied(graph: ModelGraph, mesh: Mesh, out: TensorParallel) -> None:
-    """A tied weight that one of its modules computes on in shards must suit the other too."""
-    for fqn, cut in out.cuts.items():
-        tensor = graph.tensors[fqn]
-        if cut.gathered or not cut.layout.axes or mesh.size("tp") == 1:
-            continue
-        for name in tensor.names:
-            module = name.rpartition(".")[0]
-            if graph.first_name(module) not in out.styles:
-                _report(out, Problem(
-                    f"{' and '.join(tensor.names)} are one tensor, but only "
-                    f"{_styled(tensor, out)} has a tp style",
-                    cut.reason.origin,
-                    f"give '{module}' a style that cuts it alike, such as vocab",
-                ))  # fmt: skip
-
-
-def _styled(tensor: TensorInfo, out: TensorParallel) -> str:
-    modules = (name.rpartition(".")[0] for name in tensor.names)
-    return ", ".join(m for m in modules if m in out.styles)
-
-
-def _check_pairs(mesh: Mesh, out: TensorParallel) -> None:
-    """What one module leaves cut, another near it must take up, and the other way round."""
-    if mesh.size("tp") == 1:
-        return
-    inside = _styles_inside(out)
-    seen: set[object] = set()
-    for fqn, use in out.styles.items():
-        name = use.style.name
-        partner = _PARTNERS.get(name)
-        if partner is None or use.style.kind == "embedding" or use.reason in seen:
-            continue
-        # Attention blocks such as BERT's keep q, k, v one level below their output projection.
-        around = fqn.rpartition(".")[0]
-        levels = (around, around.rpartition(".")[0])
-        if any(partner.style in inside.get(level, ()) for level in levels):
-            continue
-        seen.add(use.reason)
-        problem = Problem(f"{fqn} is {name} and {partner.what}", use.reason.origin, partner.fix)
-        if partner.is_error:
-            _report(out, problem)
-        else:
-            out.warnings.append(problem)
-
-
-def _styles_inside(out: TensorParallel) -> dict[str, set[str]]:
-    """By module: the styles of everything below it; the root knows its children's only."""
-    inside: dict[str, set[str]] = {}
-    for fqn, use in out.styles.items():
-        parent = fqn.rpartition(".")[0]
-        inside.setdefault(parent, set()).add(use.style.name)
-        while parent := parent.rpartition(".")[0]:
-            inside.setdefault(parent, set()).add(use.style.name)
-    return inside
-
-
-def _report(out: TensorParallel, problem: Problem) -> None:
-    """One mistake, one message: a rule that hits 32 layers reports the first."""
-    if not any(p.origin == problem.origin for p in out.problems):
-        out.problems.append(problem)

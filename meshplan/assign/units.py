@@ -7,14 +7,15 @@ differs from what is around it makes a unit of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshplan.assign.cascade import Cascade, Stated
-from meshplan.assign.types import Reason, Unit
+from meshplan.assign.expert_parallel import ExpertParallel
+from meshplan.assign.types import Placed, Reason, Unit
 from meshplan.errors import Problem
 from meshplan.graph import ModelGraph, TensorInfo, is_inside
-from meshplan.mesh import DATA_AXES, Mesh
+from meshplan.mesh import EXPERT_SHARD, GRADIENT_AXES, SHARD_AXES, Mesh
 from meshplan.spec import Precision, Spec
 from meshplan.strategies import Strategy
 
@@ -48,11 +49,16 @@ class Units:
 
 
 def assign_units(
-    spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh, strategy: Strategy
+    spec: Spec,
+    graph: ModelGraph,
+    cascade: Cascade,
+    mesh: Mesh,
+    strategy: Strategy,
+    experts: ExpertParallel,
 ) -> Units:
     """Every unit of this model, each with its axes, resharding and precision."""
     out = Units()
-    builder = _Builder(spec, graph, cascade, mesh, strategy, out)
+    builder = _Builder(spec, graph, cascade, mesh, strategy, experts, out)
     builder.visit("", None)
     inner_first = sorted(out.by_fqn, key=lambda fqn: -_depth(fqn))
     out.by_fqn = {fqn: out.by_fqn[fqn] for fqn in inner_first}
@@ -69,8 +75,13 @@ class _Mode:
     """What decides whether a module can live in the unit around it."""
 
     is_sharded: bool
+    axes: tuple[str, ...]
     precision: Precision
     reshard: bool | int | None
+
+    @property
+    def holds_experts(self) -> bool:
+        return EXPERT_SHARD in self.axes
 
 
 class _Builder:
@@ -81,10 +92,11 @@ class _Builder:
         cascade: Cascade,
         mesh: Mesh,
         strategy: Strategy,
+        experts: ExpertParallel,
         out: Units,
     ) -> None:
         self.spec, self.graph, self.cascade = spec, graph, cascade
-        self.mesh, self.strategy, self.out = mesh, strategy, out
+        self.mesh, self.strategy, self.experts, self.out = mesh, strategy, experts, out
         self.blocks = set(graph.blocks())
         self.with_params = _modules_with_params(graph)
         self.children: dict[str, list[str]] = {}
@@ -155,17 +167,21 @@ class _Builder:
             where = "strategy" if stated else "mesh"
             text = f"strategy: {self.strategy.name}" if stated else f"mesh ({self.strategy.name})"
             reason = Reason(text, self.spec.origin(where))
+        # Experts are different ones along ep, so only the rest of the axis can share them.
+        holds_experts = self.experts.around(fqn) is not None
+        axes = (EXPERT_SHARD,) if holds_experts else self.mesh.present(SHARD_AXES)
         if reshard is not None:
-            self._check_reshard(reshard, is_sharded)
+            self._check_reshard(reshard, is_sharded, axes)
         return _Mode(
             is_sharded,
+            axes,
             precision.value if precision else self.spec.precision,
             reshard.value if reshard else None,
         ), reason
 
     def _check_place(self, stated: Stated) -> None:
         origin = self.spec.origin(stated.path)
-        if stated.value != "R" and "dp_shard" not in self.mesh.names:
+        if stated.value != "R" and not self.mesh.present(SHARD_AXES):
             self.out.report(
                 Problem(
                     f"'{stated.text}' has no axis dp_shard to cut over (the mesh has {self.mesh})",
@@ -183,8 +199,8 @@ class _Builder:
                 )
             )
 
-    def _check_reshard(self, stated: Stated, is_sharded: bool) -> None:
-        size, value = self.mesh.size("dp_shard"), stated.value
+    def _check_reshard(self, stated: Stated, is_sharded: bool, axes: tuple[str, ...]) -> None:
+        size, value = self.mesh.size(*axes), stated.value
         origin = self.spec.origin(stated.path)
         if not is_sharded:
             self.out.report(
@@ -195,10 +211,11 @@ class _Builder:
                 )
             )
         elif not isinstance(value, bool) and (size % value or not 1 < value < size):
+            words = " x ".join(axes)
             divisors = [d for d in range(2, size) if size % d == 0]
             self.out.report(
                 Problem(
-                    f"reshard_after_forward: {value} is not a divisor of dp_shard {size} between "
+                    f"reshard_after_forward: {value} is not a divisor of {words} {size} between "
                     f"1 and {size}",
                     origin,
                     f"use {' or '.join(map(str, divisors))}" if divisors else "use true or false",
@@ -206,15 +223,18 @@ class _Builder:
             )
 
     def _add(self, fqn: str, mode: _Mode, around: _Mode | None, reason: Reason) -> None:
-        present = self.mesh.present(DATA_AXES)
-        shard_axes = self.mesh.present(("dp_shard",)) if mode.is_sharded else ()
+        present = self.mesh.present(GRADIENT_AXES)
+        if mode.holds_experts:
+            present = tuple(EXPERT_SHARD if axis == "dp_shard" else axis for axis in present)
+        shard_axes = mode.axes if mode.is_sharded else ()
         if mode.reshard is not None:
             reshard = mode.reshard
         else:
             # Backward begins with the root's parameters, so freeing them would gain nothing.
             reshard = bool(fqn) and "parameter" in self.strategy.cuts
         precision = mode.precision
-        if around is not None and precision == around.precision:
+        same = around is not None and precision == around.precision
+        if same:
             precision = replace(precision, output=None)  # That is said of the model's output.
         elif around is not None and precision.output is None:
             # What comes after the module expects the dtype of the unit around it.
@@ -226,7 +246,30 @@ class _Builder:
             reshard_after_forward=reshard if shard_axes else False,
             precision=precision,
             reason=reason,
+            # Where ep alone makes a unit, routing weights keep the precision they come in.
+            casts_inputs=not (same and mode.holds_experts),
         )
+
+
+def check_reshards(
+    spec: Spec, cascade: Cascade, mesh: Mesh, units: Units, tensors: Mapping[str, Placed]
+) -> None:
+    """FSDP2 reshards to fewer ranks only what no other axis cuts; it would raise in forward."""
+    for fqn, placed in tensors.items():
+        unit = units.by_fqn.get(placed.unit) if placed.unit is not None else None
+        stated = cascade.inherited(unit.fqn, _RESHARD) if unit is not None else None
+        if unit is None or stated is None or isinstance(stated.value, bool):
+            continue
+        others = [a for a in placed.stored.axes if a not in unit.shard_axes and mesh.size(a) > 1]
+        if others:
+            units.report(
+                Problem(
+                    f"{stated.text} on '{unit.fqn}' is not available yet in this version, since "
+                    f"{others[0]} cuts {fqn}",
+                    spec.origin(stated.path),
+                    f"say true or false for '{unit.fqn}'",
+                )
+            )
 
 
 def _modules_with_params(graph: ModelGraph) -> set[str]:

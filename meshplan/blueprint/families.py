@@ -44,6 +44,11 @@ class Family:
     embedding: str = "Embedding"
     ties: bool = False
 
+    @property
+    def has_dense(self) -> bool:
+        """Whether some layer may have a dense feed-forward."""
+        return not self.moe or self.mixes_dense
+
 
 def _sizes(
     vocab: int, hidden: int, intermediate: int, layers: int, heads: int, **more: int

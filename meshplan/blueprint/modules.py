@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from meshplan.blueprint.config import Facts, attention_sizes
 from meshplan.blueprint.families import Family
@@ -47,6 +47,7 @@ class Builder:
         self.modules: dict[str, ModuleInfo] = {}
         self.parameters: dict[str, TensorInfo] = {}
         self.buffers: dict[str, TensorInfo] = {}
+        self.tp_preset: dict[str, str] = {}
 
     def graph(self, name: str, config: dict[str, int]) -> ModelGraph:
         tensors = self.parameters | self.buffers
@@ -55,19 +56,18 @@ class Builder:
             modules=MappingProxyType(self.modules),
             tensors=MappingProxyType(tensors),
             config=MappingProxyType(config),
+            tp_preset=MappingProxyType(self.tp_preset),
         )
 
-    def module(
-        self, fqn: str, type: str, kind: str = "other", head_dim: int | None = None, packed: int = 1
-    ) -> None:
+    def module(self, fqn: str, type: str, kind: str = "other", **facts: Any) -> None:
+        """A module; `facts` are further fields of its ModuleInfo."""
         self.modules[fqn] = ModuleInfo(
             fqn=fqn,
             type=type,
             qualified_type=f"{_TORCH.get(type, self.source)}.{type}",
             kind=kind,
-            head_dim=head_dim,
-            packed=packed,
             has_forward=type != "ModuleList",
+            **facts,
         )
 
     def parameter(
@@ -96,13 +96,12 @@ class Builder:
         into: int,
         *,
         bias: bool = False,
-        head_dim: int | None = None,
-        packed: int = 1,
         kind: str = "linear",
+        **facts: Any,
     ) -> None:
         """A Linear, or transformers' Conv1D, whose weight lies the other way round."""
         shape = (out, into) if kind == "linear" else (into, out)
-        self.module(fqn, "Linear" if kind == "linear" else "Conv1D", kind, head_dim, packed)
+        self.module(fqn, "Linear" if kind == "linear" else "Conv1D", kind, **facts)
         self.parameter(f"{fqn}.weight", shape, dims_of(kind, "weight", 2))
         if bias:
             self.parameter(f"{fqn}.bias", (out,), dims_of(kind, "bias", 1))
@@ -147,8 +146,10 @@ def build_decoder(family: Family, facts: Facts, build: Builder) -> None:
     facts.finish()
     prefix, rms_norm = family.prefix, f"{family.prefix}RMSNorm"
 
+    sizes = MappingProxyType({"head_dim": head_dim, "num_key_value_groups": heads // kv_heads})
+
     def attention(at: str) -> None:
-        build.module(at, f"{prefix}Attention")
+        build.module(at, f"{prefix}Attention", sizes=sizes)
         for name, num in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
             build.linear(f"{at}.{name}", num * head_dim, hidden, bias=qkv_bias, head_dim=head_dim)
         build.linear(f"{at}.o_proj", hidden, heads * head_dim, bias=o_bias, head_dim=head_dim)
@@ -195,6 +196,28 @@ def build_decoder(family: Family, facts: Facts, build: Builder) -> None:
     for name in ("inv_freq", "original_inv_freq"):
         build.buffer(f"model.rotary_emb.{name}", (-(-head_dim // 2),))
     _lm_head(build, vocab, hidden, tied)
+    build.tp_preset = _preset(family)
+
+
+def _preset(family: Family) -> dict[str, str]:
+    """The tp plan that transformers ships with the family."""
+    attention = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise"}
+    if family.qk_norm:
+        attention |= dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce")
+    dense = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+    experts = {
+        "experts.gate_up_proj": "packed_colwise",
+        "experts.down_proj": "rowwise",
+        "experts": "moe_tp_experts",
+    }
+    mlp = (experts if family.moe else {}) | (dense if family.has_dense else {})
+    layer = {f"self_attn.{name}": word for name, word in attention.items()}
+    layer |= {"self_attn.o_proj": "rowwise"} | {f"mlp.{name}": word for name, word in mlp.items()}
+    return {
+        "lm_head": "colwise_gather_output",
+        "model.embed_tokens": "embedding_rowwise",
+        **{f"model.layers.*.{name}": word for name, word in layer.items()},
+    }
 
 
 def build_gpt2(facts: Facts, build: Builder) -> None:
@@ -202,7 +225,7 @@ def build_gpt2(facts: Facts, build: Builder) -> None:
     vocab, hidden = facts.size("vocab_size"), facts.size("hidden_size")
     positions = facts.size("max_position_embeddings")
     num_layers = facts.size("num_hidden_layers", most=_MAX_LAYERS)
-    _, _, head_dim = attention_sizes(facts)
+    heads, _, head_dim = attention_sizes(facts)
     mlp = facts.size("n_inner", 4 * hidden)
     tied = facts.flag("tie_word_embeddings", True)
     if facts.flag("add_cross_attention"):
@@ -217,16 +240,19 @@ def build_gpt2(facts: Facts, build: Builder) -> None:
     build.module("transformer.drop", "Dropout")
     build.module("transformer.h", "ModuleList", "container")
 
-    def conv(at: str, out: int, into: int, head_dim: int | None = None, packed: int = 1) -> None:
-        build.linear(at, out, into, bias=True, head_dim=head_dim, packed=packed, kind="conv1d")
+    def conv(at: str, out: int, into: int, **facts: Any) -> None:
+        build.linear(at, out, into, bias=True, kind="conv1d", **facts)
+
+    sizes = MappingProxyType({"num_heads": heads, "head_dim": head_dim, "split_size": hidden})
+    fused = {"head_dim": head_dim, "packed": 3, "pieces": (hidden,) * 3}
 
     for i in range(num_layers):
         layer = f"transformer.h.{i}"
         build.module(layer, "GPT2Block")
         build.norm(f"{layer}.ln_1", hidden, "LayerNorm", bias=True)
-        build.module(f"{layer}.attn", "GPT2Attention")
-        conv(f"{layer}.attn.c_attn", 3 * hidden, hidden, head_dim, packed=3)
-        conv(f"{layer}.attn.c_proj", hidden, hidden, head_dim)
+        build.module(f"{layer}.attn", "GPT2Attention", sizes=sizes)
+        conv(f"{layer}.attn.c_attn", 3 * hidden, hidden, **fused)
+        conv(f"{layer}.attn.c_proj", hidden, hidden, head_dim=head_dim)
         build.module(f"{layer}.attn.attn_dropout", "Dropout")
         build.module(f"{layer}.attn.resid_dropout", "Dropout")
         build.norm(f"{layer}.ln_2", hidden, "LayerNorm", bias=True)

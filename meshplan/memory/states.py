@@ -16,7 +16,7 @@ from typing import Final
 from meshplan.assign import Assignment
 from meshplan.graph import DTYPE_BYTES
 from meshplan.layout import Layout
-from meshplan.mesh import Mesh
+from meshplan.mesh import UNIT_AXES, Mesh
 from meshplan.spec import OPTIMIZER_STATES
 
 _STEP_COUNTERS: Final[Mapping[str, int]] = MappingProxyType(
@@ -69,19 +69,35 @@ class _Kind:
     stored: Layout
     trainable: bool
     is_buffer: bool
+    places: tuple[int, ...]
 
 
 def _kinds(assignment: Assignment) -> Counter[_Kind]:
     return Counter(
-        _Kind(p.info.shape, p.dtype, p.stored, p.info.trainable, p.info.is_buffer)
-        for p in assignment.tensors.values()
-    )
+        _Kind(p.info.shape, p.dtype, p.stored, p.info.trainable, p.info.is_buffer,
+              _places(assignment, fqn))
+        for fqn, p in assignment.tensors.items()
+    )  # fmt: skip
+
+
+def _places(assignment: Assignment, fqn: str) -> tuple[int, ...]:
+    """Where along pp a tensor lies, once for each copy."""
+    stages = assignment.stages
+    if stages is None:
+        return (0,)
+    places = [stages.rank_of(stage) for stage in stages.tensors[fqn]]
+    placed = assignment.tensors[fqn]
+    # A parameter that nothing wraps is one tensor in all stages of a rank.
+    is_copied = placed.info.is_buffer or placed.stored.axes or assignment.wrapper != "none"
+    return tuple(places if is_copied else dict.fromkeys(places))
 
 
 def _sum(kinds: Mapping[_Kind, int], mesh: Mesh, optimizer: str, rank: int) -> StateBytes:
     parameters = gradients = states = buffers = 0
+    place = mesh.index(rank, ("pp",))
     kept, counters = OPTIMIZER_STATES[optimizer], 4 * _STEP_COUNTERS.get(optimizer, 0)
-    for kind, count in kinds.items():
+    for kind, tensors in kinds.items():
+        count = tensors * kind.places.count(place)
         stored = _stored_numel(kind, mesh, rank) * DTYPE_BYTES[kind.dtype]
         if kind.is_buffer:
             buffers += count * stored
@@ -97,4 +113,4 @@ def _sum(kinds: Mapping[_Kind, int], mesh: Mesh, optimizer: str, rank: int) -> S
 
 def _stored_numel(kind: _Kind, mesh: Mesh, rank: int) -> int:
     """Elements of storage: FSDP2 pads what it cuts to equal pieces."""
-    return kind.stored.padded_numel(kind.shape, mesh, "dp_shard", rank)
+    return kind.stored.padded_numel(kind.shape, mesh, UNIT_AXES, rank)

@@ -29,13 +29,14 @@ def map_of_ranks(plan: Plan) -> list[str]:
         where = "nodes not stated"
     num_rows = world // per_row
     at = [mesh.coordinates(rank) for rank in range(world)]
-    of_column = [n for n in mesh.names if all(c[n] == at[r % per_row][n] for r, c in enumerate(at))]
+    names = (*mesh.names, *(loan.name for loan in mesh.loans))
+    of_column = [n for n in names if all(c[n] == at[r % per_row][n] for r, c in enumerate(at))]
     of_row = [
         n
-        for n in mesh.names
+        for n in names
         if n not in of_column and all(c[n] == at[r - r % per_row][n] for r, c in enumerate(at))
     ]
-    mixed = [name for name in mesh.names if name not in of_column and name not in of_row]
+    mixed = [name for name in names if name not in of_column and name not in of_row]
     rows, cols = _some(num_rows, _MOST_ROWS), _some(per_row, _MOST_COLUMNS)
 
     def cell(row: int | None, col: int | None) -> str:

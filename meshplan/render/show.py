@@ -13,6 +13,7 @@ from meshplan.memory import StateBytes, state_bytes_by_rank
 from meshplan.plan import Plan
 from meshplan.render.findings import place_to_json
 from meshplan.render.ranks import map_of_ranks
+from meshplan.render.stages import stages_to_json, stages_to_text
 from meshplan.render.text import columns, paint
 from meshplan.render.tree import Entry, fold_tree
 from meshplan.units import format_bytes
@@ -31,6 +32,7 @@ def plan_to_text(plan: Plan, *, colour: bool = False) -> list[str]:
     sections = [
         [paint(title, "bold", colour)],
         map_of_ranks(plan),
+        *([stages_to_text(plan)] if plan.assignment.stages else []),
         columns(_settings(plan), "<<"),
         _tree(plan),
         states_to_text(plan),
@@ -54,7 +56,21 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
         ("optimizer", spec.optimizer + (f", gradient norm at most {clip:g}" if clip else "")),
         ("batch", _batch(plan)),
         *([("tp", "sequence parallel")] if assignment.sequence_parallel else []),
+        *([("cp", _context(plan))] if assignment.context else []),
     ]
+
+
+def _context(plan: Plan) -> str:
+    """What decided how attention over parts is computed, and which part rank 0 holds."""
+    context, size = plan.assignment.context, plan.mesh.size("cp")
+    assert context is not None
+    chunks, seq_len = context.chunks(size, 0), plan.spec.batch.seq_len
+    held = f"chunks {chunks[0]} and {chunks[1]}" if context.balance else f"chunk {chunks[0]}"
+    tokens = f", {seq_len // size:,} tokens," if seq_len else ""
+    return (
+        f"{_why(context.reason, plan)}; rank 0 holds {held} of "
+        f"{context.num_chunks(size)}{tokens} of each sample"
+    )
 
 
 def _batch(plan: Plan) -> str:
@@ -128,15 +144,17 @@ def _tensor_cells(
     plan: Plan, placed: Placed, pieces: dict[tuple[object, ...], str]
 ) -> tuple[str, ...]:
     info, mesh = placed.info, plan.mesh
-    key = (info.shape, placed.stored)
+    stages = plan.assignment.stages
+    is_held = stages is None or stages.holds(info.fqn, 0)
+    key = (info.shape, placed.stored, is_held)
     if key not in pieces:
-        pieces[key] = _pieces(plan, placed)
+        pieces[key] = _pieces(plan, placed) if is_held else "in another stage"
     dtype = placed.dtype
     if placed.compute_dtype != dtype:
         dtype += f", computed in {placed.compute_dtype}"
     # What made the unit, ", repeated block", is said on its own row.
     data = Reason(placed.data_reason.text.partition(", ")[0], placed.data_reason.origin)
-    why = [_why(r, plan) for r in (placed.tp_reason, data) if r]
+    why = [_why(r, plan) for r in (placed.tp_reason, placed.ep_reason, data) if r]
     if not info.is_buffer and not info.trainable:
         why.append("frozen")
     if info.aliases:
@@ -208,6 +226,13 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "strategy": assignment.strategy.name,
         "wrapper": assignment.wrapper,
         "sequence_parallel": assignment.sequence_parallel,
+        "context": None
+        if assignment.context is None
+        else {
+            "attention": assignment.context.attention, "balance": assignment.context.balance,
+            "decided_by": _reason_to_json(assignment.context.reason),
+        },
+        "pipeline": stages_to_json(plan),
         "optimizer": spec.optimizer,
         "clip_grad_norm": spec.clip_grad_norm,
         "batch": {
@@ -264,7 +289,9 @@ def _tensor_to_json(plan: Plan, placed: Placed) -> dict[str, Any]:
         "trainable": info.trainable,
         "unit": placed.unit,
         "decided_by": [
-            _reason_to_json(r) for r in (placed.tp_reason, placed.data_reason) if r is not None
+            _reason_to_json(r)
+            for r in (placed.tp_reason, placed.ep_reason, placed.data_reason)
+            if r is not None
         ],
     }
 

@@ -6,6 +6,7 @@ Applied last, after tensor parallelism and activation checkpointing.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -15,8 +16,9 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from meshplan.assign import Placed, Unit
+from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
-from meshplan.runtime.mesh import device, replicate_unit, submesh
+from meshplan.runtime.mesh import device, replicate_unit, submesh, unit_mesh
 from meshplan.spec import Precision
 
 _DDP_WORDS = {"bucket_mb": "bucket_cap_mb"}
@@ -31,7 +33,7 @@ def apply_data_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Mo
     """
     assignment = plan.assignment
     if assignment.wrapper == "ddp":
-        group = submesh(mesh, ("dp_replicate",)).get_group()
+        group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
         options = {_DDP_WORDS.get(key, key): value for key, value in plan.spec.ddp.items()}
         # Views save a copy of every gradient; the textbook's 20a is with them off.
         options.setdefault("gradient_as_bucket_view", True)
@@ -55,7 +57,7 @@ def _wrap_unit(
     mesh: DeviceMesh,
     alone: set[nn.Parameter],
 ) -> None:
-    policy = mixed_precision(unit.precision)
+    policy = replace(mixed_precision(unit.precision), cast_forward_inputs=unit.casts_inputs)
     if not unit.is_sharded:
         axes = unit.replicate_axes
         replicate_unit(module, submesh(mesh, axes, flat=True), policy, alone)
@@ -64,7 +66,7 @@ def _wrap_unit(
     dims = _shard_dims(model, plan, unit)
     fully_shard(
         module,
-        mesh=submesh(mesh, (*spread, *unit.shard_axes)),
+        mesh=unit_mesh(mesh, spread, unit.shard_axes),
         reshard_after_forward=unit.reshard_after_forward,
         shard_placement_fn=(lambda p: Shard(dims[p])) if any(dims.values()) else None,
         mp_policy=policy,
@@ -73,10 +75,10 @@ def _wrap_unit(
 
 
 def _shard_dims(model: nn.Module, plan: Plan, unit: Unit) -> dict[nn.Parameter, int]:
-    """The dim that dp_shard cuts, for each parameter of the unit."""
+    """The dim that the unit's axes cut, for each of its parameters."""
 
     def dim(placed: Placed) -> int:
-        return placed.stored.dim_of("dp_shard") or 0
+        return placed.stored.dim_of(unit.shard_axes[0]) or 0
 
     return {
         model.get_parameter(fqn): dim(placed)

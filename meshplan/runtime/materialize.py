@@ -62,10 +62,15 @@ def agree_on_values(model: nn.Module, plan: Plan) -> Values:
         _take_from_rank_0({f: t for f, t in tensors.items() if not t.is_meta})
         out = Values()
         names = {fqn: placed.info.names for fqn, placed in plan.assignment.tensors.items()}
-        initialise(model, names, lambda fqn, v: out.local.__setitem__(fqn, _part(v, fqn, plan)))
+
+        def keep(fqn: str, value: torch.Tensor) -> None:
+            if _is_held(fqn, plan):
+                out.local[fqn] = _part(value, fqn, plan)
+
+        initialise(model, names, keep)
         for fqn, tensor in tensors.items():
             if not tensor.is_meta:
-                out.local[fqn] = _part(tensor, fqn, plan)
+                keep(fqn, tensor)
         return out
     full = next((rank for rank, names in enumerate(everywhere) if not names), None)
     if full is None:
@@ -87,9 +92,13 @@ def _part(value: torch.Tensor, fqn: str, plan: Plan) -> torch.Tensor:
     """This rank's part of a full value, in the dtype it is stored in."""
     placed = plan.assignment.tensors[fqn]
     value = value.detach()
-    slices = placed.stored.slices(placed.info.shape, plan.mesh, dist.get_rank())
+    ranges = placed.stored.ranges(placed.info.shape, plan.mesh, dist.get_rank())
     dtype = getattr(torch, placed.dtype)
-    part = value[slices].to(dtype=dtype)
+    part = value
+    for dim, slices in enumerate(ranges):
+        pieces = [part.narrow(dim, s.start, s.stop - s.start) for s in slices]
+        part = torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
+    part = part.to(dtype=dtype)
     return part.clone() if part.data_ptr() == value.data_ptr() else part.contiguous()
 
 
@@ -136,8 +145,16 @@ def _receive(tensors: dict[str, torch.Tensor], plan: Plan, source: int) -> Value
         else:
             full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device())
         dist.broadcast(full, src=source)
-        out.local[fqn] = _part(full, fqn, plan)
+        if _is_held(fqn, plan):
+            out.local[fqn] = _part(full, fqn, plan)
     return out
+
+
+def _is_held(fqn: str, plan: Plan) -> bool:
+    """Whether a stage of this rank holds the tensor."""
+    stages = plan.assignment.stages
+    place = plan.mesh.index(dist.get_rank(), ("pp",))
+    return stages is None or stages.holds(fqn, place)
 
 
 def _retie(model: nn.Module, plan: Plan) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +30,10 @@ JOIN_TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for each other in a group that meshplan makes: far above any step, far
 below torch's half hour."""
 
-_meshes: dict[tuple[str, tuple[Any, ...]], tuple[object, DeviceMesh]] = {}
+_JOINT = "+"
+"""Joins the names of axes that torch sees as one dim."""
+
+_meshes: dict[tuple[str, Mesh], tuple[object, DeviceMesh, DeviceMesh]] = {}
 
 
 def device_type() -> str:
@@ -93,23 +99,64 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     each.
     """
     kind = device_type()
-    key = (kind, mesh.axes)
+    key = (kind, mesh)
     world = dist.group.WORLD
     found = _meshes.get(key)
     if found is None or found[0] is not world:
         made = init_device_mesh(kind, tuple(mesh.sizes.values()), mesh_dim_names=mesh.names)
-        found = _meshes[key] = (world, made)
+        found = _meshes[key] = (world, made, _split(made, mesh))
     return found[1]
+
+
+def _split(made: DeviceMesh, mesh: Mesh) -> DeviceMesh:
+    """The same ranks with borrowed axes in place of those that lend.
+
+    Private until `DeviceMesh.unflatten` is public. FSDP2 joins the mesh it shards over with the
+    one that ep cut before, so both must be parts of one mesh.
+    """
+    for loan in mesh.loans:
+        sizes = mesh.size(loan.rest), loan.size
+        made = made._unflatten(loan.within, sizes, (loan.rest, loan.name))
+    return made
 
 
 def submesh(whole: DeviceMesh, axes: Sequence[str], *, flat: bool = False) -> DeviceMesh:
     """The part of the mesh along `axes`, in mesh order; `flat` joins them to one dim."""
+    split = next((split for _, made, split in _meshes.values() if made is whole), whole)
+    borrowed = set(split.mesh_dim_names or ()) - set(whole.mesh_dim_names or ())
+    whole = split if borrowed & set(axes) else whole
     names = tuple(name for name in whole.mesh_dim_names or () if name in axes)
     part = whole[names] if len(names) < whole.ndim else whole
     if flat and part.ndim > 1:
         # Private until `DeviceMesh.flatten` is public; makes no new group a second time.
-        return part._flatten("_".join(names))
+        return part._flatten(_JOINT.join(names))
     return part
+
+
+def unit_mesh(whole: DeviceMesh, replicate: Sequence[str], shard: Sequence[str]) -> DeviceMesh:
+    """The mesh of a sharded unit: an axis of its replicas, if any, and its shards as one dim."""
+    if len(submesh(whole, shard).shape) == 1:
+        return submesh(whole, (*replicate, *shard))
+    shards = submesh(whole, shard, flat=True)
+    if not replicate:
+        return shards
+    # Private, because the public way, slicing by the joint name, is deprecated without another.
+    return DeviceMesh._concatenate([submesh(whole, replicate), shards])
+
+
+def gather_into(every: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `every`, stacked along dim 0, with the `part` of each rank.
+
+    torch 2.13 renamed this collective and the next.
+    """
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    collective(every.flatten(0, 1), part.contiguous(), group=group)
+
+
+def scatter_sum(part: torch.Tensor, every: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `part` with the sum over ranks of the piece that is this rank's in `every`."""
+    collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    collective(part, every.contiguous().flatten(0, 1), group=group)
 
 
 def placement(layout: Layout, axis: str) -> Placement:
@@ -117,7 +164,20 @@ def placement(layout: Layout, axis: str) -> Placement:
     if axis in layout.partial:
         return Partial()
     dim = layout.dim_of(axis)
-    return Replicate() if dim is None else Shard(dim)
+    if dim is None:
+        return Replicate()
+    return _packed(dim, layout.pieces(dim)) if layout.pieces(dim) > 1 else Shard(dim)
+
+
+def _packed(dim: int, pieces: int) -> Placement:
+    """Each of the equal pieces of a dim cut by itself.
+
+    Private: no public placement says so. Its `full_tensor` is right as long as no other axis cuts
+    the same dim, which `Layout` asserts.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=pieces)
 
 
 def activation_placement(word: str) -> Placement:
@@ -141,11 +201,13 @@ def cut_dims(tensor: torch.Tensor) -> dict[str, int]:
     if not isinstance(tensor, DTensor):
         return {}
     names = tensor.device_mesh.mesh_dim_names or ()
+    # A dim of several axes cuts along each of them.
     # FSDP2 marks a dim that tp cut before with _StridedShard, which is not always a Shard.
     return {
-        name: p.dim
+        axis: p.dim
         for name, p in zip(names, tensor.placements, strict=True)
         if not isinstance(p, Replicate | Partial)
+        for axis in name.split(_JOINT)
     }
 
 
@@ -195,6 +257,44 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local()
 
 
+def fake_mode() -> AbstractContextManager[object]:
+    """Tensors made inside have shapes and dtypes, but neither numbers nor memory.
+
+    Private, yet what `torch.export` and `torch.compile` rest on; there is no public name.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Fake tensors log a traceback before they raise; what is expected to raise is not news."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes | None:
+    """The numbers of a plain tensor; None where it has none, on meta or fake.
+
+    Under a fake mode every operation gives a fake tensor, and only private names tell which
+    tensor is one and turn the modes off.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
+        return None
+    with _disable_current_modes():
+        plain = tensor.detach().cpu().contiguous().flatten()
+        return bytes(plain.view(torch.uint8).numpy().tobytes())
+
+
 def forget_units(modules: Iterable[nn.Module]) -> None:
     """Let modules be wrapped again after a wrapping that failed.
 
@@ -205,6 +305,59 @@ def forget_units(modules: Iterable[nn.Module]) -> None:
 
     for module in modules:
         _module_state_mapping.pop(module, None)
+
+
+def on_reduction(
+    module: nn.Module, fill: Callable[[nn.Parameter, bool], bool], finish: Callable[[], None]
+) -> bool:
+    """Look at a unit's gradients just before it reduces them.
+
+    Args:
+        fill: Gets each parameter of the unit, and whether it has a gradient that waits to be
+            reduced; returns whether to make it zeros.
+        finish: Called once after each backward (when accumulating, after the last) in which the
+            unit or another one with the same `finish` took part, when all gradients are there.
+
+    Returns:
+        Whether the unit has parameters of its own.
+
+    Private, because no public hook lies between the backward of a unit and its reduction.
+    torch's own `set_reduce_scatter_unused_params` (2.13) does not tell which were unused.
+    """
+    from torch.distributed._composable_state import _get_module_state
+
+    state: Any = _get_module_state(module)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # Before torch 2.13 there was one.
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    for group in groups:
+        _look_before_reduction(group, fill)
+    end = state._root_post_backward_final_callback
+
+    def end_and_finish() -> None:
+        end()
+        if state._state_ctx.is_last_backward:
+            finish()
+
+    # Whichever unit's backward begins first queues its own, and only that one is run.
+    state._root_post_backward_final_callback = end_and_finish
+    return bool(groups)
+
+
+def _look_before_reduction(group: Any, fill: Callable[[nn.Parameter, bool], bool]) -> None:
+    reduce = group.post_backward
+
+    def look_and_reduce(*unused: Any) -> None:
+        for param in group.fsdp_params if group.reduce_grads else ():
+            if not hasattr(param, "_unsharded_param"):
+                continue  # Never gathered, so never used.
+            whole = param.unsharded_param
+            waits = whole.grad is not None or param.unsharded_accumulated_grad is not None
+            if fill(param.sharded_param, waits):
+                whole.grad = torch.zeros_like(whole)
+        reduce(*unused)
+
+    group.post_backward = look_and_reduce
 
 
 def group_store() -> dist.Store:
@@ -275,3 +428,61 @@ def group_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGrou
         if isinstance(value, str) and value in dist.distributed_c10d._world.pg_names.values():
             return dist.distributed_c10d._resolve_process_group(value)
     raise AssertionError("a collective without a group")
+
+
+def intercept_calls(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Let `around(call, *args, **kwargs)` decide what a call of this module does, hooks and all.
+
+    Private: `_compiled_call_impl` is what `nn.Module.compile` sets and `__call__` looks at first.
+    A wrapped `forward` would come too late, inside of every hook of the wrappers.
+    """
+    # Not a closure over the module's own old value: copies of the module must not share it.
+    call = module._compiled_call_impl or module._call_impl
+    module._compiled_call_impl = partial(around, call)
+
+
+def backward_of_inputs(
+    outputs: list[torch.Tensor],
+    gradients: list[torch.Tensor] | None,
+    inputs: list[torch.Tensor],
+    weights: Iterable[nn.Parameter],
+) -> list[dict[str, Any]]:
+    """Gradients of `inputs` alone; returns what `backward_of_weights` needs for the rest.
+
+    Private until torch has a public name: the halves of the backward of its zero-bubble schedules.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    return stage_backward_input(outputs, gradients, inputs, iter(list(weights)))[1]
+
+
+def backward_of_weights(weights: Iterable[nn.Parameter], groups: list[dict[str, Any]]) -> None:
+    """The rest of a backward that `backward_of_inputs` began."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(iter(list(weights)), groups)
+
+
+def reduce_units(module: nn.Module) -> None:
+    """Reduce the gradients that FSDP2's units have gathered, outside of any backward.
+
+    Private: torch's own pipeline schedules do the same (`PipelineStage.perform_reduce_grad`),
+    since a backward that is split in two ends in no hook.
+    """
+    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    if not isinstance(module, FSDPModule):
+        return
+    module.set_is_last_backward(True)
+    module.set_reshard_after_backward(True)
+    module.set_requires_gradient_sync(True)
+    kind = replicate if isinstance(module, ReplicateModule) else fully_shard
+    root = kind.state(module)
+    for state in root._state_ctx.all_states:
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # Before torch 2.12 there was one.
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        for group in groups:
+            group.post_backward()
+    root._root_post_backward_final_callback()

@@ -25,12 +25,17 @@ from torch.nn.parameter import is_lazy
 from meshplan.errors import ApplyError, MeshplanError, Origin, PlanError, Problem
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
-from meshplan.runtime.alone import reduce_alone
-from meshplan.runtime.batches import open_groups
+from meshplan.runtime.batchnorm import apply_sync_batchnorm
 from meshplan.runtime.check import check_live
+from meshplan.runtime.compiled import apply_compile
+from meshplan.runtime.context.apply import ContextParallelism
 from meshplan.runtime.data import apply_data_parallel
+from meshplan.runtime.example import find_example
+from meshplan.runtime.expert import apply_expert_parallel
+from meshplan.runtime.expert_protocol import expert_problems
+from meshplan.runtime.gradients import agree_on_gradients
 from meshplan.runtime.guard import guarded, publish
-from meshplan.runtime.materialize import agree_on_values
+from meshplan.runtime.materialize import Values, agree_on_values
 from meshplan.runtime.mesh import (
     device,
     device_mesh,
@@ -38,7 +43,14 @@ from meshplan.runtime.mesh import (
     forget_units,
     ranks_per_node,
 )
+from meshplan.runtime.outside import watch_first_forward
+from meshplan.runtime.peers import open_groups
+from meshplan.runtime.pipeline.apply import apply_pipeline
+from meshplan.runtime.proof import prove_first_forward
+from meshplan.runtime.randomness import give_own_stream
 from meshplan.runtime.recompute import apply_recompute
+from meshplan.runtime.record import record
+from meshplan.runtime.rehearse import rehearser
 from meshplan.runtime.selftest import watch_first_step
 from meshplan.runtime.shard import apply_tensor_parallel, lay_gradients
 from meshplan.runtime.trace import graph_of
@@ -80,12 +92,15 @@ def parallelize(
             from rank 0; a model on meta is initialised with the numbers one process would draw.
         plan: A path to a plan.yaml, a mapping of the same form, a Spec or a Plan.
         example_inputs: Inputs to trace the model with: a tensor, a tuple of arguments or a
-            mapping of keyword arguments. Only for plans that need a trace; none does today.
+            mapping of keyword arguments; only shapes and dtypes count. For plans that read the
+            model's data flow (`tp_plan: auto`, `pp`). Without them `input:` of the plan is
+            taken, or what a transformers model says of itself.
         allow_code: Whether `apply: "pkg.mod:function"` in the plan may run.
 
     Returns:
-        The module to train: the same object, or DistributedDataParallel around it. Its
-        attribute `meshplan` holds the plan and the mesh.
+        The module to train: the same object, or DistributedDataParallel around it, or with a
+        pp axis a `PipelinedModule` of this rank's stages, and the object left without numbers.
+        Its attribute `meshplan` holds the plan and the mesh.
 
     Raises:
         SpecError: The plan cannot be read.
@@ -97,11 +112,13 @@ def parallelize(
     """
     ensure_process_group()
     with guarded():
-        return _parallelize(model, plan, allow_code)
+        return _parallelize(model, plan, example_inputs, allow_code)
 
 
-def _parallelize(model: nn.Module, plan: PlanLike, allow_code: bool) -> nn.Module:
-    decided = _agree(lambda: _decide(model, plan, allow_code))
+def _parallelize(
+    model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: bool
+) -> nn.Module:
+    decided = _agree(lambda: _decide(model, plan, example_inputs, allow_code))
     mesh = device_mesh(decided.mesh)
     open_groups(decided, mesh)
     publish()
@@ -109,23 +126,40 @@ def _parallelize(model: nn.Module, plan: PlanLike, allow_code: bool) -> nn.Modul
         values = agree_on_values(model, decided)
         _cast(model, decided)
         _apply_code(model, decided)
-        apply_tensor_parallel(model, decided, mesh)
-        apply_recompute(model, decided)
-        if decided.assignment.wrapper != "units" and not values.local:
-            model.to(device())
-        if decided.assignment.wrapper == "ddp":
-            values.fill(model, decided)  # DistributedDataParallel refuses to wrap without memory.
-        wrapped = apply_data_parallel(model, decided, mesh)
-        values.fill(wrapped, decided)
-        check_live(wrapped, decided)
-        lay_gradients(wrapped, decided)
-        reduce_alone(wrapped, decided, mesh)
-        watch_first_step(wrapped, decided, mesh)
+        if decided.assignment.stages is None:
+            wrapped = _wrap(model, decided, mesh, values)
+            watch_first_forward(wrapped, decided)
+        else:
+            wrapped = apply_pipeline(model, decided, mesh, values, _wrap)
         needs_scale = decided.spec.precision.param == "float16" and decided.spec.precision.is_mixed
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
                 warnings.warn(str(warning), stacklevel=3)
         wrapped.meshplan = Applied(decided, mesh, 2.0**16 if needs_scale else 1.0)
+    return wrapped
+
+
+def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.Module:
+    """Everything but the pipeline, in place; returns the module to call."""
+    apply_tensor_parallel(model, plan, mesh)
+    apply_expert_parallel(model, plan, mesh)
+    apply_sync_batchnorm(model, plan, mesh)
+    context = ContextParallelism(model, plan, mesh)
+    apply_recompute(model, plan)
+    apply_compile(model, plan)
+    if plan.assignment.wrapper != "units" and not values.local:
+        model.to(device())
+    if plan.assignment.wrapper == "ddp":
+        values.fill(model, plan)  # DistributedDataParallel refuses to wrap without memory.
+    wrapped = apply_data_parallel(model, plan, mesh)
+    values.fill(wrapped, plan)
+    check_live(wrapped, plan)
+    lay_gradients(wrapped, plan)
+    agree_on_gradients(wrapped, plan, mesh)
+    watch_first_step(wrapped, plan, mesh)
+    prove_first_forward(wrapped, plan, mesh)
+    give_own_stream(model, plan)
+    context.watch(wrapped)
     return wrapped
 
 
@@ -146,20 +180,25 @@ def applied(model: nn.Module) -> Applied:
     return found
 
 
-def _decide(model: nn.Module, plan: PlanLike, allow_code: bool) -> Plan:
+def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: bool) -> Plan:
     """Read and decide, without touching the model or talking to another rank."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"parallelize needs an nn.Module, not {type(model).__name__}")
     _check_kind(model)
-    graph = graph_of(model)
     if isinstance(plan, Plan):
         spec = plan.spec
     elif isinstance(plan, Spec):
         spec = plan
     else:
         spec = load_spec(plan)
+    inputs = find_example(model, spec, example_inputs) if spec.reads_flow else None
+    graph = graph_of(model, record(model, inputs) if spec.reads_flow else None)
     decided = make_plan(
-        spec, graph, world_size=dist.get_world_size(), gpus_per_node=ranks_per_node()
+        spec,
+        graph,
+        world_size=dist.get_world_size(),
+        gpus_per_node=ranks_per_node(),
+        rehearse=rehearser(model, inputs) if spec.reads_flow else None,
     )
     if isinstance(plan, Plan) and plan.digest() != decided.digest():
         raise PlanError(
@@ -175,6 +214,7 @@ def _decide(model: nn.Module, plan: PlanLike, allow_code: bool) -> Plan:
         if (problem := _code_problem(code, reason.origin, allow_code))
     ]
     problems += _state_problems(model, decided)
+    problems += expert_problems(model, decided)
     if problems:
         raise PlanError(problems)
     return decided

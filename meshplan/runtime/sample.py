@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshplan.errors import Problem, SpecError
-from meshplan.runtime.alone import tensors_in
+from meshplan.runtime.nest import tensors_in
 from meshplan.spec import Spec
 
 TOKENS: Final = 16
@@ -77,7 +77,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 def results(output: Any) -> list[torch.Tensor]:
     """The part of an output that a loss can be made of."""
-    return [t for t in tensors_in(output) if t.ndim and t.is_floating_point()]
+    return [t for _, t in tensors_in(output) if t.ndim and t.is_floating_point()]
 
 
 def sample_targets(shapes: Sequence[Sequence[int]], samples: int, step: int) -> tuple[Any, ...]:

@@ -96,7 +96,8 @@ def check_replicas(
     tp = submesh(mesh, ("tp",))
     found_names, gradients = _replicas(model, names)
     present = torch.tensor([g is not None for g in gradients], dtype=torch.int32, device=device())
-    dist.all_reduce(present, op=dist.ReduceOp.MIN)
+    group = _stage_group(mesh)
+    dist.all_reduce(present, op=dist.ReduceOp.MIN, group=group)
     found = [
         (name, *_difference(without_partial(gradient), tp))
         for name, gradient, everywhere in zip(found_names, gradients, present.tolist(), strict=True)
@@ -109,13 +110,21 @@ def check_replicas(
     noise = norms.max() * torch.finfo(_dtype(plan)).eps
     verdict = torch.where(apart > noise, apart / norms.clamp(min=1e-30), 0.0)
     # All ranks must come to one answer: a shard of a gradient may be zero where another is not.
-    dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
-    dist.all_reduce(norms, op=dist.ReduceOp.MAX)
+    dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
     shares = zip((name for name, _, _ in found), verdict.tolist(), strict=True)
     wrong = sorted(((s, n) for n, s in shares if s > _tolerance(plan)), reverse=True)
     if wrong:
         raise ApplyError(_problem(wrong))
     return {name for (name, _, _), norm in zip(found, norms.tolist(), strict=True) if norm > 0}
+
+
+def _stage_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks that hold the same stages; None for all ranks."""
+    names = mesh.mesh_dim_names or ()
+    if "pp" not in names:
+        return None
+    return submesh(mesh, [name for name in names if name != "pp"], flat=True).get_group()
 
 
 def check_loss(loss: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> None:

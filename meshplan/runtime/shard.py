@@ -13,12 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
 
-from meshplan.assign import StyleUse
+from meshplan.assign import Placed, StyleUse
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
+from meshplan.runtime.local_compute import compute_locally, set_local_attributes
+from meshplan.runtime.loss import leave_logits
 from meshplan.runtime.mesh import activation_placement, placement, submesh
+from meshplan.runtime.multihead import attend_by_heads
+from meshplan.styles import LOGITS
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -35,23 +39,35 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
         if placed.tp_reason is None or placed.info.is_buffer:
             continue
         owners = {name.rpartition(".")[0] for name in placed.info.names}
-        if not placed.computed.axes and not placed.gathered_axes and not owners & styled:
+        is_touched = placed.computed.axes or placed.gathered_axes or placed.is_local
+        if not is_touched and not owners & styled:
             continue  # R on a parameter that nothing computes on in shards: it stays as it is.
-        _distribute(model, placed.info.names, tp, placement(placed.stored, "tp"))
+        distribute(model, placed.info.names, tp, placement(placed.stored, "tp"))
         if placed.gathered_axes:
             for name in placed.info.names:
                 _gather_at_use(model, name)
+        if placed.is_local:
+            _local_at_use(model, placed)
     outside = "S(1)" if plan.assignment.sequence_parallel else "R"
     for fqn, use in plan.assignment.styles.items():
-        _flow(model.get_submodule(fqn), use, tp, outside)
+        module = model.get_submodule(fqn)
+        if isinstance(module, nn.MultiheadAttention):
+            attend_by_heads(module, use, tp)
+            continue
+        if use.pieces:
+            compute_locally(module, use, tp)
+        _flow(module, use, tp, outside)
+    set_local_attributes(model, plan)
 
 
-def _distribute(model: nn.Module, names: tuple[str, ...], tp: DeviceMesh, where: Placement) -> None:
+def distribute(
+    model: nn.Module, names: tuple[str, ...], mesh: DeviceMesh, where: Placement
+) -> None:
     """Replace a parameter by its DTensor under all its names, so that tied ones stay tied."""
     old = model.get_parameter(names[0])
     # No source rank: values agree already, and a broadcast per tensor would be all there is.
     new = nn.Parameter(
-        distribute_tensor(old.detach(), tp, [where], src_data_rank=None),
+        distribute_tensor(old.detach(), mesh, [where], src_data_rank=None),
         requires_grad=old.requires_grad,
     )
     for name in names:
@@ -82,7 +98,11 @@ def lay_gradients(model: nn.Module, plan: Plan) -> None:
 
 
 def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> None:
-    """Hooks that turn the input into the layout computed with, and the output back."""
+    """Hooks that turn the input into the layout computed with, and the output back.
+
+    Never asynchronously: what an asynchronous collective returns is a tensor of another class,
+    which a compiled block takes for its content, and the gradients come out wrong (torch 2.13).
+    """
 
     def spell(words: tuple[str, str]) -> tuple[Placement, Placement]:
         first, second = (activation_placement(outside if w == "outside" else w) for w in words)
@@ -91,6 +111,7 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
     arrives, wanted = spell(use.style.input)
     is_checked = use.style.input[0] != "outside" or arrives != Shard(1)
     _, leaves = spell(use.style.output)
+    gradient = [activation_placement(use.style.gradient)] if use.style.gradient else None
 
     def enter(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -105,11 +126,16 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
         return args, {**kwargs, first: _as_dtensor(kwargs[first], tp, arrives, wanted)}
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: DTensor) -> torch.Tensor:
+        if use.style == LOGITS:
+            return leave_logits(output)
         _check_even(output, leaves, tp)
-        return output.redistribute(placements=[leaves], async_op=True).to_local()
+        local = output.redistribute(placements=[leaves]).to_local(grad_placements=gradient)
+        # torch forbids writing into what leaves a DTensor.
+        return local.clone() if use.is_written else local
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave)
+    if not use.pieces:  # Those compute on local tensors, and leave their part as it is.
+        module.register_forward_hook(leave)
 
 
 def _check_even(x: torch.Tensor, wanted: Placement, tp: DeviceMesh) -> None:
@@ -160,12 +186,14 @@ def _as_dtensor(
     the tensor keeps it alive.
     """
     if isinstance(x, DTensor):
-        return x.redistribute(placements=[wanted], async_op=True)
+        return x.redistribute(placements=[wanted])
     if arrives != wanted:
         _check_even(x, wanted, tp)
         whole = DTensor.from_local(x, tp, [arrives], run_check=False)
-        return whole.redistribute(placements=[wanted], async_op=True)
-    if x.is_inference():  # Has no version, and no gradients to add up.
+        return whole.redistribute(placements=[wanted])
+    # Compiled code is traced once: nothing may be remembered on its tensors. An inference tensor
+    # has no version, and no gradients to add up.
+    if torch.compiler.is_compiling() or x.is_inference():
         return DTensor.from_local(x, tp, [arrives], run_check=False)
     key = (tp, arrives, x._version, torch.is_grad_enabled())
     made: tuple[Any, DTensor] | None = getattr(x, "_meshplan_dtensor", None)
@@ -173,6 +201,27 @@ def _as_dtensor(
         made = (key, DTensor.from_local(x, tp, [arrives], run_check=False))
         x._meshplan_dtensor = made
     return made[1]
+
+
+def _local_at_use(model: nn.Module, placed: Placed) -> None:
+    """Plain code computes with what this rank holds: its part, or all, adding up its gradient.
+
+    Inside each forward, as for `_gather_at_use`.
+    """
+    fqn, _, leaf = placed.info.fqn.rpartition(".")
+    owner = model.get_submodule(fqn)
+    forward = owner.forward
+    gradient = None if placed.computed.axes else [Partial()]
+
+    @wraps(forward)
+    def local(*args: Any, **kwargs: Any) -> Any:
+        vars(owner)[leaf] = owner._parameters[leaf].to_local(grad_placements=gradient)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            vars(owner).pop(leaf, None)
+
+    owner.forward = local
 
 
 def _gather_at_use(model: nn.Module, name: str) -> None:

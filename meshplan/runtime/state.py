@@ -10,6 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from meshplan.runtime.guard import guarded
 from meshplan.runtime.mesh import full
 from meshplan.runtime.parallelize import applied
+from meshplan.runtime.pipeline.module import PipelinedModule
+from meshplan.runtime.pipeline.state import gather_stages
 
 
 @guarded()
@@ -21,6 +23,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         every other rank. All ranks must call it: each tensor is gathered in turn.
     """
     applied(model)
+    if isinstance(model, PipelinedModule):
+        return gather_stages(model)
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     is_first = dist.get_rank() == 0
     out: dict[str, torch.Tensor] = {}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import DATA_AXES
-from meshplan.runtime.batches import check_peers, mean_over_data
+from meshplan.runtime.batch import chunk, chunked, mapped
+from meshplan.runtime.context.batch import local_sequence
 from meshplan.runtime.data import set_gradient_sync
 from meshplan.runtime.guard import guarded
-from meshplan.runtime.mesh import device, local_of, shard_axes, without_partial
+from meshplan.runtime.loss import LossParallel, take_loss
+from meshplan.runtime.mesh import device, local_of, shard_axes, submesh, without_partial
+from meshplan.runtime.outside import guard_loss
 from meshplan.runtime.parallelize import Applied, applied
+from meshplan.runtime.peers import check_peers, mean_over_ranks
+from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.selftest import check_loss
 
 _SCALE_WINDOW = 2000
@@ -31,15 +38,18 @@ def local_batch(model: nn.Module, batch: Any) -> Any:
     Args:
         model: What `parallelize` returned.
         batch: A tensor, or a tuple, list or mapping of tensors, each with the samples along
-            dim 0. What is not a tensor, or has no dims, is passed on as it is.
+            dim 0. What is not a tensor, or has no dims, is passed on as it is. Under cp the
+            tensors whose dim 1 is the sequence are cut along it too (`local_sequence`).
 
     Raises:
-        ApplyError: The samples do not divide over the data ranks.
+        ApplyError: The samples do not divide over the data ranks, or the sequence not over cp.
     """
     plan = applied(model).plan
+    if plan.assignment.context is not None:
+        batch = local_sequence(plan, batch)
     ranks = plan.num_data_ranks
     index = plan.mesh.index(dist.get_rank(), DATA_AXES)
-    return _map(batch, lambda t: _chunk(t, ranks, "data ranks")[index].to(device()))
+    return mapped(batch, lambda t: chunk(t, ranks, "data ranks")[index].to(device()))
 
 
 @guarded()
@@ -67,15 +77,25 @@ def train_step(
     norm gradients are clipped (`clip_grad_norm`).
     """
     state = applied(model)
+    guard: AbstractContextManager[object] = nullcontext()
     if not state.is_tested:
         _check_optimizer(model, optimizer)
+        guard = guard_loss(model, state.plan)
     check_peers((inputs, targets), state.plan, state.mesh)
     count = state.plan.accumulate
-    parts = zip(_split(inputs, count), _split(targets, count), strict=True)
+    parts = zip(chunked(inputs, count), chunked(targets, count), strict=True)
     total: torch.Tensor | float = 0.0
     for number, (part, target) in enumerate(parts):
-        with set_gradient_sync(model, state.plan, number == count - 1):
-            loss = loss_fn(_call(model, part), target)
+        if isinstance(model, PipelinedModule):
+            scale, is_last = state.loss_scale / count, number == count - 1
+            with _loss_mode(state):
+                take = partial(take_loss, loss_fn)
+                total = total + model.step(part, target, take, scale=scale, is_last=is_last)
+            continue
+        with set_gradient_sync(model, state.plan, number == count - 1), _loss_mode(state):
+            output = _call(model, part)
+            with guard:
+                loss = take_loss(loss_fn, output, target)
             (loss * (state.loss_scale / count)).backward()
         # Kept at least as wide as float32: half precision would round the mean.
         total = total + loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
@@ -84,13 +104,43 @@ def train_step(
         check_loss(total, state.plan, state.mesh)
     state.is_tested = True
     assert isinstance(total, torch.Tensor)
-    mean = mean_over_data(total / count, (inputs, targets), state.plan, state.mesh)
+    mean = mean_over_ranks(total / count, (inputs, targets), state.plan, state.mesh)
     if state.loss_scale == 1.0 or _unscale(model, state):
         if state.plan.spec.clip_grad_norm is not None:
             clip_grad_norm_(model, state.plan.spec.clip_grad_norm)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return float(mean)
+
+
+@contextmanager
+def loss_parallel(model: nn.Module) -> Iterator[None]:
+    """Keep the logits cut over the vocabulary, in a loop of one's own.
+
+    Inside, `F.cross_entropy` and `nn.CrossEntropyLoss` on the model's logits are computed on
+    parts; outside, the head gathers them. Put forward, loss and backward inside.
+
+    Args:
+        model: What `parallelize` returned, under a plan that says `loss_parallel: true`.
+
+    Raises:
+        ApplyError: The plan does not say so.
+    """
+    state = applied(model)
+    if not state.plan.assignment.loss_parallel:
+        raise ApplyError(
+            Problem(
+                "this model's plan does not say loss_parallel: true",
+                state.plan.spec.origin("loss_parallel"),
+                "add it, with a head that has the style vocab",
+            )
+        )
+    with _loss_mode(state):
+        yield
+
+
+def _loss_mode(state: Applied) -> AbstractContextManager[Any]:
+    return LossParallel() if state.plan.assignment.loss_parallel else nullcontext()
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -112,11 +162,20 @@ def _call(model: nn.Module, inputs: Any) -> Any:
     """The model's output.
 
     Raises:
-        ApplyError: A parameter that lies in parts is used where nothing gathers it.
+        ApplyError: A parameter that lies in parts is used where nothing gathers it, or one that
+            DistributedDataParallel waits for got no gradient.
     """
     try:
         return _forward(model, inputs)
     except RuntimeError as error:
+        if "find_unused_parameters" in str(error):
+            raise ApplyError(
+                Problem(
+                    "in the step before, some parameters got no gradient on this rank, and "
+                    "DistributedDataParallel waited for them (see the traceback above)",
+                    fix="say ddp: {find_unused_parameters: true}, or freeze what is never used",
+                )
+            ) from error
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise ApplyError(
@@ -137,41 +196,6 @@ def _forward(model: nn.Module, inputs: Any) -> Any:
     return model(inputs)
 
 
-def _split(value: Any, count: int) -> list[Any]:
-    """`value` as `count` equal microbatches."""
-    if count == 1:
-        return [value]
-
-    def part(number: int) -> Any:
-        return _map(value, lambda tensor: _chunk(tensor, count, "microbatches")[number])
-
-    return [part(number) for number in range(count)]
-
-
-def _chunk(tensor: torch.Tensor, count: int, what: str) -> tuple[torch.Tensor, ...]:
-    if tensor.ndim == 0:
-        return (tensor,) * count
-    if tensor.shape[0] % count:
-        raise ApplyError(
-            Problem(
-                f"a batch of {tensor.shape[0]} samples does not divide into {count} {what}",
-                fix=f"use a multiple of {count}",
-            )
-        )
-    return tensor.chunk(count)
-
-
-def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: _map(item, function) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        items = [_map(item, function) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
 @guarded()
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`.
@@ -188,29 +212,33 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     """
     mesh = applied(model).mesh
     gradients = _gradients(model)
+    pipeline = model if isinstance(model, PipelinedModule) else None
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        by_axes.setdefault(shard_axes(gradient), []).append(local_of(gradient))
+    for parameter, gradient in gradients:
+        if pipeline is None or pipeline.shared.is_counted(parameter):
+            by_axes.setdefault(shard_axes(gradient), []).append(local_of(gradient))
     powers = [
         _sum_over(_power_sum(parts, norm_type), axes, mesh, norm_type)
         for axes, parts in sorted(by_axes.items())
     ]
-    if not powers:
-        return torch.zeros((), device=device())
-    stacked = torch.stack(powers)
-    norm = stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
+    stacked = torch.stack([*powers, torch.zeros((), device=device())])
+    power = stacked.max() if math.isinf(norm_type) else stacked.sum()
+    if pipeline is not None:  # The other stages' gradients.
+        power = _sum_over(power, ("pp",), mesh, norm_type)
+    norm = power if math.isinf(norm_type) else power ** (1.0 / norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local_of(g) for g in gradients], factor)
+    if gradients:
+        torch._foreach_mul_([local_of(g) for _, g in gradients], factor)
     return norm
 
 
-def _gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Every gradient, with pending sums done in place."""
+def _gradients(model: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Every parameter with its gradient, pending sums done in place."""
     out = []
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad = without_partial(parameter.grad)
-            out.append(parameter.grad)
+            out.append((parameter, parameter.grad))
     return out
 
 
@@ -228,7 +256,7 @@ def _sum_over(
     """Along each axis that cuts these gradients, every rank holds other elements: add them."""
     for axis in axes:
         op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
-        dist.all_reduce(value, op=op, group=mesh[axis].get_group())
+        dist.all_reduce(value, op=op, group=submesh(mesh, (axis,)).get_group())
     return value
 
 
@@ -237,7 +265,7 @@ def _unscale(model: nn.Module, state: Applied) -> bool:
 
     Source: Micikevicius et al. 2018, section 3.2 (dynamic loss scaling).
     """
-    gradients = [local_of(g) for g in _gradients(model)]
+    gradients = [local_of(g) for _, g in _gradients(model)]
     finite = torch.ones((), device=device())
     if gradients:
         torch._foreach_mul_(gradients, 1.0 / state.loss_scale)

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import ApplyError, Problem
-from meshplan.mesh import DATA_AXES
+from meshplan.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import device, submesh
 
 
 def open_groups(plan: Plan, mesh: DeviceMesh) -> None:
     """Make the process groups that a step compares in, while no rank can have failed yet."""
-    for axes in (_peer_axes(plan), plan.mesh.present(DATA_AXES)):
+    for axes in (_peer_axes(plan), plan.mesh.present(GRADIENT_AXES)):
         if plan.mesh.size(*axes) > 1:
             submesh(mesh, axes, flat=True)
 
@@ -54,16 +54,16 @@ def check_peers(batch: Any, plan: Plan, mesh: DeviceMesh) -> None:
         raise ApplyError(_differ(words, group, f"along {' and '.join(axes)}"))
 
 
-def mean_over_data(mean: torch.Tensor, batch: Any, plan: Plan, mesh: DeviceMesh) -> torch.Tensor:
-    """The mean of this rank's mean over all data ranks.
+def mean_over_ranks(mean: torch.Tensor, batch: Any, plan: Plan, mesh: DeviceMesh) -> torch.Tensor:
+    """The mean of this rank's mean over all ranks that see other tokens.
 
     Raises:
         ApplyError: On every data rank, when they do not hold equally many samples.
     """
-    ranks = plan.num_data_ranks
+    ranks = plan.mesh.size(*GRADIENT_AXES)
     if ranks == 1:
         return mean
-    group = submesh(mesh, DATA_AXES, flat=True).get_group()
+    group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
     samples = _num_samples(batch)
     sums = torch.tensor([0, samples, samples**2], dtype=torch.float64, device=device())
     sums[0] = mean

@@ -1,0 +1,11 @@
+"""`tp_plan: auto`: tensor-parallel styles derived from a recorded forward pass, and proved.
+
+`regions` says what cutting a class of dims would cut, `proof` follows values and gradients
+through it, `numbers` and `comparison` rehearse it as one rank would run it, `choose` takes what
+holds, `derive` puts it into words.
+"""
+
+from meshplan.assign.auto.apply import apply_derived
+from meshplan.assign.auto.derive import Derived, derive
+
+__all__ = ["Derived", "apply_derived", "derive"]

@@ -1,0 +1,47 @@
+"""What the data flow decided beyond styles, written into the tp side of an assignment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshplan.assign.auto.derive import Derived
+from meshplan.assign.tensor_cuts import TensorCut, TensorParallel
+from meshplan.assign.types import LocalAttribute, StyleUse
+from meshplan.flow import Flow
+from meshplan.graph import ModelGraph
+from meshplan.layout import Layout
+from meshplan.styles import GRADIENTS_ADDED
+
+
+def apply_derived(graph: ModelGraph, derived: Derived, out: TensorParallel) -> None:
+    """Add parameters that plain code computes with, projections that add up, local numbers."""
+    out.problems += derived.problems
+    out.warnings += derived.notes
+    for fqn, reason in derived.added.items():
+        out.styles[fqn] = StyleUse(GRADIENTS_ADDED, "tp", reason)
+        for tensor in graph.owned(fqn):
+            if not tensor.is_buffer:
+                whole = Layout.whole(len(tensor.shape))
+                out.cuts[tensor.fqn] = TensorCut(whole, False, reason)
+    for fqn, use in derived.uses.items():
+        layout = Layout.whole(len(graph.tensors[fqn].shape))
+        if use.dim is not None:
+            layout = layout.cut("tp", use.dim)
+        out.cuts[fqn] = TensorCut(layout, False, use.reason, is_local=True)
+    if graph.flow is not None:
+        written = _written(graph.flow)
+        for fqn, style in out.styles.items():
+            if fqn in written:
+                out.styles[fqn] = replace(style, is_written=True)
+    # Which numbers the code of these modules must see was proved, not read off their names.
+    proved = {fqn.rpartition(".")[0] for fqn, said in derived.preset.items() if said.word != "R"}
+    out.attributes = [a for a in out.attributes if a.module in out.styles or a.module not in proved]
+    for (module, name), local in derived.attributes.items():
+        number = graph.modules[module].numbers[name]
+        out.attributes.append(LocalAttribute(module, name, number, local))
+
+
+def _written(flow: Flow) -> set[str]:
+    """Modules into whose output somebody writes."""
+    values = {value for op in flow.ops for value in op.mutates}
+    return {call.module for call in flow.calls if any(v in values for _, v in call.outputs)}

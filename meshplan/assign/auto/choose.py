@@ -1,0 +1,242 @@
+"""Which classes are cut: every one that is proved, the largest first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from meshplan.assign.auto.numbers import NotTheSame, Rehearsals
+from meshplan.assign.auto.proof import Proof, Refuted, prove
+from meshplan.assign.auto.regions import NoRegion, Places, Region, find_region
+from meshplan.dims.factors import Factor
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+@dataclass(slots=True)
+class Choice:
+    """What is cut, and why the rest is not.
+
+    Attributes:
+        regions: Proved together.
+        gathered: Modules with the style vocab.
+        proof: What else they need.
+        numbers: Local values of attributes.
+        refused: By factor, why a class that nothing blocks is whole nevertheless.
+        uncut: By module, why it cannot take the style vocab.
+    """
+
+    regions: tuple[Region, ...] = ()
+    gathered: dict[str, str] = field(default_factory=dict)
+    proof: Proof = field(default_factory=Proof)
+    numbers: dict[tuple[str, str], int] = field(default_factory=dict)
+    refused: dict[Factor, str] = field(default_factory=dict)
+    uncut: dict[str, str] = field(default_factory=dict)
+
+
+def choose(
+    places: Places, size: int, may_cut: Callable[[str], bool], rehearsals: Rehearsals
+) -> Choice:
+    """Find the regions of a flow and prove them.
+
+    Args:
+        size: Ranks of tp.
+        may_cut: Whether the plan leaves a module to the data flow.
+    """
+    out = Choice()
+    candidates = _candidates(places, size, may_cut, out)
+    while True:
+        # What is proved beside others need not hold once one of them is gone.
+        kept: list[Region] = []
+        for kind in _kinds(candidates):
+            kept += _prove_kind(places, kept, kind, out)
+        out.regions, out.numbers = _rehearse(tuple(kept), rehearsals, out)
+        if len(out.regions) == len(kept):
+            break
+        candidates = list(out.regions)
+    out.gathered = _vocabulary(places, out, may_cut)
+    out.proof = prove(places, out.regions, out.gathered)
+    return out
+
+
+def _candidates(
+    places: Places, size: int, may_cut: Callable[[str], bool], out: Choice
+) -> list[Region]:
+    found = []
+    for factor in places.by_factor:
+        if factor in places.classes.blocked:
+            continue
+        try:
+            region = find_region(places, factor)
+        except NoRegion as error:
+            out.refused[factor] = str(error)
+            continue
+        if region.size % size:
+            out.refused[factor] = f"its {region.size} places do not divide by tp {size}"
+        elif not all(may_cut(fqn) for fqn in (*region.words, *_owners(region.parts))):
+            out.refused[factor] = "a rule decides a part of what would be cut"
+        else:
+            found.append(region)
+    return sorted(found, key=lambda r: -r.num_elements)
+
+
+def _owners(parameters: Iterable[str]) -> list[str]:
+    return [fqn.rpartition(".")[0] for fqn in parameters]
+
+
+def pattern(fqn: str) -> str:
+    """A name with its layer numbers left open."""
+    return _NUMBER.sub(".*", fqn)
+
+
+def _kinds(regions: Iterable[Region]) -> list[list[Region]]:
+    """Regions that differ in the number of their layer only, together."""
+    found: dict[object, list[Region]] = {}
+    for region in regions:
+        key = (region.size, frozenset((pattern(m), w) for m, w in region.words.items()))
+        found.setdefault(key, []).append(region)
+    return list(found.values())
+
+
+def _prove_kind(
+    places: Places, kept: list[Region], kind: list[Region], out: Choice
+) -> list[Region]:
+    """Those regions of a kind that can be cut beside what is cut already."""
+    try:
+        prove(places, (*kept, *kind), {})
+        return kind
+    except Refuted as error:
+        if len(kind) == 1:
+            out.refused[kind[0].factor] = str(error)
+            return []
+    added: list[Region] = []
+    for region in kind:
+        added += _prove_kind(places, [*kept, *added], [region], out)
+    return added
+
+
+def _rehearse(
+    regions: tuple[Region, ...], rehearsals: Rehearsals, out: Choice
+) -> tuple[tuple[Region, ...], dict[tuple[str, str], int]]:
+    """All at once if that runs, else kind by kind, each beside those that do."""
+    if not regions:
+        return (), {}
+    try:
+        return regions, rehearsals.find(regions, {})
+    except NotTheSame:
+        kept: tuple[Region, ...] = ()
+        numbers: dict[tuple[str, str], int] = {}
+        for kind in _kinds(regions):
+            try:
+                numbers = rehearsals.find((*kept, *kind), numbers)
+                kept = (*kept, *kind)
+            except NotTheSame as error:
+                where = rehearsals.places.flow.calls[error.difference.call].module
+                for region in kind:
+                    out.refused[region.factor] = (
+                        f"one rank would run another program in {where or 'the model'}: {error}"
+                    )
+        return kept, numbers
+
+
+def _vocabulary(places: Places, out: Choice, may_cut: Callable[[str], bool]) -> dict[str, str]:
+    """Embeddings of tokens by their rows, and the heads that give one number per row."""
+    graph, flow = places.graph, places.flow
+    taken = {fqn for r in out.regions for fqn in r.words}
+    found: dict[str, str] = {}
+    rows: set[int] = set()
+    for fqn, info in graph.modules.items():
+        if info.kind != "embedding" or fqn not in places.calls or fqn in taken:
+            continue
+        weight = next((t for t in graph.owned(fqn) if len(t.shape) == 2), None)
+        if weight is None or weight.fqn not in places.values:
+            continue
+        owners = places.owners(weight)
+        more = next((m for o in owners if (m := _cannot_gather(places, o, taken))), "")
+        inputs = {v for c in places.calls[fqn] for _, v in c.inputs}
+        is_token = any(flow.values[v].origin == "input" or _from_input(places, v) for v in inputs)
+        if more:
+            out.uncut[fqn] = more
+        elif not is_token or weight.shape[0] <= weight.shape[1]:
+            out.uncut[fqn] = "its table is small"
+        elif not all(may_cut(owner) for owner in owners):
+            out.uncut[fqn] = "a rule decides a part of what would be cut"
+        elif places.used_outside(weight, owners):
+            out.uncut[fqn] = f"{weight.fqn} is used outside of its module's forward"
+        elif _proves(places, out, {**found, **dict.fromkeys(owners, "vocab")}):
+            found |= dict.fromkeys(owners, "vocab")
+            rows.add(weight.shape[0])
+        else:
+            out.uncut[fqn] = "what it takes or leaves is combined with something cut"
+    for fqn, info in graph.modules.items():
+        if info.kind != "linear" or fqn in taken or fqn in found or fqn not in places.calls:
+            continue
+        weight = next((t for t in graph.owned(fqn) if len(t.shape) == 2), None)
+        if (
+            weight is None
+            or weight.shape[0] not in rows
+            or not _reaches_outputs(places, weight.fqn)
+        ):
+            continue
+        shared = any(len(t.names) > 1 and _is_shared(places, t.fqn, fqn) for t in graph.owned(fqn))
+        if not (shared or _cannot_gather(places, fqn, taken)) and may_cut(fqn) and (
+            not places.used_outside(weight, {fqn})
+            and _proves(places, out, {**found, fqn: "vocab"})
+        ):  # fmt: skip
+            found[fqn] = "vocab"
+    return found
+
+
+def _cannot_gather(places: Places, fqn: str, taken: set[str]) -> str:
+    info = places.graph.modules[fqn]
+    if info.kind not in ("embedding", "linear"):
+        return f"its weight is used by {fqn} too"
+    if fqn in taken:
+        return f"its weight is cut otherwise in {fqn}"
+    more = places.does_more(info)
+    return f"its forward does more than look up ({more})" if more else ""
+
+
+def _is_shared(places: Places, tensor: str, fqn: str) -> bool:
+    """Whether a tensor of a module is used by another one as well."""
+    return places.used_outside(places.graph.tensors[tensor], {fqn})
+
+
+def _proves(places: Places, out: Choice, gathered: dict[str, str]) -> bool:
+    try:
+        prove(places, out.regions, gathered)
+    except Refuted:
+        return False
+    return True
+
+
+def _from_input(places: Places, value: int) -> bool:
+    """Whether numbers are those of an input, looked at otherwise."""
+    flow = places.flow
+    for _ in range(64):
+        if flow.values[value].origin == "input":
+            return True
+        number = flow.producer(value)
+        if number is None or not flow.ops[number].inputs:
+            return False
+        if flow.ops[number].name.split(".")[1] not in _SAME_NUMBERS:
+            return False
+        value = flow.ops[number].inputs[0]
+    return False
+
+
+_SAME_NUMBERS = frozenset(
+    (
+        "view", "_unsafe_view", "reshape", "alias", "detach", "clone", "_to_copy", "unsqueeze",
+        "squeeze", "expand", "slice", "select", "where", "masked_fill", "transpose", "clamp",
+        "new_zeros", "copy_",
+    )
+)  # fmt: skip
+"""Only looked at otherwise, or with a few replaced: still numbers of tokens."""
+
+
+def _reaches_outputs(places: Places, weight: str) -> bool:
+    """Whether the model returns something that lies along the rows of a weight."""
+    rows = places.classes.dims[places.values[weight]][0]
+    return any(set(rows) & places.classes.factors_of(value) for _, value in places.flow.outputs)

@@ -1,0 +1,219 @@
+"""Whether a rehearsal ran the same program as one process, on shapes divided where a class is cut.
+
+Operation by operation: same name, same module, same wiring, same numbers; every shape the global
+one with the cut classes divided. Only numbers that spell a shape may differ, and only so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+from meshplan.assign.auto.regions import Places, Region
+from meshplan.dims.factors import Factor
+from meshplan.dims.linker import argument, base_name, positions
+from meshplan.flow import UPDATE, Flow, Op, Ref
+from meshplan.rehearsal import Stopped
+
+_SPELLS_SHAPE: Final = frozenset(
+    (
+        "view", "_unsafe_view", "reshape", "expand", "zeros", "ones", "full", "empty",
+        "new_zeros", "new_ones", "new_full", "new_empty", "split", "split_with_sizes",
+        "empty_strided", "new_empty_strided", "repeat", "view_copy",
+    )
+)  # fmt: skip
+"""Its integers say nothing but the shape of the result, which is compared."""
+
+
+_SAME_NUMBERS: Final = frozenset(("clone", "alias", "detach", "contiguous", "lift_fresh"))
+"""Gives back what it is given. Whether a copy is made depends on strides, and so on sizes of 1."""
+
+_VIEWS: Final = frozenset(("view", "_unsafe_view", "reshape", "_reshape_alias", "expand"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Where a rehearsal left the program.
+
+    Args:
+        call: The module call of the recorded flow in which it did.
+        at: How far it came, in operations.
+        text: What was different.
+    """
+
+    call: int
+    at: int
+    text: str
+
+
+def compare(
+    places: Places, regions: tuple[Region, ...], size: int, twin: Flow | Stopped
+) -> Difference | None:
+    """The first difference between the recorded flow and a rehearsal of these regions.
+
+    Args:
+        size: Ranks of tp.
+    """
+    return _Comparison(places, regions, size).run(twin)
+
+
+class _Comparison:
+    def __init__(self, places: Places, regions: tuple[Region, ...], size: int) -> None:
+        self.places, self.flow, self.size = places, places.flow, size
+        self.cut = frozenset(r.factor for r in regions)
+        styled = {fqn for r in regions for fqn in r.words}
+        self.whole: set[int] = set()
+        for call in self.flow.calls:
+            if call.module in styled:
+                self.whole |= {v for op in self.flow.ops[slice(*call.ops)] for v in op.outputs}
+        self.pairs: dict[int, int] = {}
+        self.twin = places.flow
+        self.sources: dict[int, dict[int, int]] = {id(places.flow): {}}
+
+    def run(self, twin: Flow | Stopped) -> Difference | None:
+        if isinstance(twin, Stopped):
+            return self._stopped(twin)
+        self.twin = twin
+        self.sources[id(twin)] = {}
+        by_name = {(v.origin, v.name): v.id for v in self.flow.values if v.name}
+        for value in twin.values:
+            if value.name and (value.origin, value.name) in by_name:
+                self.pairs[value.id] = by_name[value.origin, value.name]
+        mine = [op for op in enumerate(self.flow.ops) if not self._gives_back(op[1], self.flow)]
+        theirs = [op for op in twin.ops if not self._gives_back(op, twin)]
+        at = other_at = 0
+        while at < len(mine) and other_at < len(theirs):
+            (number, op), other = mine[at], theirs[other_at]
+            text = self._operation(op, other)
+            if not text:
+                at, other_at = at + 1, other_at + 1
+            elif self._changes_nothing(op, self.flow):
+                at += 1
+            elif self._changes_nothing(other, twin):
+                other_at += 1
+            else:
+                return Difference(call=op.call, at=number, text=f"{base_name(op)}: {text}")
+        while at < len(mine) and self._changes_nothing(mine[at][1], self.flow):
+            at += 1
+        while other_at < len(theirs) and self._changes_nothing(theirs[other_at], twin):
+            other_at += 1
+        if at < len(mine) or other_at < len(theirs):
+            number, op = mine[at] if at < len(mine) else (len(self.flow.ops), self.flow.ops[-1])
+            return Difference(call=op.call, at=number, text="not the same operations run")
+        returned = tuple((path, self.pairs.get(self._source(v, twin))) for path, v in twin.outputs)
+        wanted = tuple((path, self._source(v, self.flow)) for path, v in self.flow.outputs)
+        if returned != wanted:
+            return Difference(call=0, at=len(self.flow.ops), text="something else is returned")
+        return None
+
+    def _gives_back(self, op: Op, flow: Flow) -> bool:
+        """Note whose numbers an operation gives back, if it computes nothing."""
+        if base_name(op) not in _SAME_NUMBERS or len(op.outputs) != 1 or len(op.inputs) != 1:
+            return False
+        self.sources[id(flow)][op.outputs[0]] = self._source(op.inputs[0], flow)
+        return True
+
+    def _changes_nothing(self, op: Op, flow: Flow) -> bool:
+        """The same, for a view into the shape that was there, or an update that nobody reads."""
+        if op.name == UPDATE:
+            return True  # Whoever reads what it makes is told that it reads another tensor.
+        if base_name(op) not in _VIEWS or len(op.inputs) != 1:
+            return False
+        if flow.values[op.inputs[0]].shape != flow.values[op.outputs[0]].shape:
+            return False
+        self.sources[id(flow)][op.outputs[0]] = self._source(op.inputs[0], flow)
+        return True
+
+    def _source(self, value: int, flow: Flow) -> int:
+        """The value whose numbers these are."""
+        found = self.sources[id(flow)]
+        while value in found:
+            value = found[value]
+        return value
+
+    def _stopped(self, twin: Stopped) -> Difference:
+        at = min(twin.num_ops, len(self.flow.ops) - 1)
+        calls = (c.id for c in self.flow.around(self.flow.ops[at].call))
+        found = next((c for c in calls if self.flow.calls[c].module == twin.module), None)
+        if found is None:
+            found = next((c.id for c in self.flow.calls if c.module == twin.module), 0)
+        return Difference(call=found, at=twin.num_ops, text=twin.text)
+
+    def _operation(self, op: Op, other: Op) -> str:
+        """How an operation differs from its counterpart; "" if it does not."""
+        views = {base_name(op), base_name(other)} <= _VIEWS - {"expand"}
+        if (op.name != other.name and not views) or len(op.outputs) != len(other.outputs):
+            return f"{base_name(other)} runs in its place"
+        if self.flow.calls[op.call].module != self.twin.calls[other.call].module:
+            return "another module runs it"
+        text = self._same((op.args, dict(op.kwargs)), (other.args, dict(other.kwargs)), op)
+        if text:
+            return text
+        for mine, theirs in zip(op.outputs, other.outputs, strict=True):
+            self.pairs[theirs] = mine
+            shape, dtype = self.twin.values[theirs].shape, self.twin.values[theirs].dtype
+            if shape != self._local(mine) or dtype != self.flow.values[mine].dtype:
+                return f"{list(shape)} is made where a rank needs {list(self._local(mine))}"
+        if base_name(op) == "slice":
+            return self._slice(op, other)
+        return ""
+
+    def _same(self, mine: Any, theirs: Any, op: Op) -> str:
+        if isinstance(mine, Ref) and isinstance(theirs, Ref):
+            return self._same_value(mine.value, theirs.value)
+        if isinstance(mine, dict) and isinstance(theirs, dict) and mine.keys() == theirs.keys():
+            parts = ((mine[key], theirs[key]) for key in mine)
+            return next((t for a, b in parts if (t := self._same(a, b, op))), "")
+        if isinstance(mine, tuple | list) and isinstance(theirs, tuple | list):
+            if len(mine) != len(theirs):
+                return "it is given other arguments"
+            items = zip(mine, theirs, strict=True)
+            return next((t for a, b in items if (t := self._same(a, b, op))), "")
+        if type(mine) is type(theirs) and (mine == theirs or (mine != mine and theirs != theirs)):
+            return ""
+        spells = base_name(op) in _SPELLS_SHAPE or base_name(op) == "slice"
+        if spells and type(mine) is int and type(theirs) is int and theirs * self.size == mine:
+            return ""
+        return f"it is given {theirs} where one process gives {mine}"
+
+    def _same_value(self, mine: int, theirs: int) -> str:
+        mine, theirs = self._source(mine, self.flow), self._source(theirs, self.twin)
+        one, other = self.flow.values[mine], self.twin.values[theirs]
+        if one.origin == other.origin == "constant" and theirs not in self.pairs:
+            if (one.shape, one.dtype, one.digest) != (other.shape, other.dtype, other.digest):
+                return "it reads another constant"
+            self.pairs[theirs] = mine
+        if self.pairs.get(theirs) != mine:
+            return "it reads another tensor"
+        return ""
+
+    def _slice(self, op: Op, other: Op) -> str:
+        """Where a cut dim is sliced, both ends must be divided too."""
+        value = op.inputs[0]
+        shape = self.flow.values[value].shape
+        dim = positions(argument(op, 1, "dim", 0), len(shape))[0]
+        ways = self._ways(self.places.classes.dims[value][dim])
+        local = shape[dim] // ways
+
+        def ends(which: Op, size: int) -> tuple[int, int]:
+            first, last = argument(which, 2, "start") or 0, argument(which, 3, "end")
+            last = size if last is None else last
+            first = max(first + size, 0) if first < 0 else min(first, size)
+            return first, (last + size if last < 0 else min(last, size))
+
+        mine, theirs = ends(op, shape[dim]), ends(other, local)
+        if tuple(n * ways for n in theirs) != mine:
+            return f"{list(theirs)} is taken where a rank needs {[n // ways for n in mine]}"
+        return ""
+
+    def _local(self, value: int) -> tuple[int, ...]:
+        """The shape that one rank sees."""
+        shape = self.flow.values[value].shape
+        if value in self.whole:
+            return shape
+        dims = self.places.classes.dims[value]
+        return tuple(n // self._ways(dim) for n, dim in zip(shape, dims, strict=True))
+
+    def _ways(self, dim: tuple[Factor, ...]) -> int:
+        return math.prod(self.size for f in dim if f in self.cut)

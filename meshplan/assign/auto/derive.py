@@ -1,0 +1,237 @@
+"""What the data flow says about the tp axis, as a preset under the rules, with its reasons."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from meshplan.assign.auto.choose import Choice, choose, pattern
+from meshplan.assign.auto.numbers import Rehearsals
+from meshplan.assign.auto.regions import NO_PAIR, Places, Region
+from meshplan.assign.cascade import Cascade
+from meshplan.assign.types import LocalUse, Preset, Reason
+from meshplan.dims import classify
+from meshplan.errors import Origin, Problem
+from meshplan.graph import ModelGraph
+from meshplan.layout import Piece
+from meshplan.mesh import Mesh
+from meshplan.rehearsal import Rehearse
+from meshplan.spec import AUTO, Spec
+
+_FIELD = "place.tp"
+_ADDED = "auto: whole, and its result meets cut values only, so its gradients are added up"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """Styles from the data flow.
+
+    Args:
+        preset: By module, for `assign_tp`.
+        uses: By parameter, those that plain code computes with beside cut values.
+        added: By module, projections left whole whose gradients are added up over the ranks.
+        attributes: Local values of numbers that code builds shapes from, by (module, name).
+        problems: Why nothing could be derived.
+        notes: What stays whole, and why.
+    """
+
+    preset: Mapping[str, Preset] = field(default_factory=dict)
+    uses: Mapping[str, LocalUse] = field(default_factory=dict)
+    added: Mapping[str, Reason] = field(default_factory=dict)
+    attributes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[Problem, ...] = ()
+
+
+def derive(
+    spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh, rehearse: Rehearse | None
+) -> Derived:
+    """Read the styles of every module that the plan leaves to `auto`."""
+    origin = _asked(spec)
+    if origin is not None and "tp" not in mesh.names and spec.tp_plan == AUTO:
+        what, fix = "'tp_plan' has no effect without a tp axis", "add tp to the mesh, or remove it"
+        return Derived(problems=(Problem(what, origin, fix),))
+    if origin is None or mesh.size("tp") == 1:
+        return Derived()
+    if graph.flow is None or rehearse is None:
+        return Derived(problems=(_no_flow(origin),))
+
+    def may_cut(module: str) -> bool:
+        stated = cascade.inherited(module, _FIELD)
+        if any(cascade.param(t, _FIELD) for t in graph.owned(module)):
+            return False
+        return spec.tp_plan == AUTO if stated is None else stated.value == AUTO
+
+    size = mesh.size("tp")
+    places = Places(graph, classify(graph.flow))
+    choice = choose(places, size, may_cut, Rehearsals(places, rehearse, size))
+    whole = _whole(places, choice, may_cut)
+    if not choice.regions and not choice.gathered:
+        return Derived(problems=(_nothing(whole, size, origin),))
+    preset = _preset(places, choice, size)
+    reasons = {fqn: Preset("R", Reason(f"auto: whole, {why}")) for fqn, why in whole.items()}
+    return Derived(
+        preset=MappingProxyType({**reasons, **preset}),
+        uses=MappingProxyType(_uses(choice)),
+        added=MappingProxyType(dict.fromkeys(choice.proof.summed_modules, Reason(_ADDED))),
+        attributes=MappingProxyType(choice.numbers),
+        notes=tuple(_notes(whole, origin)),
+    )
+
+
+def _asked(spec: Spec) -> Origin | None:
+    """Where the plan asks for it."""
+    if spec.tp_plan == AUTO:
+        return spec.origin("tp_plan")
+    at = next((r.index for r in spec.rules if r.place.get("tp") == AUTO), None)
+    return None if at is None else spec.origin(f"rules[{at}].place.tp")
+
+
+def _no_flow(origin: Origin) -> Problem:
+    return Problem(
+        "auto reads tensor parallelism from the model's data flow, and there is no live model",
+        origin,
+        "name it with --model pkg.mod:function, or call parallelize",
+    )
+
+
+def _nothing(whole: Mapping[str, str], size: int, origin: Origin) -> Problem:
+    folded = _folded(whole)
+    shown = "; ".join(f"{where} stays whole: {why}" for where, why in folded[:3])
+    return Problem(
+        f"auto finds nothing that tp {size} can cut{': ' + shown if shown else ''}",
+        origin,
+        f"use those {size} ranks for dp_shard instead of tp",
+    )
+
+
+def _pieces(places: Places, region: Region, fqn: str, size: int) -> tuple[Piece, ...]:
+    """The equal pieces of a packed projection's output, each cut by itself."""
+    count = region.pieces.get(fqn)
+    if count is None:
+        return ()
+    widths = (
+        places.classes.sizes_of(dim)
+        for tensor in places.graph.owned(fqn)
+        if tensor.fqn in places.values
+        for dim in places.classes.dims[places.values[tensor.fqn]]
+        if region.factor in dim
+    )
+    return (Piece(next(widths) // count, size),) * count
+
+
+def _preset(places: Places, choice: Choice, size: int) -> dict[str, Preset]:
+    out: dict[str, Preset] = {}
+    for region in choice.regions:
+        for fqn, word in region.words.items():
+            reason = Reason(f"auto: {_why(places, region, fqn)}")
+            pieces = _pieces(places, region, fqn, size)
+            out[fqn] = Preset(word, reason, is_proved=True, pieces=pieces)
+    for fqn in choice.gathered:
+        is_table = places.graph.modules[fqn].kind == "embedding"
+        why = "its rows are the vocabulary" if is_table else "it scores the vocabulary"
+        out[fqn] = Preset("vocab", Reason(f"auto: {why}"), is_proved=True)
+    return out
+
+
+def _why(places: Places, region: Region, fqn: str) -> str:
+    """Such as "its 8 heads pair with o_proj"."""
+    opens = region.words[fqn] != "rowwise"
+    partners = [m for m, w in region.words.items() if (w == "rowwise") == opens]
+    around = fqn.split(".")
+    near = max(_common(around, m.split(".")) for m in partners)
+    names = dict.fromkeys(
+        m.rpartition(".")[2] for m in partners if _common(around, m.split(".")) == near
+    )
+    return f"its {_counted(places, region, fqn)} pair with {_listed(names)}"
+
+
+def _counted(places: Places, region: Region, fqn: str) -> str:
+    """Such as "8 heads", or "128 features" where nothing looks into a place."""
+    classes = places.classes
+    dims = (d for t in places.graph.owned(fqn) for d in classes.dims[places.values[t.fqn]])
+    dim = next(d for d in dims if region.factor in d)
+    behind = dim[dim.index(region.factor) :]
+    count = math.prod(classes.sizes[f] for f in behind if f not in classes.blocked)
+    word = "heads" if any(f in classes.blocked for f in behind) else "features"
+    fused = f"{region.pieces[fqn]} x " if fqn in region.pieces else ""
+    return f"{fused}{count} {word}"
+
+
+def _common(one: list[str], other: list[str]) -> int:
+    same = (a == b for a, b in zip(one, other, strict=False))
+    return next((i for i, s in enumerate(same) if not s), min(len(one), len(other)))
+
+
+def _listed(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _uses(choice: Choice) -> dict[str, LocalUse]:
+    parts = {
+        fqn: LocalUse(dim, Reason("auto: it lies along a cut dim"))
+        for region in choice.regions
+        for fqn, dim in region.parts.items()
+    }
+    summed = Reason("auto: whole, and it meets cut values, so its gradient is added up")
+    return parts | {fqn: LocalUse(None, summed) for fqn in choice.proof.summed}
+
+
+def _whole(places: Places, choice: Choice, may_cut: object) -> dict[str, str]:
+    """Modules with matrices that stay whole, and why."""
+    cut = {fqn for r in choice.regions for fqn in (*r.words, *_holders(r.parts))}
+    cut |= {*choice.gathered, *choice.proof.summed_modules, *_holders(choice.proof.summed)}
+    out: dict[str, str] = {}
+    for fqn in places.graph.modules:
+        matrices = [t for t in places.graph.owned(fqn) if len(t.shape) > 1 and not t.is_buffer]
+        if fqn in cut or not matrices or not callable(may_cut) or not may_cut(fqn):
+            continue
+        if any(places.owners(t) & cut for t in matrices):
+            continue
+        out[fqn] = choice.uncut.get(fqn) or _reason(places, choice, [t.fqn for t in matrices])
+    return out
+
+
+def _holders(parameters: Iterable[str]) -> list[str]:
+    return [fqn.rpartition(".")[0] for fqn in parameters]
+
+
+def _reason(places: Places, choice: Choice, tensors: list[str]) -> str:
+    """What is in the way of a class of its dims: of one that was tried, if there is one."""
+    factors = [
+        factor
+        for name in tensors
+        if name in places.values
+        for dim in places.classes.dims[places.values[name]]
+        for factor in dim
+    ]
+    if not factors:
+        return "the recorded forward does not use it"
+    tried = [choice.refused[f] for f in factors if f in choice.refused]
+    blocked = [places.classes.blocked[f] for f in factors if f in places.classes.blocked]
+    telling = [why for why in tried if why != NO_PAIR]
+    if telling:
+        return telling[0]
+    chosen = {r.factor for r in choice.regions}
+    if any(f in chosen for f in factors):
+        return "its other side is cut already"
+    return (*blocked, *tried, NO_PAIR)[0]
+
+
+def _folded(whole: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(pattern of names, reason), each once."""
+    return list(dict.fromkeys((pattern(fqn), why) for fqn, why in whole.items()))
+
+
+def _notes(whole: Mapping[str, str], origin: Origin) -> Iterable[Problem]:
+    """One note for all that stays whole."""
+    folded = _folded(whole)
+    if folded:
+        shown = "; ".join(f"{where} ({why})" for where, why in folded[:4])
+        more = f"; and {len(folded) - 4} more" if len(folded) > 4 else ""
+        yield Problem(
+            f"auto leaves whole on tp: {shown}{more}", origin, "state a style by rule, or ignore it"
+        )

@@ -1,0 +1,157 @@
+"""Numbers that code writes into shapes: `view(b, s, self.num_heads, self.head_dim)`.
+
+One rank must see its own count there. Which attributes these are is found by rehearsal: where it
+stops, numbers of the modules around that are sizes of the cut classes are divided, fewest first,
+until the program is the same. A number that was divided wrongly shows in the comparison.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from meshplan.assign.auto.comparison import Difference, compare
+from meshplan.assign.auto.regions import Places, Region
+from meshplan.graph import is_inside
+from meshplan.rehearsal import Rehearsal, Rehearse
+
+_LEVELS: Final = 3
+"""How far outwards of the operation that went wrong its numbers may stand."""
+
+_MAX_TRIES: Final = 30
+_MAX_TOGETHER: Final = 2
+
+Numbers = Mapping[tuple[str, str], int]
+
+
+class NotTheSame(Exception):
+    """A rehearsal that differs whatever is divided.
+
+    Attributes:
+        difference: The first one.
+    """
+
+    def __init__(self, difference: Difference) -> None:
+        super().__init__(difference.text)
+        self.difference = difference
+
+
+@dataclass(slots=True)
+class Rehearsals:
+    """Rehearsals of one model, with a limit on how many.
+
+    Args:
+        places: The recorded flow.
+        rehearse: Runs one.
+        size: Ranks of tp.
+    """
+
+    places: Places
+    rehearse: Rehearse
+    size: int
+    tries: int = 0
+
+    def find(self, regions: Iterable[Region], known: Numbers) -> dict[tuple[str, str], int]:
+        """The local values of numbers with which one rank runs the program of one process.
+
+        Args:
+            known: Numbers that are local already.
+
+        Raises:
+            NotTheSame: There are none.
+        """
+        regions = tuple(regions)
+        found = dict(known)
+        self.tries = 0
+        difference = self.run(regions, found)
+        while difference is not None:
+            better = self._repair(regions, found, difference)
+            if better is None:
+                raise NotTheSame(difference)
+            found, difference = better
+        return found
+
+    def run(self, regions: tuple[Region, ...], numbers: Numbers) -> Difference | None:
+        """What one rehearsal with these local numbers differs in."""
+        self.tries += 1
+        words = {fqn: word for r in regions for fqn, word in r.words.items()}
+        return compare(
+            self.places,
+            regions,
+            self.size,
+            self.rehearse(
+                Rehearsal(
+                    size=self.size,
+                    takes_part=frozenset(m for m, w in words.items() if w == "rowwise"),
+                    leaves_part=frozenset(m for m, w in words.items() if w != "rowwise"),
+                    parts={fqn: dim for r in regions for fqn, dim in r.parts.items()},
+                    attributes=numbers,
+                )
+            ),
+        )
+
+    def _repair(
+        self, regions: tuple[Region, ...], found: Numbers, difference: Difference
+    ) -> tuple[dict[tuple[str, str], int], Difference | None] | None:
+        """Divide the fewest numbers around a difference that let the rehearsal come further."""
+        suspects = self._suspects(regions, found, difference)
+        for count in range(1, _MAX_TOGETHER + 1):
+            for chosen in itertools.combinations(suspects, count):
+                if self.tries >= _MAX_TRIES:
+                    return None
+                local = dict(found)
+                for module, name in chosen:
+                    for twin in self._alike(regions, module, name):
+                        value = self.places.graph.modules[twin].numbers[name]
+                        local.setdefault((twin, name), value // self.size)
+                after = self.run(regions, local)
+                if after is None or after.at > difference.at:
+                    return local, after
+        return None
+
+    def _suspects(
+        self, regions: tuple[Region, ...], found: Numbers, difference: Difference
+    ) -> list[tuple[str, str]]:
+        sizes = self._sizes(regions)
+        graph, flow = self.places.graph, self.places.flow
+        around = [c.module for c in itertools.islice(flow.around(difference.call), _LEVELS)]
+        # Modules that are not called themselves, but whose projections are.
+        touched = (fqn.rpartition(".")[0] for r in regions for fqn in r.words)
+        held = (fqn for fqn in touched if is_inside(fqn, around[0]))
+        return [
+            (module, name)
+            for module in dict.fromkeys((*around, *held))
+            for name, value in graph.modules[module].numbers.items()
+            if value in sizes and (module, name) not in found
+        ]
+
+    def _sizes(self, regions: Iterable[Region]) -> set[int]:
+        """What code may call the size of a cut class: alone, or with the factors beside it."""
+        out: set[int] = set()
+        for region in regions:
+            for name in self.places.by_factor[region.factor]:
+                for dim in self.places.classes.dims[self.places.values[name]]:
+                    if region.factor in dim:
+                        at = dim.index(region.factor)
+                        for first in range(at + 1):
+                            for last in range(at + 1, len(dim) + 1):
+                                size = 1
+                                for factor in dim[first:last]:
+                                    size *= self.places.classes.sizes[factor]
+                                out.add(size)
+        return {size for size in out if size % self.size == 0}
+
+    def _alike(self, regions: tuple[Region, ...], module: str, name: str) -> list[str]:
+        """Modules of the same class with the same number, around regions of their own."""
+        info = self.places.graph.modules[module]
+        value = info.numbers[name]
+        touched = {fqn for r in regions for fqn in (*r.words, *r.parts)}
+        return [
+            m.fqn
+            for m in self.places.graph.modules.values()
+            if m.qualified_type == info.qualified_type
+            and m.numbers.get(name) == value
+            and (m.fqn == module or any(fqn.startswith(m.fqn + ".") for fqn in touched))
+        ]

@@ -1,0 +1,254 @@
+"""Whether a set of regions computes what one process computes: values forward, gradients back.
+
+Forward: with the classes cut, every operation outside of the styled modules works place by
+place along them, and what arrives at and leaves a styled module is cut as its style says.
+
+Backward: where an operation combines a cut value with a whole one, each rank's gradient of the
+whole one is one addend ("part"). Styled modules add up the gradient of their input; parameters
+can be told to. Anywhere else an addend would be taken for the gradient: refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from meshplan.assign.auto.regions import Places, Region
+from meshplan.dims.factors import Factor
+from meshplan.dims.linker import base_name
+from meshplan.dims.operations import UNIFORM
+from meshplan.flow import UPDATE, Call, Op
+
+_FLOATS = ("float32", "bfloat16", "float16", "float64", "complex64", "complex128")
+_WHOLE, _PART = 1, 2
+
+
+class Refuted(Exception):
+    """A set of regions that would compute something else, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What else a set of regions needs.
+
+    Args:
+        summed: Whole parameters whose gradient must be added up over the ranks, by fqn.
+        summed_modules: Projections left whole of which both weights' and input's gradients must.
+    """
+
+    summed: tuple[str, ...] = ()
+    summed_modules: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _State:
+    """The walk backwards: per value, whether its gradient is whole, an addend, or both."""
+
+    gradient: dict[int, int] = field(default_factory=dict)
+    summed_modules: dict[str, bool] = field(default_factory=dict)
+
+    def add(self, value: int, state: int) -> None:
+        self.gradient[value] = self.gradient.get(value, 0) | state
+
+
+def prove(places: Places, regions: Iterable[Region], gathered: Mapping[str, str]) -> Proof:
+    """Follow values and gradients through the flow.
+
+    Args:
+        gathered: Modules with a style that takes and leaves whole tensors (vocab), by fqn.
+
+    Raises:
+        Refuted: Naming the place and what is in the way.
+    """
+    regions = tuple(regions)
+    cut = frozenset(r.factor for r in regions)
+    styled = {fqn: (word, region) for region in regions for fqn, word in region.words.items()}
+    count = sum(len(r.words) for r in regions)
+    if len(styled) != count or any(fqn in styled for fqn in gathered):
+        raise Refuted("two classes would cut one module")
+    walk = _Walk(places, cut, styled, gathered)
+    walk.forward()
+    return walk.backward()
+
+
+class _Walk:
+    def __init__(
+        self,
+        places: Places,
+        cut: frozenset[Factor],
+        styled: Mapping[str, tuple[str, Region]],
+        gathered: Mapping[str, str],
+    ) -> None:
+        self.places, self.flow, self.classes = places, places.flow, places.classes
+        self.cut, self.styled, self.gathered = cut, styled, gathered
+        dims = self.classes.dims
+        self.is_cut = [any(f in cut for dim in value for f in dim) for value in dims]
+        self.inside: dict[int, Call] = {}
+        for call in self.flow.calls:
+            if call.module in styled or call.module in gathered:
+                for number in range(*call.ops):
+                    if number in self.inside and self.inside[number] is not call:
+                        raise Refuted(f"{call.module} is called inside of another cut module")
+                    self.inside[number] = call
+        self.has_gradient = self._with_gradient()
+
+    def _with_gradient(self) -> list[bool]:
+        """Floating values that a parameter went into."""
+        out = [v.origin == "parameter" and v.dtype in _FLOATS for v in self.flow.values]
+        for op in self.flow.ops:
+            if any(out[v] for v in op.inputs):
+                for value in op.outputs:
+                    out[value] = self.flow.values[value].dtype in _FLOATS
+        return out
+
+    # Forward.
+
+    def forward(self) -> None:
+        for call in self.flow.calls:
+            if call.module in self.styled:
+                self._styled_call(call, *self.styled[call.module])
+            elif call.module in self.gathered:
+                self._whole(call, (v for _, v in (*call.inputs, *call.outputs)))
+        for number, op in enumerate(self.flow.ops):
+            if number not in self.inside:
+                self._operation(number, op)
+        for path, value in self.flow.outputs:
+            if self.is_cut[value]:
+                raise Refuted(f"the model returns it{f' (as {path})' if path else ''}")
+
+    def _operation(self, number: int, op: Op) -> None:
+        where = self._where(op)
+        summed = [f for f in self.classes.summed.get(number, ()) if f in self.cut]
+        if summed:
+            raise Refuted(f"{base_name(op)}{where} sums over it")
+        if any(self.is_cut[v] for v in op.inputs):
+            # What an operation with a cut argument makes must be cut, or must not need it.
+            makes = [v for v in op.outputs if not self.is_cut[v]]
+            known = base_name(op) in UNIFORM or op.name == UPDATE
+            if makes and not known and any(self.flow.values[v].shape for v in makes):
+                raise Refuted(f"{base_name(op)}{where} makes something whole of it")
+
+    def _styled_call(self, call: Call, word: str, region: Region) -> None:
+        if len(call.inputs) != 1 or len(call.outputs) != 1:
+            raise Refuted(f"{call.module} does not take one tensor and return one")
+        (_, taken), (_, given) = call.inputs[0], call.outputs[0]
+        outer = region.pieces.get(call.module, 1)
+        if word == "rowwise":
+            self._along_last(call, taken, region.factor, 1)
+            self._whole(call, (given,))
+        else:
+            self._whole(call, (taken,))
+            self._along_last(call, given, region.factor, outer)
+
+    def _along_last(self, call: Call, value: int, factor: Factor, outer: int) -> None:
+        """The value is cut along its last dim, by this class alone."""
+        *others, last = self.classes.dims[value]
+        found = [f for dim in others for f in dim if f in self.cut]
+        before = 1
+        for f in last:
+            if f == factor:
+                break
+            before *= self.classes.sizes[f]
+        if found or [f for f in last if f in self.cut] != [factor] or before != outer:
+            raise Refuted(f"what {call.module} takes or leaves is not cut along its features")
+
+    def _whole(self, call: Call, values: Iterable[int]) -> None:
+        if any(self.is_cut[value] for value in values):
+            raise Refuted(f"{call.module} takes or leaves something cut")
+
+    def _where(self, op: Op) -> str:
+        module = self.flow.calls[op.call].module
+        return f" in {module}" if module else ""
+
+    # Backward.
+
+    def backward(self) -> Proof:
+        state = _State()
+        for _, value in self.flow.outputs:
+            state.add(value, _WHOLE)
+        calls_at = {c.ops[1] - 1: c for c in self.flow.calls if c.ops[1] > c.ops[0]
+                    and c.module in (*self.styled, *self.gathered)}  # fmt: skip
+        linears = {c.ops[1] - 1: c for c in self.flow.calls if self._can_sum(c)}
+        summed_inside: dict[int, Call] = {}
+        for number in reversed(range(len(self.flow.ops))):
+            op = self.flow.ops[number]
+            if number in calls_at:
+                self._leave_styled(calls_at[number], state)
+            if number in self.inside:
+                continue
+            if number in linears and number not in summed_inside:
+                call = linears[number]
+                (_, given) = call.outputs[0]
+                is_part = not self.is_cut[given] and state.gradient.get(given) == _PART
+                if state.summed_modules.setdefault(call.module, is_part) != is_part:
+                    raise Refuted(f"{call.module} is called for something cut and for others")
+                if is_part:
+                    summed_inside |= dict.fromkeys(range(*call.ops), call)
+                    self._add_input(call, state)
+            if number in summed_inside:
+                continue
+            self._step(op, state)
+        return self._end(state)
+
+    def _can_sum(self, call: Call) -> bool:
+        """A projection left whole that could add up its gradients."""
+        info = self.places.graph.modules.get(call.module)
+        return (
+            info is not None
+            and info.kind in ("linear", "conv1d")
+            and call.module not in self.styled
+            and call.module not in self.gathered
+            and call.ops[1] > call.ops[0]
+            and len(call.inputs) == 1 == len(call.outputs)
+            and not self.is_cut[call.inputs[0][1]]
+            and not self.places.does_more(info)
+        )
+
+    def _leave_styled(self, call: Call, state: _State) -> None:
+        """A styled module gives its input a whole gradient, if its own output has one."""
+        for _, value in call.outputs:
+            if not self.is_cut[value] and state.gradient.get(value, 0) & _PART:
+                raise Refuted(
+                    f"what {call.module} makes is combined with something cut, so that its "
+                    "gradient falls apart"
+                )
+        self._add_input(call, state)
+
+    def _add_input(self, call: Call, state: _State) -> None:
+        for _, value in call.inputs:
+            if self.has_gradient[value] and not self.is_cut[value]:
+                state.add(value, _WHOLE)
+
+    def _step(self, op: Op, state: _State) -> None:
+        into = 0
+        for value in op.outputs:
+            if self.has_gradient[value]:
+                into |= _PART if self.is_cut[value] else state.gradient.get(value, 0)
+        if into == _WHOLE | _PART:
+            raise Refuted(
+                f"what {base_name(op)}{self._where(op)} makes is used both with something cut "
+                "and without"
+            )
+        for value in op.inputs:
+            if into and self.has_gradient[value] and not self.is_cut[value]:
+                state.add(value, into)
+
+    def _end(self, state: _State) -> Proof:
+        summed = []
+        modules = tuple(m for m, is_part in state.summed_modules.items() if is_part)
+        for name, value in self.places.values.items():
+            found = state.gradient.get(value, 0)
+            tensor = self.places.graph.tensors[name]
+            if self.is_cut[value] or not found & _PART:
+                continue
+            owners = self.places.owners(tensor)
+            if found == _WHOLE | _PART:
+                raise Refuted(f"{name} is used both with something cut and without")
+            if (
+                len(tensor.names) > 1
+                or self.places.used_outside(tensor, owners)
+                or any(owner in self.styled or owner in self.gathered for owner in owners)
+            ):
+                raise Refuted(f"the gradient of {name} would fall apart")
+            summed.append(name)
+        return Proof(summed=tuple(summed), summed_modules=modules)

@@ -1,0 +1,160 @@
+"""Regions: for one class of dims, the modules that cutting it would cut, and how.
+
+A region opens with projections whose output features lie along the class (colwise) and closes
+with those that contract it (rowwise); between them only operations that keep its places apart.
+Says what a region is made of. Refuses to say whether it is right (`gradients`, `rehearsal`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from meshplan.dims import DimClasses
+from meshplan.dims.factors import Factor
+from meshplan.flow import Call
+from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
+
+_PLAIN: Final[Mapping[str, frozenset[str]]] = {
+    kind: frozenset(f"aten.{word}" for word in words.split())
+    for kind, words in {
+        "linear": "t.default transpose.int mm.default addmm.default view.default "
+        "_unsafe_view.default reshape.default add.Tensor add_.Tensor detach.default "
+        "alias.default expand.default clone.default bmm.default",
+        "conv1d": "addmm.default view.default detach.default alias.default _unsafe_view.default",
+        "embedding": "embedding.default detach.default alias.default",
+    }.items()
+}
+"""What a module does that computes what its kind says and nothing else."""
+
+NO_PAIR: Final = "no pair of projections lies along it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """What cutting one class would do.
+
+    Args:
+        factor: The class.
+        size: Places along it.
+        words: A style per module.
+        pieces: Of packed modules, into how many pieces their output falls.
+        parts: Parameters that plain code computes with, by fqn: the dim along which each rank
+            takes its part.
+        num_elements: Of all parameters that it cuts.
+    """
+
+    factor: Factor
+    size: int
+    words: Mapping[str, str]
+    pieces: Mapping[str, int] = field(default_factory=dict)
+    parts: Mapping[str, int] = field(default_factory=dict)
+    num_elements: int = 0
+
+
+class NoRegion(Exception):
+    """A class that cannot be cut, and why."""
+
+
+class Places:
+    """Where a flow uses what: calls by module, values by parameter."""
+
+    def __init__(self, graph: ModelGraph, classes: DimClasses) -> None:
+        self.graph, self.classes, self.flow = graph, classes, classes.flow
+        self.calls: dict[str, list[Call]] = {}
+        for call in self.flow.calls:
+            self.calls.setdefault(call.module, []).append(call)
+        self.values: dict[str, int] = {
+            v.name: v.id for v in self.flow.values if v.origin == "parameter"
+        }
+        self.by_factor: dict[Factor, list[str]] = {}
+        for name, value in self.values.items():
+            for factor in classes.factors_of(value):
+                self.by_factor.setdefault(factor, []).append(name)
+
+    def used_outside(self, tensor: TensorInfo, owners: set[str]) -> bool:
+        """Whether an operation outside of the calls of these modules reads a parameter."""
+        value = self.values.get(tensor.fqn)
+        return value is not None and any(
+            not any(call.module in owners for call in self.flow.around(self.flow.ops[n].call))
+            for n in self.flow.users(value)
+        )
+
+    def owners(self, tensor: TensorInfo) -> set[str]:
+        """The modules that hold a parameter, by first name, which are called themselves."""
+        found = {self.graph.first_name(name.rpartition(".")[0]) for name in tensor.names}
+        return {fqn for fqn in found if fqn in self.calls} or found
+
+    def does_more(self, info: ModuleInfo) -> str:
+        """An operation of a module beyond what its kind says, "" if there is none."""
+        plain = _PLAIN[info.kind]
+        for call in self.calls.get(info.fqn, ()):
+            for op in self.flow.ops[slice(*call.ops)]:
+                if op.name not in plain and op.name != "meshplan.update":
+                    return op.name.removeprefix("aten.").partition(".")[0]
+        return ""
+
+
+def find_region(places: Places, factor: Factor) -> Region:
+    """The region of one class.
+
+    Raises:
+        NoRegion: With what is in the way.
+    """
+    words: dict[str, str] = {}
+    pieces: dict[str, int] = {}
+    parts: dict[str, int] = {}
+    num_elements = 0
+    for name in places.by_factor.get(factor, ()):
+        tensor = places.graph.tensors[name]
+        dims = places.classes.dims[places.values[name]]
+        along = [place for place, dim in enumerate(dims) if factor in dim]
+        dim = dims[along[0]]
+        outer = places.classes.sizes_of(dim[: dim.index(factor)])
+        num_elements += tensor.numel
+        owners = places.owners(tensor)
+        if places.used_outside(tensor, owners):
+            raise NoRegion(f"{name} is used outside of its module's forward")
+        for owner in sorted(owners):
+            info = places.graph.modules[owner]
+            word = _word(info, tensor, along[0], outer) if _is_plain(places, info) else None
+            if word is None:
+                if outer != 1 or len(tensor.names) > 1 or owner not in places.calls:
+                    raise NoRegion(f"{name} cannot be cut along it")
+                parts[name] = along[0]
+                continue
+            if words.setdefault(owner, word) != word:
+                raise NoRegion(f"{owner} would be cut along both of its dims")
+            if word == "packed_colwise":
+                pieces[owner] = outer
+    opens = any(w in ("colwise", "packed_colwise") and places.graph.modules[m].kind != "embedding"
+                for m, w in words.items())  # fmt: skip
+    if not opens or "rowwise" not in words.values():
+        raise NoRegion(NO_PAIR)
+    return Region(
+        factor=factor,
+        size=places.classes.sizes[factor],
+        words=words,
+        pieces=pieces,
+        parts=parts,
+        num_elements=num_elements,
+    )
+
+
+def _is_plain(places: Places, info: ModuleInfo) -> bool:
+    return info.kind in _PLAIN and info.fqn in places.calls and not places.does_more(info)
+
+
+def _word(info: ModuleInfo, tensor: TensorInfo, dim: int, outer: int) -> str | None:
+    """The style that cuts this dim of a parameter of this module; None if there is none."""
+    names = {n.rpartition(".")[0]: n.rpartition(".")[2] for n in tensor.names}
+    leaf = next((names[m] for m in (info.fqn, *info.aliases) if m in names), "")
+    if info.kind == "embedding":
+        return "colwise" if (leaf, dim, outer) == ("weight", 1, 1) else None
+    out = 0 if info.kind == "linear" or leaf == "bias" else 1
+    if leaf not in ("weight", "bias") or len(tensor.shape) > 2:
+        return None
+    if dim == out:
+        return "colwise" if outer == 1 else "packed_colwise"
+    return "rowwise" if outer == 1 else None

@@ -1,0 +1,46 @@
+"""Cut a row of weights into contiguous parts whose heaviest is as light as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+
+def balance(weights: Sequence[int], allowed: Sequence[bool], parts: int) -> list[int] | None:
+    """The part of each weight, none of them empty; None where there is no way.
+
+    Args:
+        allowed: For each place between two weights, whether it may be cut there.
+
+    >>> balance([1, 1, 1, 3], [True, True, True], 2)
+    [0, 0, 0, 1]
+    """
+    count = len(weights)
+    sums = [0, *accumulate(weights)]
+    ends = [end for end in range(1, count) if allowed[end - 1]] + [count]
+    # best[end] of the present number of parts: (heaviest part, sum of squares, last cut).
+    best: dict[int, tuple[int, int]] = {end: (sums[end], sums[end] ** 2) for end in ends}
+    choices: list[dict[int, int]] = []
+    for _ in range(parts - 1):
+        now: dict[int, tuple[int, int]] = {}
+        cuts: dict[int, int] = {}
+        for end in ends:
+            options = [
+                (max(heavy, sums[end] - sums[cut]), squares + (sums[end] - sums[cut]) ** 2, cut)
+                for cut, (heavy, squares) in best.items()
+                if cut < end
+            ]
+            if options:
+                *score, cut = min(options)
+                now[end], cuts[end] = (score[0], score[1]), cut
+        best = now
+        choices.append(cuts)
+    if count not in best:
+        return None
+    out: list[int] = [0] * count
+    end = count
+    for part in range(parts - 1, 0, -1):
+        cut = choices[part - 1][end]
+        out[cut:end] = [part] * (end - cut)
+        end = cut
+    return out

@@ -1,0 +1,76 @@
+"""BatchNorm, the one layer that mixes samples: whose samples its statistics are of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshplan.assign.types import Recompute
+from meshplan.errors import Problem
+from meshplan.graph import ModelGraph, ModuleInfo, is_inside
+from meshplan.mesh import GRADIENT_AXES, Mesh
+from meshplan.spec import Spec
+
+
+@dataclass(slots=True)
+class BatchNorm:
+    """The BatchNorm side of an assignment: which modules take statistics over all data ranks."""
+
+    synchronized: tuple[str, ...] = ()
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+
+
+def assign_batchnorm(
+    spec: Spec, graph: ModelGraph, mesh: Mesh, recompute: Mapping[str, Recompute]
+) -> BatchNorm:
+    """Synchronize statistics where the plan says so; tell what differs from one process."""
+    out = BatchNorm()
+    found = [info for info in graph.modules.values() if _is_batchnorm(info)]
+    splits_samples = mesh.size(*GRADIENT_AXES) > 1
+    if spec.sync_batchnorm:
+        _synchronize(spec, graph, found, out)
+    elif found and splits_samples:
+        out.warnings.append(
+            Problem(
+                f"{found[0].fqn} and {len(found) - 1} more keep statistics of their own rank's "
+                "samples, so the numbers differ from those of one process",
+                None,
+                "say sync_batchnorm: true, or use GroupNorm or LayerNorm",
+            )
+        )
+    for info in found:
+        around = next((fqn for fqn in recompute if is_inside(info.fqn, fqn)), None)
+        if around is not None:
+            out.warnings.append(
+                Problem(
+                    f"{info.fqn} lies in '{around}', which is recomputed: its running statistics "
+                    "are updated twice a step",
+                    recompute[around].reason.origin,
+                    "leave that module out of activation_checkpointing",
+                )
+            )
+            break
+    return out
+
+
+def _is_batchnorm(info: ModuleInfo) -> bool:
+    return info.kind in ("batchnorm", "own_batchnorm")
+
+
+def _synchronize(spec: Spec, graph: ModelGraph, found: list[ModuleInfo], out: BatchNorm) -> None:
+    origin = spec.origin("sync_batchnorm")
+    own = next((info for info in found if info.kind != "batchnorm"), None)
+    if not found:
+        what = f"'sync_batchnorm' has no effect: {graph.name} has no BatchNorm"
+        out.problems.append(Problem(what, origin, "remove it"))
+    elif own is not None:
+        out.problems.append(
+            Problem(
+                f"'sync_batchnorm' cannot reach {own.fqn}: {own.type} has a forward of its own",
+                origin,
+                "use torch's BatchNorm there, or remove it",
+            )
+        )
+    else:
+        out.synchronized = tuple(info.fqn for info in found)

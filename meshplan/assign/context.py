@@ -1,0 +1,98 @@
+"""The cp axis: which kind of attention over sequence parts, and whether the sizes allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from meshplan.assign.types import ContextParallel, Reason
+from meshplan.errors import Problem
+from meshplan.graph import ModelGraph
+from meshplan.mesh import Mesh
+from meshplan.spec import Context, Spec
+
+_HIDDEN_ATTENTION: Final = "MultiheadAttention"
+"""torch's own attention module computes inside one call, where nothing can be exchanged."""
+
+_HEADS: Final = (
+    ("num_attention_heads", "heads"),
+    ("num_key_value_heads", "key-value heads"),
+)
+
+
+def assign_context(
+    spec: Spec, graph: ModelGraph, mesh: Mesh
+) -> tuple[ContextParallel | None, list[Problem]]:
+    """The attention of this plan, None without cp, and what forbids it."""
+    if mesh.size("cp") == 1:
+        return None, list(_no_effect(spec, mesh))
+    stated = spec.context or Context()
+    balance = stated.attention == "all_gather" if stated.balance is None else stated.balance
+    has_said = spec.context is not None
+    text = f"context: {stated.attention}" if has_said else f"mesh ({stated.attention})"
+    context = ContextParallel(
+        attention=stated.attention,
+        balance=balance,
+        reason=Reason(text, spec.origin("context" if has_said else "mesh.cp")),
+    )
+    problems = [
+        *_sequence(spec, mesh, context),
+        *_heads(spec, graph, mesh, context),
+        *_hidden_attention(spec, graph),
+    ]
+    return context, problems
+
+
+def _no_effect(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
+    if spec.context is not None:
+        yield Problem(
+            f"'context' has no effect without an axis cp (the mesh has {mesh})",
+            spec.origin("context"),
+            "add cp to the mesh, or remove it",
+        )
+
+
+def _sequence(spec: Spec, mesh: Mesh, context: ContextParallel) -> Iterator[Problem]:
+    """All ranks of cp must hold chunks of one length."""
+    chunks, length = context.num_chunks(mesh.size("cp")), spec.batch.seq_len
+    if length is None or not length % chunks:
+        return
+    fix = f"use a multiple of {chunks}"
+    if context.balance and not length % mesh.size("cp"):
+        fix += ", or say context: {balance: false}"
+    each = f"{chunks} chunks, two for each rank of" if context.balance else f"{chunks} parts for"
+    yield Problem(
+        f"a sequence of {length} does not divide into {each} cp",
+        spec.origin("batch.seq_len"),
+        fix,
+    )
+
+
+def _heads(
+    spec: Spec, graph: ModelGraph, mesh: Mesh, context: ContextParallel
+) -> Iterator[Problem]:
+    """all_to_all gives each rank whole heads; a live model is asked on its first forward."""
+    if context.attention != "all_to_all":
+        return
+    for key, noun in _HEADS:
+        count = graph.config.get(key, 0)
+        if count % mesh.size("cp"):
+            yield Problem(
+                f"{count} {noun} do not divide by cp {mesh.size('cp')}, and all_to_all gives each "
+                "rank whole heads",
+                spec.origin("context.attention"),
+                "use attention: all_gather, or a smaller cp",
+            )
+            return
+
+
+def _hidden_attention(spec: Spec, graph: ModelGraph) -> Iterator[Problem]:
+    found = next((m for m in graph.modules.values() if m.type == _HIDDEN_ATTENTION), None)
+    if found is not None:
+        yield Problem(
+            f"{found.fqn} ({found.type}) computes its attention inside torch, where the parts of "
+            "the sequence cannot be exchanged",
+            spec.origin("mesh.cp"),
+            "use modules that call torch.nn.functional.scaled_dot_product_attention, or leave cp "
+            "out",
+        )

@@ -1,0 +1,164 @@
+"""The ep axis: which modules hold experts, and whether their experts can be spread.
+
+What a graph can tell is checked here: parameters of one expert each, in equal shares. Whether
+the module computes with them as dispatch needs it is the live module's to prove
+(`runtime.expert_protocol`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshplan.assign.cascade import Cascade, Stated
+from meshplan.assign.tensor_cuts import TensorParallel
+from meshplan.assign.types import ExpertUse, Reason
+from meshplan.errors import Problem
+from meshplan.graph import ModelGraph, TensorInfo, is_inside
+from meshplan.layout import Layout
+from meshplan.mesh import EXPERT_SHARD, Mesh
+from meshplan.spec import Spec
+from meshplan.styles import EXPERT_STYLE
+
+_FIELD = "place.ep"
+
+
+@dataclass(slots=True)
+class ExpertParallel:
+    """The ep side of an assignment: modules that hold experts, and their parameters' cuts."""
+
+    uses: dict[str, ExpertUse] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def around(self, name: str) -> ExpertUse | None:
+        """The experts that a module or tensor belongs to."""
+        return next((use for fqn, use in self.uses.items() if is_inside(name, fqn)), None)
+
+    def reason(self, fqn: str) -> Reason | None:
+        """Why ep cuts this parameter."""
+        use = self.around(fqn) if fqn in self.layouts else None
+        return use.reason if use else None
+
+    def report(self, problem: Problem) -> None:
+        """One mistake, one message: a rule that hits 32 layers reports the first."""
+        if not any(known.origin == problem.origin for known in self.problems):
+            self.problems.append(problem)
+
+
+def assign_ep(
+    spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh, tp: TensorParallel
+) -> ExpertParallel:
+    """Experts from the rules, checked against the modules they land on."""
+    out = ExpertParallel()
+    stated = dict(cascade.modules_with(_FIELD))
+    for tensor in graph.parameters:
+        found = cascade.param(tensor, _FIELD)
+        if found and found.value != "R":
+            out.report(
+                Problem(
+                    "ep is stated for a parameter, but experts are spread with their module",
+                    spec.origin(found.path),
+                    f"match the module '{tensor.module}'",
+                )
+            )
+    is_borrowed = any(loan.name == "ep" for loan in mesh.loans)
+    is_placed = any("ep" in rule.place for rule in spec.rules)
+    for fqn, statement in stated.items():
+        found_wrong = _problem(graph, mesh, tp, fqn, statement, is_borrowed)
+        if found_wrong is not None:
+            what, fix = found_wrong
+            out.report(Problem(what, spec.origin(statement.path), fix))
+        elif statement.value == EXPERT_STYLE:
+            tensors = _inside(graph, fqn)
+            reason = Reason(statement.text, spec.origin(statement.path))
+            out.uses[fqn] = ExpertUse(tensors[0].shape[0], reason)
+            for tensor in tensors:
+                out.layouts[tensor.fqn] = Layout.whole(len(tensor.shape)).cut("ep", 0)
+    for problem in _beside(spec, mesh, out, mesh.size("ep") > 1 and not is_placed):
+        out.report(problem)
+    return out
+
+
+def _beside(spec: Spec, mesh: Mesh, out: ExpertParallel, cuts_nothing: bool) -> list[Problem]:
+    """What does not go with ep in the rest of the plan."""
+    problems = []
+    if cuts_nothing:
+        what = f"the axis ep of size {mesh.size('ep')} cuts nothing: no rule places a module on it"
+        fix = f"add a rule such as {{match: '**.experts', place: {{ep: {EXPERT_STYLE}}}}}"
+        problems.append(Problem(what, spec.origin("mesh.ep"), f"{fix}, or drop the axis"))
+    nested = [fqn for fqn in out.uses for around in out.uses if fqn != around and
+              is_inside(fqn, around)]  # fmt: skip
+    for fqn in nested:
+        what = f"'{fqn}' lies inside another module whose experts are spread"
+        problems.append(Problem(what, out.uses[fqn].reason.origin, "match one of the two"))
+    return problems
+
+
+def _inside(graph: ModelGraph, fqn: str) -> list[TensorInfo]:
+    return [
+        tensor
+        for tensor in graph.tensors.values()
+        if any(is_inside(name, fqn) for name in tensor.names)
+    ]
+
+
+def _problem(
+    graph: ModelGraph, mesh: Mesh, tp: TensorParallel, fqn: str, statement: Stated,
+    is_borrowed: bool,
+) -> tuple[str, str] | None:  # fmt: skip
+    """Why the experts of this module cannot be spread, and what to do; None when they can."""
+    word = str(statement.value)
+    if not is_borrowed:
+        what = f"the mesh has no axis ep (it has {mesh})"
+        return what, "add it to the mesh, such as ep: 2 in dp_shard, or remove the placement"
+    if word == "R":
+        return None
+    if word != EXPERT_STYLE:
+        return f"'{word}' is not a style of the axis ep", f"write ep: {EXPERT_STYLE}"
+    info = graph.modules[fqn]
+    name = f"'{fqn}' ({info.type})"
+    stack = "use a module that stacks its experts in parameters (E, out, in), as transformers does"
+    tensors = _inside(graph, fqn)
+    if not info.has_forward:
+        what = f"{name} only lists its experts, and the code around it calls them one by one"
+        return what + ": nothing says when tokens can be sent", stack
+    if not tensors:
+        return f"{name} holds no experts: it has no parameters", "match the module that does"
+    for tensor in tensors:
+        sizes = {t.shape[0] for t in tensors if t.shape}
+        if tensor.is_buffer:
+            what = f"{name} holds the buffer {tensor.fqn}, which may be one value per expert"
+            return what, "keep it outside the module, or leave these experts out of ep"
+        beside = [t for t in tensors if t.module == tensor.module]  # A router has none of 3 dims.
+        if not tensor.shape or len(sizes) > 1 or not any(len(t.shape) > 2 for t in beside):
+            shapes = ", ".join(f"{t.fqn.removeprefix(fqn + '.')} {list(t.shape)}" for t in tensors)
+            what = f"{name} does not stack experts: not all parameters have one entry per expert"
+            return f"{what} ({_short(shapes)})", _nearer(graph, fqn, stack)
+        if tensor.aliases:
+            what = f"{' and '.join(tensor.names)} are one tensor, of which ep would cut one name"
+            return what, "leave these experts out of ep"
+        if tensor.fqn in tp.cuts and tp.cuts[tensor.fqn].layout.axes:
+            what = f"{tensor.fqn} is cut by tp ({tp.cuts[tensor.fqn].reason.text}) and by ep"
+            return f"{what}: that is not available yet in this version", "leave one of them out"
+    num = tensors[0].shape[0]
+    if num % mesh.size("ep"):
+        lent = mesh.size("ep", EXPERT_SHARD)
+        divisors = [d for d in range(2, mesh.size("ep")) if num % d == lent % d == 0]
+        fix = f"use ep: {divisors[-1]} in dp_shard" if divisors else "leave ep out"
+        return f"{name} has {num} experts, which do not divide by ep {mesh.size('ep')}", fix
+    return None
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def _nearer(graph: ModelGraph, fqn: str, otherwise: str) -> str:
+    """A module below that stacks experts, when the rule took too much."""
+    for below in graph.modules:
+        tensors = [t for t in graph.owned(below) if not t.is_buffer]
+        is_stack = any(len(t.shape) > 2 for t in tensors) and all(t.shape for t in tensors)
+        is_below = below != fqn and is_inside(below, fqn)
+        if is_below and is_stack and len({t.shape[0] for t in tensors}) == 1:
+            return f"match '{below}'"
+    return otherwise

@@ -1,0 +1,44 @@
+"""Loss parallel: which heads leave their logits cut over the vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from meshplan.assign.tensor_cuts import TensorParallel
+from meshplan.errors import Problem
+from meshplan.graph import ModelGraph, is_inside
+from meshplan.mesh import Mesh
+from meshplan.spec import Spec
+from meshplan.styles import LOGITS
+
+_HEADS: Final = ("vocab", "colwise_gather_output")
+"""Styles of a linear module that gather its output: of a head, the logits."""
+
+
+def assign_loss(spec: Spec, graph: ModelGraph, mesh: Mesh, tp: TensorParallel) -> list[Problem]:
+    """Give the heads among the styled modules the style that leaves logits cut.
+
+    Args:
+        tp: Changed in place.
+    """
+    if not spec.loss_parallel:
+        return []
+    origin = spec.origin("loss_parallel")
+    if mesh.size("tp") == 1:
+        what = "'loss_parallel' has no effect without a tp axis"
+        return [Problem(what, origin, "add tp to the mesh, or remove it")]
+    blocks = graph.blocks()
+    heads = [
+        fqn
+        for fqn, use in tp.styles.items()
+        if use.style.name in _HEADS
+        and use.style.kind == LOGITS.kind
+        and not any(is_inside(fqn, block) for block in blocks)
+    ]
+    if not heads:
+        what = "'loss_parallel' needs logits that are cut over the vocabulary, and no head is"
+        return [Problem(what, origin, "give the model's last projection the style vocab")]
+    for fqn in heads:
+        tp.styles[fqn] = replace(tp.styles[fqn], style=LOGITS)
+    return []

@@ -1,0 +1,54 @@
+"""nn.MultiheadAttention cut by heads, as one module.
+
+It reads the weights of its projections itself, `out_proj` included, and calls none of them: a style
+on them would do nothing. So its style is one for the whole: q, k and v are cut along the output
+dim, piece by piece where one weight holds all three, and `out_proj` along its input dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshplan.assign.pieces import divisor_fix
+from meshplan.assign.types import Preset
+from meshplan.errors import Problem
+from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
+from meshplan.heads import role
+from meshplan.layout import Layout, Piece
+
+
+def multihead_pieces(
+    graph: ModelGraph, info: ModuleInfo, said: Preset, tp: int, *, sequence_parallel: bool
+) -> tuple[Piece, ...] | Problem:
+    """Queries, keys and values, each of all heads."""
+    origin = said.reason.origin
+    heads, head_dim = role(info.sizes, "heads") or 0, role(info.sizes, "head_dim") or 0
+    if any(t.fqn.endswith(".bias_k") or t.fqn == "bias_k" for t in graph.owned(info.fqn)):
+        what = f"{info.fqn} adds a bias to its keys (add_bias_kv), which tp cannot cut"
+        return Problem(f"{what} in this version", origin, "leave this module out of tp")
+    if sequence_parallel and tp > 1:
+        what = f"{info.fqn} is a {info.type}, which cannot take a part of the sequence"
+        return Problem(f"{what} in this version", origin, "leave sequence_parallel out")
+    if heads % tp:
+        return Problem(
+            f"{info.fqn}: {heads} heads of {head_dim} do not divide by tp {tp}",
+            origin,
+            divisor_fix(heads, tp, "this module"),
+        )
+    return (Piece(heads * head_dim, tp),) * 3
+
+
+def multihead_cuts(
+    graph: ModelGraph, info: ModuleInfo, dp_shard: int
+) -> Iterator[tuple[TensorInfo, Layout]]:
+    """The layout of each parameter; biases stay whole, and so does what dp_shard could not cut."""
+    for tensor in graph.owned(info.fqn):
+        layout = Layout.whole(len(tensor.shape))
+        if tensor.fqn.endswith("in_proj_weight") and tensor.shape[1] % dp_shard == 0:
+            layout = layout.cut("tp", 0, 3)
+        elif tensor.fqn.endswith(("q_proj_weight", "k_proj_weight", "v_proj_weight")):
+            layout = layout.cut("tp", 0)
+        yield tensor, layout
+    for tensor in graph.owned(f"{info.fqn}.out_proj" if info.fqn else "out_proj"):
+        layout = Layout.whole(len(tensor.shape))
+        yield tensor, layout.cut("tp", 1) if len(tensor.shape) == 2 else layout

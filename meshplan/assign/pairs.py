@@ -1,0 +1,131 @@
+"""Whether styles that belong together stand together: pairs of projections, tied weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from meshplan.assign.pieces import out_width
+from meshplan.assign.tensor_cuts import TensorParallel, report
+from meshplan.errors import Problem
+from meshplan.graph import ModelGraph, TensorInfo
+from meshplan.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class _Partner:
+    """The style that must stand near another, and what is amiss without it."""
+
+    styles: tuple[str, ...]
+    what: str
+    fix: str
+    is_error: bool = False
+
+
+_LEAVE_CUT: Final = ("colwise", "packed_colwise")
+_LEFT_CUT = _Partner(
+    ("rowwise",),
+    "leaves its output cut, but no rowwise module near it takes it up",
+    "make the projection that consumes it rowwise, or use colwise_gather_output",
+)
+_PARTNERS: Final[Mapping[str, _Partner]] = {
+    "colwise": _LEFT_CUT,
+    "packed_colwise": _LEFT_CUT,
+    "rowwise": _Partner(
+        _LEAVE_CUT,
+        "expects its input cut, but no colwise module near it leaves one",
+        "make the projections that feed it colwise, or use rowwise_split_input",
+    ),
+    # Without parts the sum would count every gradient once per rank, silently.
+    "replicated_with_grad_allreduce": _Partner(
+        _LEAVE_CUT,
+        "adds up gradients of parts, but no colwise module near it leaves parts",
+        "make the projections that feed it colwise, or remove the placement",
+        is_error=True,
+    ),
+}
+
+
+def check_tied(
+    graph: ModelGraph, mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()
+) -> None:
+    """A tied weight that one of its modules computes on in shards must suit the other too."""
+    for fqn, cut in out.cuts.items():
+        tensor = graph.tensors[fqn]
+        if cut.gathered or not cut.layout.axes or mesh.size("tp") == 1 or not tensor.aliases:
+            continue
+        if any(graph.first_name(name.rpartition(".")[0]) in proved for name in tensor.names):
+            continue
+        for name in tensor.names:
+            module = name.rpartition(".")[0]
+            if graph.first_name(module) not in out.styles:
+                report(out, Problem(
+                    f"{' and '.join(tensor.names)} are one tensor, but only "
+                    f"{_styled(tensor, out)} has a tp style",
+                    cut.reason.origin,
+                    f"give '{module}' a style that cuts it alike, such as vocab",
+                ))  # fmt: skip
+
+
+def _styled(tensor: TensorInfo, out: TensorParallel) -> str:
+    modules = (name.rpartition(".")[0] for name in tensor.names)
+    return ", ".join(m for m in modules if m in out.styles)
+
+
+def check_pairs(mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()) -> None:
+    """What one module leaves cut, another near it must take up, and the other way round."""
+    if mesh.size("tp") == 1:
+        return
+    inside = _styles_inside(out)
+    seen: set[object] = set()
+    for fqn, use in out.styles.items():
+        name = use.style.name
+        partner = _PARTNERS.get(name) if fqn not in proved else None
+        if partner is None or use.style.kind in ("embedding", "mha") or use.reason in seen:
+            continue
+        # Attention blocks such as BERT's keep q, k, v one level below their output projection.
+        around = fqn.rpartition(".")[0]
+        levels = (around, around.rpartition(".")[0])
+        if any(inside.get(level, set()).intersection(partner.styles) for level in levels):
+            continue
+        seen.add(use.reason)
+        problem = Problem(f"{fqn} is {name} and {partner.what}", use.reason.origin, partner.fix)
+        if partner.is_error:
+            report(out, problem)
+        else:
+            out.warnings.append(problem)
+
+
+def check_shared(
+    graph: ModelGraph, mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()
+) -> None:
+    """Whether kv heads that ranks share are those of queries that are cut beside them."""
+    tp = mesh.size("tp")
+    for fqn, use in out.styles.items():
+        if len(use.pieces) != 1 or use.pieces[0].parts == tp or fqn in proved:
+            continue
+        around = fqn.rpartition(".")[0]
+        widths = [
+            out_width(graph, graph.modules[other])
+            for other, beside in out.styles.items()
+            if other.rpartition(".")[0] == around and beside.style.output[1] == "S(-1)"
+        ]
+        if not any(width and width > use.pieces[0].size for width in widths):
+            report(out, Problem(
+                f"{fqn}: its {use.pieces[0].parts} heads would be shared by tp {tp}, but the "
+                "queries beside them are not colwise",
+                use.reason.origin,
+                "make q, k and v colwise and the output projection rowwise, or none of them",
+            ))  # fmt: skip
+
+
+def _styles_inside(out: TensorParallel) -> dict[str, set[str]]:
+    """By module: the styles of everything below it; the root knows its children's only."""
+    inside: dict[str, set[str]] = {}
+    for fqn, use in out.styles.items():
+        parent = fqn.rpartition(".")[0]
+        inside.setdefault(parent, set()).add(use.style.name)
+        while parent := parent.rpartition(".")[0]:
+            inside.setdefault(parent, set()).add(use.style.name)
+    return inside

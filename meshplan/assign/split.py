@@ -1,0 +1,56 @@
+"""What a schedule that splits the backward asks of the rest of a plan.
+
+Its weights get their gradients later than its inputs, from a graph that was walked once: the
+weights must be the very tensors that forward used, and nothing may run in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from meshplan.assign.cascade import Cascade
+from meshplan.assign.types import Placed, Stages, Unit
+from meshplan.errors import Problem
+from meshplan.schedules import SCHEDULES
+from meshplan.spec import Spec
+
+
+def _splits(stages: Stages | None) -> bool:
+    return stages is not None and SCHEDULES[stages.schedule].splits_backward
+
+
+def gathered_throughout(units: Mapping[str, Unit], stages: Stages | None) -> dict[str, Unit]:
+    """The units, each keeping its gathered parameters for the whole step where it must."""
+    if not _splits(stages):
+        return dict(units)
+    return {fqn: replace(unit, reshard_after_forward=False) for fqn, unit in units.items()}
+
+
+def split_problems(
+    spec: Spec,
+    cascade: Cascade,
+    stages: Stages | None,
+    tensors: Mapping[str, Placed],
+) -> Iterator[Problem]:
+    """What cannot be had together with a backward in two halves."""
+    if stages is None or not _splits(stages):
+        return
+    fix = "use 1F1B or Interleaved1F1B"
+    for _, stated in cascade.modules_with("reshard_after_forward"):
+        if stated.value is not False:
+            yield Problem(
+                f"{stages.schedule} keeps gathered parameters until the end of the step",
+                spec.origin(stated.path),
+                f"say reshard_after_forward: false, or {fix}",
+            )
+            return
+    for fqn, placed in tensors.items():
+        if placed.reduced_alone and placed.info.trainable:
+            yield Problem(
+                f"{fqn} is averaged by itself as soon as its gradient is there, which "
+                f"{stages.schedule} does not tell",
+                spec.origin("pipeline.schedule"),
+                fix,
+            )
+            return

@@ -1,0 +1,297 @@
+"""Pipeline stages: which module runs where, and which tensors each stage holds.
+
+The model is cut between units: the repeated blocks and what stands beside them, in the order in
+which they run (with a recorded forward) or are defined (without one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from meshplan.assign.balance import balance
+from meshplan.assign.cascade import Cascade
+from meshplan.assign.types import Reason, Recompute, Stages
+from meshplan.errors import Origin, Problem
+from meshplan.flow import Call
+from meshplan.graph import ModelGraph, is_inside
+from meshplan.match import nearest
+from meshplan.mesh import Mesh
+from meshplan.relay import Bond, Cut, unit_calls
+from meshplan.schedules import SCHEDULES
+from meshplan.spec import AUTO, Pipeline, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A stage that a module was given."""
+
+    stage: int
+    reason: Reason
+
+
+def assign_stages(
+    spec: Spec,
+    graph: ModelGraph,
+    cascade: Cascade,
+    mesh: Mesh,
+    recompute: Mapping[str, Recompute],
+) -> tuple[Stages | None, list[Problem]]:
+    """The stages of a mesh with a pp axis; None without one."""
+    ranks = mesh.size("pp")
+    if ranks == 1:
+        return None, list(_without_axis(spec, cascade))
+    asked = spec.pipeline or Pipeline()
+    row = SCHEDULES["1F1B" if asked.schedule == AUTO else asked.schedule]
+    problems: list[Problem] = []
+    is_stated = "pipeline.virtual" in spec.origins
+    virtual = row.virtual or (asked.virtual if is_stated or asked.virtual > 1 else 2)
+    if (row.virtual and is_stated and asked.virtual != row.virtual) or virtual < (row.virtual or 2):
+        problems.append(
+            Problem(
+                f"{row.name} has {row.virtual or 'at least 2'} stages per rank, not "
+                f"virtual: {asked.virtual}",
+                spec.origin("pipeline.virtual"),
+                f"say virtual: {row.virtual or 2}",
+            )
+        )
+        return None, problems
+    least = 2 * ranks if row.is_v else ranks
+    count = asked.microbatches if isinstance(asked.microbatches, int) else least
+    why = row.problem(ranks, count)
+    if why:
+        origin = spec.origin("pipeline.microbatches")
+        problems.append(Problem(f"{row.name} on pp {ranks} {why}, not {count}", origin,
+                                f"say microbatches: {least}"))  # fmt: skip
+    cutter = _Cutter(spec, graph, cascade, ranks * virtual, recompute)
+    units = cutter.units()
+    stages = cutter.stages(units) if units else None
+    problems += cutter.problems
+    if stages is None or problems:
+        return None, problems
+    names = [name for name, _ in units]
+    return (
+        Stages(
+            schedule=row.name,
+            num_ranks=ranks,
+            virtual=virtual,
+            microbatches=count,
+            opened=tuple(sorted(cutter.opened)),
+            units=tuple(zip(names, stages, strict=True)),
+            tensors=MappingProxyType(cutter.tensors(units, stages)),
+            reason=cutter.reason,
+        ),
+        [],
+    )
+
+
+def _without_axis(spec: Spec, cascade: Cascade) -> list[Problem]:
+    stated = {s.path for _, s in cascade.modules_with("stage")}
+    paths = ["pipeline"] * (spec.pipeline is not None) + sorted(stated)
+    return [
+        Problem(f"'{path.rpartition('.')[2]}' has no effect without a pp axis",
+                spec.origin(path), "add pp to the mesh, or remove it")
+        for path in paths
+    ]  # fmt: skip
+
+
+_Units = list[tuple[str, Call | None]]
+"""(module, its call) in order; no call where nothing was recorded."""
+
+
+class _Cutter:
+    def __init__(
+        self,
+        spec: Spec,
+        graph: ModelGraph,
+        cascade: Cascade,
+        count: int,
+        recompute: Mapping[str, Recompute],
+    ) -> None:
+        self.spec, self.graph, self.count, self.recompute = spec, graph, count, recompute
+        self.problems: list[Problem] = []
+        self.reason = Reason("balanced by parameters")
+        self.marks = self._marks(cascade)
+        self.opened = self._ancestors([*graph.blocks(), *self.marks])
+
+    def _marks(self, cascade: Cascade) -> dict[str, _Mark]:
+        marks: dict[str, _Mark] = {}
+        for fqn, stated in cascade.modules_with("stage"):
+            word = {"first": 0, "last": self.count - 1}.get(stated.value, stated.value)
+            marks[fqn] = _Mark(word, Reason(stated.text, self.spec.origin(stated.path)))
+        split = self.spec.pipeline.split if self.spec.pipeline else AUTO
+        if isinstance(split, tuple):
+            origin = self.spec.origin("pipeline.split")
+            if len(split) != self.count:
+                self._say(f"split has {len(split)} stages, but the plan has {self.count}", origin,
+                          f"list {self.count}, one per stage")  # fmt: skip
+            known = {n: m.fqn for m in self.graph.modules.values() for n in (m.fqn, *m.aliases)}
+            for stage, names in enumerate(split):
+                for name in names:
+                    if name not in known:
+                        near = nearest(name, [n for n in known if n])
+                        self._say(f"'{name}' is no module of {self.graph.name}", origin,
+                                  f"did you mean '{near}'?" if near else "correct it")  # fmt: skip
+                        continue
+                    marks[known[name]] = _Mark(stage, Reason("split", origin))
+        for fqn, mark in marks.items():
+            if not 0 <= mark.stage < self.count:
+                self._say(f"'{fqn}' is put into stage {mark.stage}, but there are {self.count}",
+                          mark.reason.origin, f"use 0 to {self.count - 1}")  # fmt: skip
+        if marks:
+            self.reason = next(iter(marks.values())).reason
+        return marks
+
+    def _say(self, what: str, origin: Origin | None, fix: str) -> None:
+        if not any(p.origin == origin and p.what == what for p in self.problems):
+            self.problems.append(Problem(what, origin, fix))
+
+    def _ancestors(self, fqns: Iterable[str]) -> set[str]:
+        out = {""}
+        for fqn in fqns:
+            parts = fqn.split(".")[:-1]
+            out.update(".".join(parts[: n + 1]) for n in range(len(parts)))
+        return out
+
+    def units(self) -> _Units:
+        """Units of cutting, opening the largest until there are as many as stages."""
+        if self.problems:
+            return []
+        for fqn in sorted(self.opened & set(self.recompute)):
+            self._say(f"'{fqn}' is recomputed as a whole, so it cannot be cut",
+                      self.recompute[fqn].reason.origin,
+                      "recompute the modules inside it, or cut elsewhere")  # fmt: skip
+            return []
+        while True:
+            units = self._list()
+            if len(units) >= self.count:
+                return units
+            closed = [m for m, call in units if m not in self.recompute and self._opens(m, call)]
+            if not closed:
+                self._say(
+                    f"{self.graph.name} has {len(units)} modules to cut between, fewer than "
+                    f"{self.count} stages",
+                    self.spec.origin("mesh"),
+                    "use a smaller pp, or fewer stages per rank",
+                )
+                return []
+            self.opened.add(max(closed, key=lambda m: self._bytes(m, set())))
+
+    def _opens(self, module: str, call: Call | None) -> bool:
+        if call is None or self.graph.flow is None:
+            return bool(self.graph.children(module))
+        return any(other.parent == call.id for other in self.graph.flow.calls)
+
+    def _list(self) -> _Units:
+        if self.graph.flow is not None:
+            return [(call.module, call) for call in unit_calls(self.graph.flow, self.opened)]
+        out: _Units = []
+
+        def visit(fqn: str) -> None:
+            children = self.graph.children(fqn)
+            is_open = fqn in self.opened or not self.graph.modules[fqn].has_forward
+            if children and is_open:
+                for child in children:
+                    visit(child.fqn)
+            elif fqn and self._bytes(fqn, set()):
+                out.append((fqn, None))
+
+        visit("")
+        return out
+
+    def _bytes(self, module: str, counted: set[str]) -> int:
+        """Of the parameters below a module that were not counted before."""
+        total = 0
+        for tensor in self.graph.parameters:
+            below = any(is_inside(name, module) for name in tensor.names)
+            if below and tensor.fqn not in counted:
+                counted.add(tensor.fqn)
+                total += tensor.num_bytes
+        return total
+
+    def stages(self, units: _Units) -> list[int] | None:
+        """The stage of each unit, or None after a problem."""
+        flow = self.graph.flow
+        calls = [call for _, call in units if call is not None]
+        bonds = tuple(Cut(flow, calls).bonds()) if flow is not None else ()
+        if not self.marks:
+            counted: set[str] = set()
+            weights = [self._bytes(module, counted) + 1 for module, _ in units]
+            allowed = [
+                not any(b.first <= cut < b.last for b in bonds) for cut in range(len(units) - 1)
+            ]
+            found = balance(weights, allowed, self.count)
+            if found is None:
+                why = bonds[0].why if bonds else "there are too few modules"
+                what = f"{self.graph.name} cannot be cut into {self.count} stages: {why}"
+                self._say(what, self.spec.origin("mesh"), "use a smaller pp, or another axis")
+            return found
+        stages = self._marked([module for module, _ in units])
+        if stages is not None:
+            self._check_bonds(units, stages, bonds)
+        return stages
+
+    def _marked(self, modules: Sequence[str]) -> list[int] | None:
+        stages: list[int] = []
+        current, seen = 0, set[str]()
+        for place, module in enumerate(modules):
+            around = [m for m in self.marks if is_inside(module, m)]
+            mark = self.marks[max(around, key=len)] if around else None
+            if mark is not None:
+                if mark.stage < current and module not in seen:
+                    before = modules[place - 1]
+                    self._say(
+                        f"'{module}' is put into stage {mark.stage}, but runs after '{before}' of "
+                        f"stage {current}",
+                        mark.reason.origin,
+                        f"put it into stage {current} or later",
+                    )
+                    return None
+                current = max(current, mark.stage)
+            seen.add(module)
+            stages.append(current)
+        missing = [s for s in range(self.count) if s not in stages]
+        if missing:
+            self._say(f"no module is in stage {missing[0]}, and there are {self.count} stages",
+                      self.reason.origin, "put modules into every stage")  # fmt: skip
+            return None
+        return stages
+
+    def _check_bonds(self, units: _Units, stages: list[int], bonds: Iterable[Bond]) -> None:
+        for bond in bonds:
+            if stages[bond.first] != stages[bond.last]:
+                self._say(
+                    f"stages {stages[bond.first]} and {stages[bond.last]} cannot be cut apart "
+                    f"between '{units[bond.first][0]}' and '{units[bond.last][0]}': {bond.why}",
+                    self.reason.origin,
+                    "cut elsewhere: put both into one stage",
+                )
+
+    def tensors(self, units: _Units, stages: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """The stages that hold each tensor; one that nothing uses goes with what stands before."""
+        holders: dict[str, set[int]] = {fqn: set() for fqn in self.graph.tensors}
+        first = {name: t.fqn for t in self.graph.tensors.values() for name in t.names}
+        for (module, _), stage in zip(units, stages, strict=True):
+            for name, fqn in first.items():
+                if is_inside(name.rpartition(".")[0], module):
+                    holders[fqn].add(stage)
+        if self.graph.flow is not None:
+            cut = Cut(self.graph.flow, [call for _, call in units if call is not None])
+            for stage, names in enumerate(cut.relay(stages, self.count).reads):
+                for name in names:
+                    if name in first:
+                        holders[first[name]].add(stage)
+        by_module = dict(zip((m for m, _ in units), stages, strict=True))
+        before = 0
+        for fqn, tensor in self.graph.tensors.items():
+            if not holders[fqn]:
+                if tensor.is_buffer and tensor.module in self.opened:
+                    holders[fqn] = set(range(self.count))
+                else:
+                    holders[fqn] = {before}
+            elif tensor.is_buffer and tensor.module in self.opened:
+                holders[fqn] = set(range(self.count))
+            around = next((m for m in by_module if is_inside(tensor.module, m)), None)
+            before = by_module[around] if around is not None else before
+        return {fqn: tuple(sorted(found)) for fqn, found in holders.items()}

@@ -1,0 +1,263 @@
+"""What a pipeline must send: which values of a recorded forward live across its cuts.
+
+A stage runs the whole forward, except for the module calls that belong to other stages; what
+stands between calls (glue) runs in every stage. So a stage needs the outputs of earlier calls
+that its own calls depend on through glue, and nothing else. Refuses to know weights and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from meshplan.flow import Call, Flow
+
+
+@dataclass(frozen=True, slots=True)
+class Bond:
+    """Calls `first` to `last` (places among the units) must be in one stage."""
+
+    first: int
+    last: int
+    why: str
+
+
+@dataclass(slots=True)
+class Need:
+    """What one consumer depends on outside of itself.
+
+    Attributes:
+        values: Outputs of units, by value id, with the unit that made each.
+        leaks: (value, unit) of what a unit made, did not return, and yet is used outside.
+        random: Glue operations that draw random numbers.
+        reads: Parameters and buffers that it reads, itself or through glue.
+    """
+
+    values: dict[int, int] = field(default_factory=dict)
+    leaks: set[tuple[int, int]] = field(default_factory=set)
+    random: set[int] = field(default_factory=set)
+    reads: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relay:
+    """What crosses the cuts.
+
+    Args:
+        crossing: Per cut, from the one behind stage 0 on: value ids, in order.
+        reads: Per stage: parameters and buffers that it reads.
+    """
+
+    crossing: tuple[tuple[int, ...], ...]
+    reads: tuple[frozenset[str], ...]
+
+
+def unit_calls(flow: Flow, opened: Iterable[str]) -> tuple[Call, ...]:
+    """The outermost calls of modules that are not opened, in execution order.
+
+    An opened module that calls no other is a unit nevertheless.
+    """
+    wanted = set(opened)
+    children: dict[int | None, list[Call]] = {}
+    for call in flow.calls:
+        children.setdefault(call.parent, []).append(call)
+
+    def visit(call: Call) -> Iterator[Call]:
+        inside = children.get(call.id, [])
+        if call.parent is None or (call.module in wanted and inside):
+            for child in inside:
+                yield from visit(child)
+        else:
+            yield call
+
+    return tuple(visit(flow.calls[0]))
+
+
+class Cut:
+    """A flow, seen as units and the glue between them.
+
+    Args:
+        units: Calls that do not contain one another, in execution order.
+    """
+
+    def __init__(self, flow: Flow, units: Sequence[Call]) -> None:
+        self.flow, self.units = flow, tuple(units)
+        self._owner: list[int | None] = [None] * len(flow.ops)
+        self._returned: list[set[int]] = []
+        # Tensors that a module returns without having computed them: its own parameter, say.
+        self._handed: dict[int, int] = {}
+        for number, call in enumerate(self.units):
+            self._owner[call.ops[0] : call.ops[1]] = [number] * (call.ops[1] - call.ops[0])
+            self._returned.append({value for _, value in call.outputs})
+            given = {value for _, value in call.inputs}
+            for _, value in call.outputs:
+                is_made = flow.producer(value) is not None or flow.values[value].origin == "input"
+                if not is_made and value not in given:
+                    self._handed.setdefault(value, number)
+        self._find_writes()
+        self.needs = [self._need(self._reads_of(n), n) for n in range(len(self.units))]
+        self.output_need = self._need([value for _, value in flow.outputs], None)
+        self.control_need = self._need(self._controls(), None)
+
+    def _find_writes(self) -> None:
+        """Values that were written over: by whom, and what they were at first."""
+        self.written: set[int] = set()
+        self._rewritten: dict[int, int] = {}
+        self._first: dict[int, int] = {}
+        for place, op in enumerate(self.flow.ops):
+            for old in op.mutates:
+                self.written.add(old)
+                owner = self._owner[place]
+                for new in op.outputs:
+                    self._first[new] = self._first.get(old, old)
+                if owner is not None and self._maker(old) != owner:
+                    self._rewritten.update(dict.fromkeys(op.outputs, owner))
+
+    def _maker(self, value: int) -> int | None:
+        """The unit that made a value; None for glue, inputs, weights and constants."""
+        if value in self._handed:
+            return self._handed[value]
+        place = self.flow.producer(value)
+        return None if place is None else self._owner[place]
+
+    def _reads_of(self, number: int) -> list[int]:
+        first, behind = self.units[number].ops
+        return [value for op in self.flow.ops[first:behind] for value in op.inputs]
+
+    def _controls(self) -> list[int]:
+        """What glue hands to Python: the path of the forward may depend on it."""
+        return [
+            value
+            for place, op in enumerate(self.flow.ops)
+            if self._owner[place] is None and not op.outputs
+            for value in op.inputs
+        ]
+
+    def _need(self, values: Iterable[int], consumer: int | None) -> Need:
+        out, seen, waiting = Need(), set[int](), list(values)
+        while waiting:
+            value = waiting.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            info, place, maker = self.flow.values[value], self.flow.producer(value), None
+            maker = self._maker(value)
+            if maker is not None:
+                if maker == consumer:
+                    continue
+                if value in self._returned[maker] and value not in self._rewritten:
+                    out.values[value] = maker
+                else:
+                    out.leaks.add((value, maker))
+            elif place is None:
+                if info.origin in ("parameter", "buffer"):
+                    out.reads.add(info.name)
+            else:
+                op = self.flow.ops[place]
+                waiting.extend(op.inputs)
+                if op.is_random:
+                    out.random.add(place)
+        if consumer is not None:
+            for value in self._reads_of(consumer):
+                if self.flow.values[value].origin in ("parameter", "buffer"):
+                    out.reads.add(self.flow.values[value].name)
+        return out
+
+    def bonds(self) -> Iterator[Bond]:
+        """Every reason why two units cannot be in different stages."""
+        last = len(self.units) - 1
+        consumers = [*enumerate(self.needs), (last, self.output_need)]
+        for number, need in consumers:
+            for value, maker in sorted(need.leaks):
+                first, behind = sorted((maker, number))
+                yield Bond(first, behind, self._leak(value, maker))
+        drawn: dict[int, list[int]] = {}
+        for number, need in consumers:
+            for op in need.random:
+                drawn.setdefault(op, []).append(number)
+        for op, users in drawn.items():
+            name = self.flow.ops[op].name.removeprefix("aten.")
+            yield Bond(
+                min(users),
+                max(users),
+                f"'{self._around(op)}' draws random numbers between its modules ({name}), and each "
+                "stage would draw its own",
+            )
+        control = self.control_need
+        for maker in control.values.values():
+            yield Bond(0, maker, f"the model's control flow reads what '{self._name(maker)}' gives")
+        for value, maker in sorted(control.leaks):
+            yield Bond(0, maker, self._leak(value, maker))
+        if control.random:
+            yield Bond(0, last, "the model's control flow depends on random numbers")
+        yield from self._state_bonds()
+
+    def _state_bonds(self) -> Iterator[Bond]:
+        """Buffers and attributes that a forward writes must be written where they are read."""
+        last = len(self.units) - 1
+        writers: dict[int, set[int]] = {}
+        readers: dict[int, set[int]] = {}
+        for place, op in enumerate(self.flow.ops):
+            owner = self._owner[place]
+            for value in op.inputs:
+                first = self._first.get(value, value)
+                if self._is_state(first) and owner is not None:
+                    readers.setdefault(first, set()).add(owner)
+            for old in op.mutates:
+                first = self._first.get(old, old)
+                if not self._is_state(first):
+                    continue
+                if owner is not None:
+                    writers.setdefault(first, set()).add(owner)
+                    continue
+                need = self._need(op.outputs, None)
+                if need.values or need.leaks or need.random:
+                    yield Bond(0, last, f"'{self._around(place)}' writes what its modules computed "
+                               "into a buffer or an attribute")  # fmt: skip
+        for first, units in writers.items():
+            users = units | readers.get(first, set())
+            name = self.flow.values[first].name or "an attribute"
+            why = f"'{self._name(min(units))}' writes {name}, which is used elsewhere too"
+            yield Bond(min(users), max(users), why)
+
+    def _is_state(self, value: int) -> bool:
+        return self.flow.values[value].origin in ("parameter", "buffer", "constant")
+
+    def _leak(self, value: int, maker: int) -> str:
+        if value in self._rewritten:
+            return f"'{self._name(maker)}' writes into a tensor of others, which is used after it"
+        return f"a tensor made inside '{self._name(maker)}' is used outside, and not returned by it"
+
+    def _name(self, unit: int) -> str:
+        return self.units[unit].module
+
+    def _around(self, op: int) -> str:
+        return self.flow.calls[self.flow.ops[op].call].module or "the model"
+
+    def relay(self, stages: Sequence[int], count: int) -> Relay:
+        """What crosses every cut.
+
+        Args:
+            stages: Of each unit, never falling.
+            count: How many there are.
+
+        Assumes: no bond is cut.
+        """
+        until: dict[int, int] = {}
+        reads: list[set[str]] = [set() for _ in range(count)]
+        for stage, need in (*zip(stages, self.needs, strict=True), (count - 1, self.output_need)):
+            reads[stage] |= need.reads
+            for value in need.values:
+                until[value] = max(until.get(value, 0), stage)
+        for stage in range(count):
+            reads[stage] |= self.control_need.reads
+            for value in self.control_need.values:
+                until[value] = count - 1
+        made = {v: stages[m] for v in until if (m := self._maker(v)) is not None}
+        return Relay(
+            crossing=tuple(
+                tuple(sorted(v for v in until if made[v] <= cut < until[v]))
+                for cut in range(count - 1)
+            ),
+            reads=tuple(map(frozenset, reads)),
+        )

@@ -1,0 +1,16 @@
+"""torch.compile, block by block: after activation checkpointing, before the data axes."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from meshplan.plan import Plan
+
+
+def apply_compile(model: nn.Module, plan: Plan) -> None:
+    """Compile the modules that the plan says, in place; names and state dict stay as they are.
+
+    Nothing is compiled yet: that happens when a module first runs, and again for new shapes.
+    """
+    for fqn in plan.assignment.compiled:
+        model.get_submodule(fqn).compile()

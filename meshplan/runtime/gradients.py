@@ -1,0 +1,132 @@
+"""What the data ranks must agree on after each backward: which gradients there are.
+
+A parameter may get a gradient on one rank and none on another: an expert that saw no token, a
+branch that was not taken. FSDP2 packs the gradients that a rank has, so packs of other gradients
+would be added to one another, without a word where they are of one size. Here a gradient that is
+missing counts as zero, and is taken away again if no rank had it: optimizers tell zero from none.
+
+The ranks must also have reduced the same units in the same order, or parameters and gradients of
+other units were mixed; and gradients that no unit reduces are averaged.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.mesh import GRADIENT_AXES
+from meshplan.plan import Plan
+from meshplan.runtime.mesh import device, local_of, on_reduction, submesh
+
+_EVERY: Final = 16
+"""Steps between comparisons of calls on an accelerator, which must wait for its work to be read."""
+
+
+@dataclass(slots=True)
+class _Backward:
+    """What happened in the backwards of the running step.
+
+    Attributes:
+        real: Parameters that had a gradient of their own when it was reduced, or before.
+        filled: Parameters that had none and got zeros.
+        has_reduced: Whether any unit reduced.
+    """
+
+    real: set[nn.Parameter] = field(default_factory=set)
+    filled: set[nn.Parameter] = field(default_factory=set)
+    has_reduced: bool = False
+
+
+class _Agreement:
+    """One model's gradients on this rank."""
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+        self.group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
+        self.ranks = plan.mesh.size(*GRADIENT_AXES)
+        placed = plan.assignment.tensors
+        live = {
+            fqn: model.get_parameter(fqn)
+            for fqn, p in placed.items()
+            if p.info.trainable and not p.info.is_buffer and p.info.numel
+        }
+        self.params = list(live.values())
+        self.numbers = {p: n.to_bytes(4, "little") for n, p in enumerate(self.params)}
+        self.alone = [param for fqn, param in live.items() if placed[fqn].reduced_alone]
+        self.backward = _Backward()
+        self.calls = 0
+        self.steps = 0
+        self.has_groups = False
+        for fqn in plan.assignment.units:
+            unit = model.get_submodule(fqn)
+            self.has_groups |= on_reduction(unit, self._fill, self._finish)
+
+    def _fill(self, param: nn.Parameter, has_gradient: bool) -> bool:
+        """Note one parameter of a unit that is about to reduce; True to fill its gradient."""
+        self.backward.has_reduced = True
+        # Folded into one number that is never reset: what differed once always does.
+        self.calls = zlib.crc32(self.numbers.get(param, b""), self.calls)
+        has_been_filled = param in self.backward.filled  # In a microbatch before this one.
+        if has_gradient or (param.grad is not None and not has_been_filled):
+            self.backward.real.add(param)
+        elif param.requires_grad:
+            self.backward.filled.add(param)
+        return param.requires_grad and not has_gradient
+
+    def _finish(self) -> None:
+        """After the last backward: average what is alone, compare notes with the other ranks."""
+        done, self.backward = self.backward, _Backward()
+        if self.has_groups and not done.has_reduced:
+            return
+        for param in self.alone:
+            self._average(param, done)
+        missing = done.filled - done.real
+        notes = [param not in missing for param in self.params]
+        mask = torch.tensor([*notes, self.calls, -self.calls], dtype=torch.int64).to(device())
+        work = dist.all_reduce(mask, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.steps += 1
+        is_due = device().type == "cpu" or self.steps < _EVERY or self.steps % _EVERY == 0
+        if not missing and not is_due:
+            return  # Nobody waits for an answer that changes nothing here.
+        work.wait()
+        *exist, largest, smallest = mask.tolist()
+        if largest != -smallest:
+            raise ApplyError(_other_calls())
+        for param, exists in zip(self.params, exist, strict=True):
+            if not exists:
+                param.grad = None
+
+    def _average(self, param: nn.Parameter, done: _Backward) -> None:
+        """Averaging what is averaged already changes nothing: gradients may be left standing."""
+        if not param.requires_grad:
+            return
+        if param.grad is None:
+            done.filled.add(param)
+            param.grad = torch.zeros_like(param)
+        gradient = local_of(param.grad)
+        dist.all_reduce(gradient, group=self.group)  # gloo has no AVG.
+        gradient /= self.ranks
+
+
+def _other_calls() -> Problem:
+    return Problem(
+        "the ranks called other units than one another, or in another order, so parameters and "
+        "gradients of different modules were mixed",
+        fix="draw what decides which modules run (as layerdrop does) from a generator that is "
+        "seeded alike on all ranks, or say unit: false for modules that do not always run",
+    )
+
+
+def agree_on_gradients(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Keep the gradients of the data ranks in step, backward by backward.
+
+    Assumes: units are wrapped and have their memory.
+    """
+    if plan.assignment.wrapper == "units" and plan.mesh.size(*GRADIENT_AXES) > 1:
+        _Agreement(model, plan, mesh)  # The hooks hold it.

@@ -1,0 +1,189 @@
+"""Loss parallel: cross-entropy on logits of which each rank of tp holds a part of the vocabulary.
+
+While `LossParallel` is on, the head leaves its logits cut, as a DTensor whose shape is the whole
+one, and `torch.nn.functional.cross_entropy` exchanges three numbers per token in place of the
+logits. Whatever else is done with the logits is DTensor's business.
+
+torch's own `loss_parallel` also changes what `log_softmax` does in backward, which is right
+before `nll_loss` only: label smoothing and every other use come out wrong, silently.
+
+Source: Shoeybi et al. 2019 (Megatron-LM), section 3, for the fused loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+
+from meshplan.errors import ApplyError, Problem
+
+_NAMES: Final = (
+    "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction",
+    "label_smoothing",
+)  # fmt: skip
+_DEFAULTS: Final[dict[str, Any]] = {
+    "ignore_index": -100,
+    "reduction": "mean",
+    "label_smoothing": 0.0,
+}
+
+
+class LossParallel(TorchFunctionMode):
+    """On while a model and its loss are computed."""
+
+    num_on = 0
+
+    def __enter__(self) -> LossParallel:
+        super().__enter__()
+        LossParallel.num_on += 1
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        LossParallel.num_on -= 1
+        super().__exit__(*raised)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.cross_entropy:
+            return func(*args, **kwargs)
+        given = dict(zip(_NAMES, args, strict=False)) | kwargs
+        logits = given["input"]
+        dim = 1 if logits.ndim > 1 else 0
+        if not isinstance(logits, DTensor) or not any(p == Shard(dim) for p in logits.placements):
+            return func(*args, **kwargs)
+        return _cross_entropy(logits, dim, given)
+
+
+def is_on() -> bool:
+    """Whether a head may leave its logits cut."""
+    return LossParallel.num_on > 0
+
+
+def _cross_entropy(logits: DTensor, dim: int, given: dict[str, Any]) -> torch.Tensor:
+    """`F.cross_entropy` of cut logits: a plain tensor, the same on every rank of tp.
+
+    Raises:
+        ApplyError: An option that is not computed on parts.
+    """
+    options = _DEFAULTS | {k: v for k, v in given.items() if k in _DEFAULTS}
+    target = given["target"]
+    refused = [name for name in ("weight", "size_average", "reduce") if given.get(name) is not None]
+    if target.is_floating_point():
+        refused.append("a target of probabilities")
+    if logits.device_mesh.ndim > 1 or isinstance(target, DTensor):
+        refused.append("logits or targets cut along other axes than tp")
+    if refused:
+        raise ApplyError(
+            Problem(
+                f"loss_parallel does not compute cross_entropy with {refused[0]}",
+                fix="leave it out, or say loss_parallel: false",
+            )
+        )
+    size, mesh = logits.shape[dim], logits.device_mesh
+    # Class dim last: one row per token.
+    local = logits.to_local(grad_placements=logits.placements).movedim(dim, -1)
+    piece = -(-size // mesh.size())
+    is_kept = target != options["ignore_index"]
+    losses = _Losses.apply(
+        local,
+        torch.where(is_kept, target, 0),
+        (min(mesh.get_local_rank() * piece, size), size),
+        float(options["label_smoothing"]),
+        mesh.get_group(),
+    )
+    out: torch.Tensor = torch.where(is_kept, losses, 0.0)
+    if options["reduction"] != "none":
+        out = out.sum()
+    if options["reduction"] == "mean":
+        out = out / is_kept.sum()
+    # Autocast has cross-entropy in single precision.
+    return out if torch.is_autocast_enabled(out.device.type) else out.to(local.dtype)
+
+
+class _Losses(torch.autograd.Function):
+    """Cross-entropy of each token.
+
+    With x the logits, t the target, V the vocabulary and e the smoothing:
+    loss = logsumexp(x) - (1 - e) x_t - e mean(x), and
+    d loss / d x_c = softmax(x)_c - (1 - e) [c = t] - e / V.
+
+    Source: Szegedy et al. 2016, section 7, for smoothing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: torch.Tensor,
+        target: torch.Tensor,
+        place: tuple[int, int],
+        smoothing: float,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        """Shape: local (tokens, part of the vocabulary), target (tokens) -> (tokens)."""
+        start, size = place
+        x = local.to(torch.promote_types(local.dtype, torch.float32))
+        highest = x.new_full(target.shape, -torch.inf) if not x.shape[-1] else x.amax(-1)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        powers = (x - highest[..., None]).exp()
+        index = target - start
+        is_here = (index >= 0) & (index < x.shape[-1])
+        index = torch.where(is_here, index, 0)
+        hit = torch.zeros_like(highest)
+        if x.shape[-1]:
+            hit = torch.where(is_here, x.gather(-1, index[..., None])[..., 0], 0.0)
+        sums = torch.stack((powers.sum(-1), hit, x.sum(-1)))
+        dist.all_reduce(sums, group=group)
+        total, hit, every = sums
+        ctx.save_for_backward(powers / total[..., None], index, is_here)
+        ctx.size, ctx.smoothing, ctx.dtype = size, smoothing, local.dtype
+        losses = total.log() + highest - (1 - smoothing) * hit - smoothing * every / size
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        probabilities, index, is_here = ctx.saved_tensors
+        out = probabilities - ctx.smoothing / ctx.size
+        if out.shape[-1]:
+            hit = (1 - ctx.smoothing) * is_here.to(out.dtype)
+            out.scatter_add_(-1, index[..., None], -hit[..., None])
+        out *= gradient[..., None].to(out.dtype)
+        return out.to(ctx.dtype), None, None, None, None
+
+
+def take_loss(
+    loss_fn: Callable[[Any, Any], torch.Tensor], output: Any, targets: Any
+) -> torch.Tensor:
+    """What a loss function makes of an output that may be cut logits, as a plain tensor.
+
+    Raises:
+        ApplyError: It mixes cut logits with whole tensors.
+    """
+    try:
+        loss = loss_fn(output, targets)
+    except RuntimeError as error:
+        if not is_on() or "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise ApplyError(
+            Problem(
+                "the loss does something else with logits that are cut over the vocabulary than "
+                "cross_entropy (see the traceback above)",
+                fix="use torch.nn.functional.cross_entropy, call .full_tensor() on the logits "
+                "first, or say loss_parallel: false",
+            )
+        ) from error
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+
+def leave_logits(output: DTensor) -> torch.Tensor:
+    """What a head gives: cut logits while `LossParallel` is on, else whole ones."""
+    if is_on():
+        return output
+    return output.redistribute(placements=[Replicate()]).to_local()

@@ -1,0 +1,114 @@
+"""Parameters used outside the forward of the unit that gathers them.
+
+Such a use sees this rank's part only. Most of them raise deep inside torch, but not all: the
+largest element of a part is a number like any other. So during the first forward, and the first
+loss, every operation that reads a parameter in parts is refused by name. Differentiating there is
+refused as well: units free what they gathered, and a second derivative would read freed memory.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.plan import Plan
+
+_FACTS: Final = frozenset((
+    "shape", "dtype", "device", "requires_grad", "requires_grad_", "ndim", "dim", "is_leaf",
+    "layout", "grad", "grad_fn", "size", "numel", "nelement", "is_floating_point", "is_complex",
+    "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_quantized",
+    "is_contiguous", "is_nested", "is_shared", "itemsize", "nbytes", "element_size", "stride",
+    "get_device", "type", "names", "data_ptr", "storage_offset", "retains_grad", "output_nr",
+    "_version", "name", "is_inference", "is_signed", "register_hook", "__hash__", "__repr__",
+    "__format__", "__len__", "ndimension", "is_pinned", "is_mkldnn", "volatile",
+))  # fmt: skip
+"""What may be asked of a parameter that lies in parts: the answer is that of the whole."""
+
+
+_DIFFERENTIATE: Final = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
+
+class OutsideUse(TorchFunctionMode):
+    """While active, refuses to compute with a parameter that no unit has gathered."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        super().__init__()
+        # Gathered parameters are other objects, so these are met only where nothing gathers them.
+        self.lying = {
+            id(model.get_parameter(fqn)): (fqn, placed.unit)
+            for fqn, placed in plan.assignment.tensors.items()
+            if placed.unit is not None
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DIFFERENTIATE:
+            raise ApplyError(_problem_of_gradients(func.__name__))
+        if _name(func) not in _FACTS:
+            for value in (*args, *kwargs.values()):
+                for each in value if isinstance(value, tuple | list) else (value,):
+                    if id(each) in self.lying and isinstance(each, nn.Parameter):
+                        raise ApplyError(_problem(*self.lying[id(each)], _name(func)))
+        return func(*args, **kwargs)
+
+
+def _name(func: Any) -> str:
+    """The method's name; of a property's getter, that of the property."""
+    name = getattr(func, "__name__", str(func))
+    owner = getattr(func, "__self__", None)
+    return getattr(owner, "__name__", name) if name == "__get__" else name
+
+
+def _problem(fqn: str, unit: str, operation: str) -> Problem:
+    inside = f"the forward of '{unit}'" if unit else "the forward of the model"
+    fix = "use the optimizer's weight_decay for a penalty on weights"
+    if unit:
+        fix = (
+            f"say unit: false for '{unit}', which leaves its parameters to the unit around it "
+            f"(as for a block whose forward the model does not call), or {fix}"
+        )
+    return Problem(
+        f"{fqn} is used by '{operation}' outside {inside}, where each rank has only a part of it",
+        fix=fix,
+    )
+
+
+def _problem_of_gradients(operation: str) -> Problem:
+    return Problem(
+        f"the forward or the loss calls '{operation}' itself, but units free their parameters "
+        "after their forward and reduce gradients in every backward, so derivatives of "
+        "derivatives are lost",
+        fix="use strategy: ddp",
+    )
+
+
+def guard_loss(model: nn.Module, plan: Plan) -> AbstractContextManager[object]:
+    """The same for a loss function; to be made while no unit is gathered."""
+    is_at_work = plan.assignment.wrapper == "units"
+    return OutsideUse(model, plan) if is_at_work else nullcontext()
+
+
+def watch_first_forward(model: nn.Module, plan: Plan) -> None:
+    """Refuse the first forward that uses a parameter in parts, before anything is updated."""
+    if plan.assignment.wrapper != "units" or plan.spec.compile:
+        return  # A mode that is active would be compiled into the blocks.
+    watch = OutsideUse(model, plan)
+    begun: list[bool] = []  # Hooks cannot be removed while they run.
+
+    def begin(*_: Any) -> None:
+        if not begun:
+            begun.append(True)
+            watch.__enter__()
+
+    def end(*_: Any) -> None:
+        if begun == [True]:
+            watch.__exit__(None, None, None)
+            begun.append(False)
+
+    model.register_forward_pre_hook(begin)
+    model.register_forward_hook(end, always_call=True)

@@ -1,0 +1,59 @@
+"""Cut a model into this rank's stages, and let each be wrapped as a model of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshplan.plan import Plan
+from meshplan.runtime.materialize import Values
+from meshplan.runtime.mesh import submesh
+from meshplan.runtime.pipeline.module import PipelinedModule
+from meshplan.runtime.pipeline.restrict import restrict
+from meshplan.runtime.pipeline.run import Part
+from meshplan.runtime.pipeline.stage import Replay, make_stage, watch_calls
+
+Wrap = Callable[[nn.Module, Plan, DeviceMesh, Values], nn.Module]
+
+
+def apply_pipeline(
+    model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values, wrap: Wrap
+) -> PipelinedModule:
+    """This rank's stages; the model itself is left without numbers.
+
+    Args:
+        values: Of a model on meta, for all that this rank holds.
+        wrap: Applies everything but the pipeline to a module, in place.
+    """
+    stages = plan.assignment.stages
+    assert stages is not None
+    place = dist.get_rank(submesh(mesh, ("pp",)).get_group())
+    parts: dict[int, Part] = {}
+    names = tuple(model.state_dict())
+    for stage in stages.of_rank(place):
+        module = make_stage(model, plan.graph, stages, stage)
+        part = restrict(plan, stage)
+        held = part.assignment.tensors
+        wrap(module, part, mesh, Values({f: v for f, v in values.local.items() if f in held}))
+        # An early end inside a unit of sharding would leave it gathered.
+        is_plain = not any(unit in stages.opened for unit in part.assignment.units if unit)
+        replay = Replay(stage, may_stop=is_plain)
+        watch_calls(module, stages, replay)
+        parts[stage] = Part(module, part, replay)
+    _empty(model)
+    return PipelinedModule(model, parts, plan=plan, mesh=mesh, names=names)
+
+
+def _empty(model: nn.Module) -> None:
+    """Take the numbers out of a model: what a rank does not hold must not stay in its memory."""
+    hollow: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                if id(parameter) not in hollow:
+                    meta = parameter.detach().to("meta")
+                    hollow[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
+                setattr(module, name, hollow[id(parameter)])

@@ -1,0 +1,307 @@
+"""`PipelinedModule`: this rank's stages as one `nn.Module` under the model's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from meshplan.assign.types import Stages
+from meshplan.errors import ApplyError, Problem
+from meshplan.plan import Plan
+from meshplan.runtime.batch import chunked
+from meshplan.runtime.data import set_gradient_sync
+from meshplan.runtime.mesh import device, submesh
+from meshplan.runtime.nest import tensors_in
+from meshplan.runtime.pipeline.program import make_program
+from meshplan.runtime.pipeline.run import Form, Part, Run, Told, end_split_backward
+from meshplan.runtime.pipeline.shared import SharedTensors
+from meshplan.schedules import SCHEDULES, actions, forward_only
+
+
+class PipelinedModule(nn.Module):
+    """This rank's stages of a model.
+
+    Its parameters, buffers and state dict are those that the rank holds, under the model's own
+    names. A tensor that two stages of this rank share is there twice: the second time as
+    "NAME@stage3", and not in the state dict. It trains by `meshplan.train_step` or `step`, and
+    answers by `eval_step`; a call of it raises.
+
+    Args:
+        skeleton: The model without numbers, to record forwards with.
+        parts: By stage.
+        plan: The whole model's.
+        names: The keys of the whole model's state dict, in order.
+    """
+
+    def __init__(
+        self,
+        skeleton: nn.Module,
+        parts: dict[int, Part],
+        *,
+        plan: Plan,
+        mesh: DeviceMesh,
+        names: tuple[str, ...],
+    ) -> None:
+        super().__init__()
+        stages = plan.assignment.stages
+        assert stages is not None
+        self.training = skeleton.training
+        self._hidden = (skeleton,)  # In a tuple: not a child.
+        self._parts = parts
+        self.plan, self.names, self._stages = plan, names, stages
+        self._schedule = SCHEDULES[stages.schedule]
+        self.group = submesh(mesh, ("pp",)).get_group()
+        self._place = dist.get_rank(self.group)
+        ranks, virtual = stages.num_ranks, stages.virtual
+        self._train = actions(self._schedule, ranks, virtual, stages.microbatches)[self._place]
+        self._eval = forward_only(self._schedule, ranks, virtual)[self._place]
+        self._forms: dict[Any, Form] = {}
+        self.shared = SharedTensors(plan, mesh, {s: p.module for s, p in parts.items()})
+
+    @property
+    def stages(self) -> dict[int, nn.Module]:
+        """The stage modules of this rank, by stage."""
+        return {stage: part.module for stage, part in self._parts.items()}
+
+    @property
+    def pipeline(self) -> Stages:
+        """What runs where."""
+        return self._stages
+
+    @property
+    def has_output(self) -> bool:
+        """Whether this rank holds the last stage."""
+        return self._stages.num - 1 in self._parts
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise ApplyError(
+            Problem(
+                "a pipelined model has no forward of its own: this rank holds some stages only",
+                fix="call meshplan.train_step(model, ...) or model.step(inputs, targets, loss_fn) "
+                "to train, and model.eval_step(inputs) for the output",
+            )
+        )
+
+    def step(
+        self,
+        inputs: Any,
+        targets: Any,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        *,
+        scale: float = 1.0,
+        is_last: bool = True,
+    ) -> torch.Tensor:
+        """Forward and backward of one batch in microbatches; gradients are added up.
+
+        Args:
+            inputs: This rank's inputs, the same on every rank along pp.
+            targets: Whatever `loss_fn` takes, cut along dim 0 like the inputs.
+            loss_fn: (output, targets) -> the mean over the samples.
+            scale: Multiplies the gradients.
+            is_last: Whether the optimizer steps after this.
+
+        Returns:
+            The mean loss over this batch in float64, the same on every rank along pp.
+        """
+        count = self._stages.microbatches
+        cut = chunked(inputs, count)
+        wanted = chunked(targets, count)
+        form = self._form(cut[0])
+        total = torch.zeros((), dtype=torch.float64, device=device())
+
+        def finish(output: Any, m: int) -> torch.Tensor:
+            nonlocal total
+            loss = loss_fn(output, wanted[m])
+            total += loss.detach().double()
+            return loss * (scale / count)
+
+        run = Run(
+            self._parts,
+            schedule=self._schedule,
+            group=self.group,
+            form=form,
+            microbatches=[as_arguments(part) for part in cut],
+            finish=finish,
+            sync=lambda part, is_last_here: self._sync(part, is_last and is_last_here),
+        )
+        run.play(self._train)
+        self._agree(run, form)
+        if is_last:
+            if self._schedule.splits_backward:
+                for part in self._parts.values():
+                    end_split_backward(part)
+            self.shared.add_gradients()
+        dist.all_reduce(total, group=self.group)
+        return total / count
+
+    def eval_step(self, inputs: Any) -> Any:
+        """The output for a whole batch, without gradients, in the mode that the model is in.
+
+        Returns:
+            The model's output on the ranks of the last stage (`has_output`), None on others:
+            send it where it is wanted with `torch.distributed.broadcast` along
+            `model.meshplan.mesh["pp"]`.
+        """
+        outputs: list[Any] = []
+
+        def finish(output: Any, m: int) -> None:
+            outputs.append(output)
+
+        with torch.no_grad():
+            form = self._form(inputs)
+            run = Run(
+                self._parts,
+                schedule=self._schedule,
+                group=self.group,
+                form=form,
+                microbatches=[as_arguments(inputs)],
+                finish=finish,
+            )
+            run.play(self._eval)
+            self._agree(run, form)
+        return outputs[0] if outputs else None
+
+    def _sync(self, part: Part, is_last: bool) -> None:
+        if not self._schedule.splits_backward:
+            set_gradient_sync(part.module, part.plan, is_last)
+        elif isinstance(part.module, FSDPModule):
+            # A backward in two halves ends in no hook: reduced once, by `end_split_backward`.
+            part.module.set_is_last_backward(False)
+            part.module.set_reshard_after_backward(False)
+            part.module.set_requires_gradient_sync(False)
+
+    def _form(self, inputs: Any) -> Form:
+        """What is known of such inputs; recorded when they are met first."""
+        key = (self.training, torch.is_grad_enabled(), _form_of(inputs))
+        if key not in self._forms:
+            self._forms[key] = Form(make_program(self._hidden[0], self._stages, inputs))
+        return self._forms[key]
+
+    def _agree(self, run: Run, form: Form) -> None:
+        """Raise on every rank what went wrong on one.
+
+        Later than the first time with such inputs, only the ranks along pp are told: what one of
+        them cannot do, others of its stage cannot either, or wait in a collective of its own.
+        """
+        group = None if form.is_new else self.group
+        form.is_new = False
+        flags = torch.tensor([run.failure is not None, run.has_poison], device=device()).float()
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        failed, has_poison = flags.tolist()
+        if failed:
+            self._forms.clear()  # What was exchanged may be half of it.
+            is_own = run.failure is not None and not isinstance(run.failure, Told)
+            told: list[Any] = [None] * dist.get_world_size(group)
+            own = f"{type(run.failure).__name__}: {run.failure}" if is_own else ""
+            dist.all_gather_object(told, (dist.get_rank(), own), group=group)
+            if is_own:
+                assert run.failure is not None
+                raise run.failure
+            rank, text = next((rank, text) for rank, text in told if text)
+            raise ApplyError(Problem(f"rank {rank} could not do its part of a step: {text}"))
+        if has_poison:
+            raise ApplyError(
+                Problem(
+                    "what a stage sends or the loss is not a number: either the model itself gives "
+                    "that, or it uses what was not sent",
+                    self._stages.reason.origin,
+                    "try the model in one process; if it is right there, cut elsewhere",
+                )
+            )
+
+    # What `nn.Module` is asked for.
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this rank."""
+        yield from self._named("named_parameters", prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers of this rank."""
+        yield from self._named("named_buffers", prefix, recurse, remove_duplicate)
+
+    def _named(self, method: str, prefix: str, recurse: bool, remove_duplicate: bool) -> Any:
+        taken: dict[str, int] = {}
+        found: set[int] = set()
+        for stage, part in self._parts.items():
+            listed = getattr(part.module, method)("", recurse, remove_duplicate)
+            for name, tensor in listed:
+                if remove_duplicate and id(tensor) in found:
+                    continue
+                found.add(id(tensor))
+                full = name if taken.setdefault(name, stage) == stage else f"{name}@stage{stage}"
+                yield (f"{prefix}.{full}" if prefix else full), tensor
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules of this rank's stages."""
+        yield self
+        for part in self._parts.values():
+            yield from part.module.modules()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """What this rank holds, under the model's own names."""
+        out: dict[str, Any] = {}
+        for part in self._parts.values():
+            for name, value in part.module.state_dict(*args, **kwargs).items():
+                out.setdefault(name, value)
+        return out
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load what this rank holds; more may be there.
+
+        Raises:
+            ApplyError: With `strict`, something that this rank holds is missing.
+        """
+        for part in self._parts.values():
+            own = part.module.state_dict(keep_vars=True)
+            missing = [name for name in own if name not in state_dict]
+            if missing and strict:
+                raise ApplyError(Problem(f"{missing[0]} is not in the state dict"))
+            given = {name: state_dict[name] for name in own if name in state_dict}
+            part.module.load_state_dict(given, strict=strict, assign=assign)
+        return nn.modules.module._IncompatibleKeys([], [])
+
+    def train(self, mode: bool = True) -> PipelinedModule:
+        """Set the mode of every stage, and of the forward that is recorded."""
+        self.training = mode
+        self._hidden[0].train(mode)
+        for part in self._parts.values():
+            part.module.train(mode)
+        return self
+
+
+def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(arguments, keyword arguments) of inputs in any of the three forms."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def _form_of(inputs: Any) -> Any:
+    """What must be equal for two inputs to take the same way through the model."""
+    args, kwargs = as_arguments(inputs)
+    tensors = [(p, t.shape, t.dtype) for p, t in (*tensors_in(args), *tensors_in(kwargs))]
+    return (tuple(tensors), repr(_without_tensors((args, kwargs))))
+
+
+def _without_tensors(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        return "tensor"
+    if isinstance(item, Mapping):
+        return {key: _without_tensors(part) for key, part in item.items()}
+    if isinstance(item, tuple | list):
+        return [_without_tensors(part) for part in item]
+    return item

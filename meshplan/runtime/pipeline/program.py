@@ -1,0 +1,96 @@
+"""What the stages do for inputs of one form: recorded anew for each, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from meshplan.assign.types import Stages
+from meshplan.errors import ApplyError, Problem
+from meshplan.flow import Call
+from meshplan.relay import Cut, unit_calls
+from meshplan.runtime.nest import opaque_in
+from meshplan.runtime.pipeline.stage import Program
+from meshplan.runtime.record import record
+
+
+def make_program(skeleton: nn.Module, stages: Stages, inputs: Any) -> Program:
+    """Record the forward on these inputs and see what crosses the cuts.
+
+    Args:
+        skeleton: The model, with or without numbers, in the mode it is to run in.
+        inputs: One microbatch.
+
+    Raises:
+        ApplyError: The forward takes a way that the plan's cut does not fit.
+    """
+    forms: dict[int, Any] = {}
+    flow = record(skeleton, inputs, forms)
+    calls = unit_calls(flow, stages.opened)
+    places = _stages_of(calls, stages)
+    cut = Cut(flow, calls)
+    problems = list(_problems(cut, places, stages, forms))
+    if problems:
+        raise ApplyError(problems)
+    return Program(
+        flow=flow,
+        calls=calls,
+        stages=tuple(places),
+        forms=tuple(forms[call.id] for call in calls),
+        relay=cut.relay(places, stages.num),
+        written=frozenset(cut.written),
+        last=stages.num - 1,
+    )
+
+
+def _stages_of(calls: tuple[Call, ...], stages: Stages) -> list[int]:
+    """The stage of each call: the plan's, by how often the module ran before."""
+    planned: dict[str, list[int]] = {}
+    for module, stage in stages.units:
+        planned.setdefault(module, []).append(stage)
+    out: list[int] = []
+    for call in calls:
+        found = planned.get(call.module)
+        if not found:
+            raise ApplyError(
+                Problem(
+                    f"'{call.module}' runs here, but did not when the plan was decided",
+                    stages.reason.origin,
+                    "pass example_inputs to parallelize that take the same way through the model",
+                )
+            )
+        stage = found.pop(0) if len(found) > 1 else found[0]
+        out.append(max(stage, out[-1]) if out else stage)
+    return out
+
+
+def _problems(
+    cut: Cut, places: list[int], stages: Stages, forms: dict[int, Any]
+) -> Iterator[Problem]:
+    origin = stages.reason.origin
+    for bond in cut.bonds():
+        if places[bond.first] != places[bond.last]:
+            first, last = cut.units[bond.first].module, cut.units[bond.last].module
+            yield Problem(
+                f"the pipeline is cut between '{first}' and '{last}': {bond.why}",
+                origin,
+                "put both into one stage",
+            )
+    for call in cut.units:
+        for kind in opaque_in(forms[call.id]):
+            yield Problem(
+                f"'{call.module}' returns a {kind}, which stages that do not run it cannot make",
+                origin,
+                "cut inside it, or let it return tensors alone",
+            )
+            break
+    for stage, names in enumerate(cut.relay(places, stages.num).reads):
+        for name in sorted(names):
+            if stage not in stages.tensors.get(name, ()):
+                yield Problem(
+                    f"stage {stage} reads {name} here, but does not hold it",
+                    origin,
+                    "pass example_inputs to parallelize that take the same way through the model",
+                )

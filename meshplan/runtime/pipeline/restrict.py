@@ -1,0 +1,66 @@
+"""One stage's part of a plan: what the rooms that wrap a module read for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from meshplan.assign.types import Assignment, Placed, Stages, Unit
+from meshplan.graph import is_inside
+from meshplan.plan import Plan
+
+
+def restrict(plan: Plan, stage: int) -> Plan:
+    """The plan of one stage, as if it were the whole model.
+
+    Returns:
+        The tensors that the stage holds, the units, styles and recomputed modules that run in
+        it; as many microbatches as backwards per optimizer step.
+    """
+    whole = plan.assignment
+    stages = whole.stages
+    assert stages is not None
+    tensors = {f: p for f, p in whole.tensors.items() if stage in stages.tensors[f]}
+    units = {
+        fqn: _without_cast(unit) if not fqn and stage < stages.num - 1 else unit
+        for fqn, unit in whole.units.items()
+        if runs(fqn, stages, stage) and (not fqn or _owns(fqn, tensors))
+    }
+
+    def here(items: Any) -> Any:
+        return MappingProxyType({f: v for f, v in items.items() if runs(f, stages, stage)})
+
+    part: Assignment = replace(
+        whole,
+        tensors=MappingProxyType({f: _housed(p, units) for f, p in tensors.items()}),
+        units=MappingProxyType(units),
+        styles=here(whole.styles),
+        recompute=here(whole.recompute),
+        attributes=tuple(a for a in whole.attributes if runs(a.module, stages, stage)),
+        apply=(),
+    )
+    return replace(plan, assignment=part, accumulate=plan.accumulate * stages.microbatches)
+
+
+def runs(fqn: str, stages: Stages, stage: int) -> bool:
+    """Whether the forward of a module runs in a stage, rather than being stood in for."""
+    around = [s for module, s in stages.units if is_inside(fqn, module)]
+    return stage in around if around else True
+
+
+def _owns(unit: str, tensors: dict[str, Placed]) -> bool:
+    return any(placed.unit == unit for placed in tensors.values())
+
+
+def _housed(placed: Placed, units: dict[str, Unit]) -> Placed:
+    """A tensor whose unit does not run here is gathered by the one around it."""
+    unit = placed.unit
+    while unit and unit not in units:
+        unit = unit.rpartition(".")[0]
+    return placed if unit == placed.unit else replace(placed, unit=unit)
+
+
+def _without_cast(unit: Unit) -> Unit:
+    """What goes to another stage keeps its dtype; only the model's output is cast."""
+    return replace(unit, precision=replace(unit.precision, output=None))

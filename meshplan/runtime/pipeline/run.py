@@ -1,0 +1,289 @@
+"""Play a schedule on this rank: compute, send, receive.
+
+Shapes are exchanged once per form of the inputs, with the first microbatch. A rank on which
+something raises computes no more, but sends and receives on, so that no other waits for it: what
+happened is told at the end. Nothing here knows which schedule it plays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.plan import Plan
+from meshplan.runtime.mesh import device, reduce_units
+from meshplan.runtime.pipeline.halves import Halves, check_weights, first_half, second_half
+from meshplan.runtime.pipeline.stage import Program, Replay
+from meshplan.schedules import Action, Schedule
+
+Meta = tuple[tuple[int, ...], torch.dtype, bool]
+"""Shape, dtype, and whether a gradient comes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stage of this rank: its module, its part of the plan, and its replay."""
+
+    module: nn.Module
+    plan: Plan
+    replay: Replay
+
+
+@dataclass(slots=True)
+class Form:
+    """What is known of inputs of one form.
+
+    Attributes:
+        program: What the stages do.
+        metas: By cut, what crosses it, as it was the first time.
+        is_new: Nothing was run with it yet.
+    """
+
+    program: Program
+    metas: dict[tuple[int, bool], list[Meta]] = field(default_factory=dict)
+    is_new: bool = True
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One microbatch in one stage, between forward and backward."""
+
+    received: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    halves: Halves = field(default_factory=Halves)
+
+
+class Told(Exception):
+    """Another rank failed."""
+
+
+class Run:
+    """One pass of all microbatches through this rank's stages.
+
+    Args:
+        parts: By stage.
+        schedule: Where stages lie.
+        group: The ranks along pp.
+        form: Of the inputs.
+        microbatches: Arguments and keyword arguments of each.
+        finish: (output, microbatch) -> what backward starts from; only called in the last stage.
+        sync: (part, is last) -> says whether the coming backward is the last of its part.
+    """
+
+    def __init__(
+        self,
+        parts: dict[int, Part],
+        *,
+        schedule: Schedule,
+        group: ProcessGroup,
+        form: Form,
+        microbatches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+        finish: Callable[[Any, int], torch.Tensor | None],
+        sync: Callable[[Part, bool], None] = lambda part, is_last: None,
+    ) -> None:
+        self.parts, self.schedule, self.group, self.form = parts, schedule, group, form
+        self.microbatches, self.finish, self.sync = microbatches, finish, sync
+        self.last = form.program.last
+        self.has_poison = False
+        self.failure: Exception | None = None
+        self._size = dist.get_world_size(group)
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._arriving: dict[tuple[str, int, int], list[dist.Work]] = {}
+        self._leaving: list[tuple[list[dist.Work], list[torch.Tensor]]] = []
+        self._backwards: dict[int, int] = dict.fromkeys(parts, 0)
+
+    def play(self, actions: Sequence[Action]) -> None:
+        """Do these actions in order."""
+        steps = {
+            "F": self._forward, "B": self._backward, "I": self._backward_inputs,
+            "W": self._backward_weights, "SEND_F": self._send_forward,
+            "RECV_F": self._receive_forward, "SEND_B": self._send_backward,
+            "RECV_B": self._receive_backward,
+        }  # fmt: skip
+        for action in actions:
+            step = steps[action.kind]
+            if "_" in action.kind:
+                step(action.stage, action.microbatch)
+            elif self.failure is None:
+                try:
+                    step(action.stage, action.microbatch)
+                except Exception as error:  # The user's forward and loss may raise anything.
+                    self.failure = error
+        for works in (*self._arriving.values(), *(works for works, _ in self._leaving)):
+            for work in works:
+                work.wait()
+        self._arriving.clear()
+        self._leaving.clear()
+
+    def _flight(self, stage: int, microbatch: int) -> _Flight:
+        return self._flights.setdefault((stage, microbatch), _Flight())
+
+    def _forward(self, stage: int, m: int) -> None:
+        part, flight, program = self.parts[stage], self._flight(stage, m), self.form.program
+        if stage and self._peer(stage - 1) is None:
+            values = program.sent(stage - 1)
+            for value, tensor in zip(values, self._flight(stage - 1, m).outputs, strict=True):
+                leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+                flight.received[value] = leaf
+        self._wait("F", stage, m)
+        replay = part.replay
+        replay.program, replay.received = program, flight.received
+        args, kwargs = self.microbatches[m]
+        try:
+            output = part.module(*args, **kwargs)
+        finally:
+            replay.program, replay.received = None, {}
+            replay.forget()
+        if stage == self.last:
+            loss = self.finish(output, m)
+            flight.outputs = [] if loss is None else [loss]
+        else:
+            flight.outputs = list(output)
+        if self.form.is_new:
+            self.has_poison |= any(
+                t.is_floating_point() and bool(t.detach().isnan().any()) for t in flight.outputs
+            )
+
+    def _backward(self, stage: int, m: int) -> None:
+        flight = self._before_backward(stage, m)
+        outputs, gradients = self._roots(stage, flight)
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+        flight.outputs = []
+
+    def _backward_inputs(self, stage: int, m: int) -> None:
+        flight, weights = self._before_backward(stage, m), self.parts[stage].module.parameters()
+        outputs, gradients = self._roots(stage, flight)
+        leaves = self._leaves(flight)
+        if self.form.is_new and m == 0:
+            check_weights(outputs, leaves, self.parts[stage].module.parameters())
+        flight.halves = first_half(outputs, gradients, leaves, weights)
+        flight.outputs = []
+
+    def _backward_weights(self, stage: int, m: int) -> None:
+        flight = self._flight(stage, m)
+        second_half(flight.halves, self.parts[stage].module.parameters())
+        flight.halves = Halves()
+
+    def _before_backward(self, stage: int, m: int) -> _Flight:
+        flight = self._flight(stage, m)
+        if stage < self.last and self._peer(stage + 1) is None:
+            flight.gradients = self._gradients(self._flight(stage + 1, m))
+        self._wait("B", stage, m)
+        self._backwards[stage] += 1
+        is_last = self._backwards[stage] == len(self.microbatches)
+        self.sync(self.parts[stage], is_last)
+        return flight
+
+    def _roots(
+        self, stage: int, flight: _Flight
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+        outputs = [tensor for tensor in flight.outputs if tensor.requires_grad]
+        return outputs, None if stage == self.last else flight.gradients
+
+    def _leaves(self, flight: _Flight) -> list[torch.Tensor]:
+        return [leaf for leaf in flight.received.values() if leaf.requires_grad]
+
+    def _gradients(self, flight: _Flight) -> list[torch.Tensor]:
+        """Of what was received, zero where nothing came back."""
+        out = []
+        for leaf in self._leaves(flight):
+            gradient = leaf.grad
+            out.append(torch.zeros_like(leaf) if gradient is None else gradient.contiguous())
+        flight.received = {}
+        return out
+
+    # What goes between ranks.
+
+    def _peer(self, stage: int) -> int | None:
+        """The global rank that holds a stage; None if it is this one."""
+        place = self.schedule.rank_of(stage, self._size)
+        if place == dist.get_rank(self.group):
+            return None
+        return dist.get_global_rank(self.group, place)
+
+    def _send_forward(self, stage: int, m: int) -> None:
+        peer = self._peer(stage + 1)
+        assert peer is not None
+        tensors = self._flight(stage, m).outputs
+        found: list[Meta] = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
+        key = (stage, torch.is_grad_enabled())
+        known = self.form.metas.get(key)
+        if known is None:
+            known = self.form.metas[key] = found
+            header = None if self.failure else found
+            dist.send_object_list([header], dst=peer, group=self.group)
+        if known != found:
+            self.failure = self.failure or ApplyError(
+                Problem(
+                    f"what stage {stage} sends changed its shape or dtype from {known} to {found}, "
+                    "although the inputs did not",
+                    fix="cut where shapes follow from the shapes of the inputs",
+                )
+            )
+            tensors = [torch.zeros(meta[0], dtype=meta[1], device=device()) for meta in known]
+        self._send(tensors, peer)
+
+    def _receive_forward(self, stage: int, m: int) -> None:
+        peer = self._peer(stage - 1)
+        assert peer is not None
+        key = (stage - 1, torch.is_grad_enabled())
+        if key not in self.form.metas:
+            box: list[Any] = [None]
+            dist.recv_object_list(box, src=peer, group=self.group)
+            self.form.metas[key] = box[0] or []
+            if box[0] is None:
+                self.failure = self.failure or Told()
+        metas = self.form.metas[key]
+        tensors = [torch.empty(shape, dtype=dtype, device=device()) for shape, dtype, _ in metas]
+        self._arriving["F", stage, m] = self._receive(tensors, peer)
+        values = self.form.program.sent(stage - 1)
+        for value, tensor, meta in zip(values, tensors, metas, strict=not self.failure):
+            self._flight(stage, m).received[value] = tensor.requires_grad_(meta[2])
+
+    def _send_backward(self, stage: int, m: int) -> None:
+        peer = self._peer(stage - 1)
+        assert peer is not None
+        self._wait("F", stage, m)  # After a failure nobody has.
+        self._send(self._gradients(self._flight(stage, m)), peer)
+
+    def _receive_backward(self, stage: int, m: int) -> None:
+        peer = self._peer(stage + 1)
+        assert peer is not None
+        flight = self._flight(stage, m)
+        metas = self.form.metas[stage, True]
+        flight.gradients = [
+            torch.empty(shape, dtype=dtype, device=device())
+            for shape, dtype, needs_gradient in metas
+            if needs_gradient
+        ]
+        self._arriving["B", stage, m] = self._receive(flight.gradients, peer)
+
+    def _send(self, tensors: list[torch.Tensor], peer: int) -> None:
+        whole = [t.detach().contiguous() for t in tensors if t.numel()]
+        ops = [dist.P2POp(dist.isend, t, peer, self.group) for t in whole]
+        if ops:
+            self._leaving.append((dist.batch_isend_irecv(ops), whole))
+
+    def _receive(self, tensors: list[torch.Tensor], peer: int) -> list[dist.Work]:
+        ops = [dist.P2POp(dist.irecv, t, peer, self.group) for t in tensors if t.numel()]
+        with torch.no_grad() if ops else nullcontext():
+            return dist.batch_isend_irecv(ops) if ops else []
+
+    def _wait(self, kind: str, stage: int, m: int) -> None:
+        for work in self._arriving.pop((kind, stage, m), []):
+            work.wait()
+
+
+def end_split_backward(part: Part) -> None:
+    """Reduce what a backward in two halves left unreduced."""
+    reduce_units(part.module)

@@ -1,0 +1,228 @@
+"""One stage: the model's own forward, with stand-ins for what other stages run.
+
+A stage is a copy of the module tree that shares the parameters it holds and has no others. Its
+forward is the model's. Only calls of units are looked at: one of this stage runs as ever, one
+of another is not run, and its result is what was received of it, or poison where nobody that
+counts reads it. So everything between modules (masks, residuals, tables) is computed here again
+from the model's inputs, and every wrapper works on ordinary modules.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshplan.assign.types import Stages
+from meshplan.errors import ApplyError, Problem
+from meshplan.flow import Call, Flow
+from meshplan.graph import ModelGraph
+from meshplan.relay import Relay
+from meshplan.runtime.mesh import device, intercept_calls
+from meshplan.runtime.nest import fill, tensors_in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What stages do for inputs of one form.
+
+    Args:
+        flow: The forward on these inputs.
+        calls: The units' calls, in order.
+        stages: Of each call.
+        forms: Of each call's result.
+        relay: What crosses each cut.
+        written: Values that something writes over.
+        last: The last stage.
+    """
+
+    flow: Flow
+    calls: tuple[Call, ...]
+    stages: tuple[int, ...]
+    forms: tuple[Any, ...]
+    relay: Relay
+    written: frozenset[int]
+    last: int
+
+    def sent(self, stage: int) -> tuple[int, ...]:
+        """What a stage hands to the next."""
+        return self.relay.crossing[stage] if stage < len(self.relay.crossing) else ()
+
+
+class _Done(BaseException):
+    """Everything that leaves the stage is there; not an Exception, which the model may catch."""
+
+
+@dataclass(slots=True)
+class Replay:
+    """The run of one microbatch through one stage.
+
+    Attributes:
+        stage: Which one.
+        may_stop: Whether the forward may end when nothing more is needed of it.
+        program: The present one; None outside of a run.
+        received: Values from the stage before.
+        kept: Values for the stage behind, and those handed out, by value id.
+    """
+
+    stage: int
+    may_stop: bool = True
+    program: Program | None = None
+    received: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    _given: dict[int, torch.Tensor] = field(default_factory=dict)
+    _place: int = 0
+    _is_inside: bool = False
+
+    def forward(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The stage's forward: what it sends, or the model's output in the last stage."""
+        program = self.program
+        assert program is not None
+        self._place, self._is_inside = 0, False
+        self.kept, self._given = {}, {}
+        output = None
+        try:
+            output = model(*args, **kwargs)
+        except _Done:
+            pass
+        else:
+            if self._place < len(program.calls):
+                raise self._strayed(program.calls[self._place].module, "it was not called")
+        if self.stage == program.last:
+            return output
+        return tuple(self._outgoing(value) for value in program.sent(self.stage))
+
+    def forget(self) -> None:
+        """Hold no tensor of a run that is over."""
+        self.kept, self._given = {}, {}
+
+    def call(self, fqn: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of a unit's module."""
+        program = self.program
+        if program is None or self._is_inside:  # Recomputed in backward, or inside a unit.
+            return run(*args, **kwargs)
+        place = self._place
+        if place >= len(program.calls) or program.calls[place].module != fqn:
+            expected = program.calls[place].module if place < len(program.calls) else "nothing"
+            raise self._strayed(fqn, f"'{expected}' was expected")
+        self._place += 1
+        call = program.calls[place]
+        if program.stages[place] != self.stage:
+            return fill(program.forms[place], self._stand_ins(call, args, kwargs))
+        self._is_inside = True
+        try:
+            output = run(*args, **kwargs)
+        finally:
+            self._is_inside = False
+        self._keep(call, output)
+        if self.may_stop and self.stage < program.last and not self._has_more():
+            raise _Done
+        return output
+
+    def _has_more(self) -> bool:
+        """Whether a later call is of this stage too."""
+        assert self.program is not None
+        return self.stage in self.program.stages[self._place :]
+
+    def _strayed(self, fqn: str, how: str) -> ApplyError:
+        return ApplyError(
+            Problem(
+                f"the forward took another way than when it was recorded: at '{fqn}', {how}",
+                fix="a pipeline needs a forward whose module calls depend on the shapes of its "
+                "inputs alone",
+            )
+        )
+
+    def _keep(self, call: Call, output: Any) -> None:
+        program = self.program
+        assert program is not None
+        wanted = set(program.sent(self.stage))
+        found = [tensor for _, tensor in tensors_in(output)]
+        if len(found) != len(call.outputs):
+            raise self._strayed(call.module, "it returned another number of tensors")
+        for (_, value), tensor in zip(call.outputs, found, strict=True):
+            if value in wanted and value not in self.kept:
+                if isinstance(tensor, DTensor):
+                    raise ApplyError(
+                        Problem(
+                            f"'{call.module}' returns a DTensor, which cannot be sent to the next "
+                            "stage",
+                            fix="give it a style whose output is local, or cut elsewhere",
+                        )
+                    )
+                self.kept[value] = tensor.clone() if value in program.written else tensor
+
+    def _outgoing(self, value: int) -> torch.Tensor:
+        # Neither a leaf, in which a backward would end twice, nor a view, of which FSDP2 warns.
+        if value in self.received:
+            return self.received[value].clone()
+        kept = self.kept[value]
+        return kept.clone() if kept._is_view() else kept
+
+    def _stand_ins(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[int], torch.Tensor]:
+        """What the result of a call that is not run is made of."""
+        # A module may return what it was given: that is here.
+        arguments = [tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs))]
+        here = dict(zip((v for _, v in call.inputs), arguments, strict=False))
+        program = self.program
+        assert program is not None
+
+        def get(value: int) -> torch.Tensor:
+            if value in here and len(arguments) == len(call.inputs):
+                return here[value]
+            if value not in self._given:
+                if value in self.received:
+                    leaf = self.received[value]
+                    is_written = value in program.written
+                    self._given[value] = leaf.clone() if is_written else leaf.view_as(leaf)
+                else:
+                    self._given[value] = poison(program.flow, value)
+            return self._given[value]
+
+        return get
+
+
+def poison(flow: Flow, value: int) -> torch.Tensor:
+    """A tensor of the right shape that holds no memory, and NaN where its dtype has that."""
+    info = flow.values[value]
+    dtype = getattr(torch, info.dtype)
+    number = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), number, dtype=dtype, device=device()).expand(info.shape)
+
+
+def make_stage(model: nn.Module, graph: ModelGraph, stages: Stages, stage: int) -> nn.Module:
+    """A copy of the model that holds what the stage holds, and nothing else."""
+    # Buffers are copied: what writes one runs in every stage of this rank.
+    part = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    kept = {
+        name
+        for tensor in graph.tensors.values()
+        if stage in stages.tensors[tensor.fqn]
+        for name in tensor.names
+    }
+    for fqn, module in part.named_modules(remove_duplicate=False):
+        for table in (module._parameters, module._buffers):
+            for leaf, tensor in list(table.items()):
+                if tensor is not None and (f"{fqn}.{leaf}" if fqn else leaf) not in kept:
+                    del table[leaf]
+                    # Code between modules may ask for its dtype.
+                    vars(module)[leaf] = tensor.detach().to("meta")
+    return part
+
+
+def watch_calls(part: nn.Module, stages: Stages, replay: Replay) -> None:
+    """Let the replay decide what the calls of the units do.
+
+    Assumes: everything else is applied: what leaves a unit is what its last wrapper returns.
+    """
+    for fqn in dict.fromkeys(module for module, _ in stages.units):
+        intercept_calls(part.get_submodule(fqn), partial(replay.call, fqn))
+    part.forward = partial(replay.forward, part.forward)

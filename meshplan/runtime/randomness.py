@@ -1,0 +1,74 @@
+"""Random numbers of the forward: the same along tp, others on ranks that see other samples.
+
+Ranks of tp compute on the same activations, so a dropout mask on what is whole must be one mask;
+ranks that see other samples should draw other masks. Which of both a program gets from the global
+generator depends on how it happens to be seeded. So the model draws from a stream of its own while
+it runs in training, and the caller's generators are left where they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshplan.plan import Plan
+from meshplan.runtime.mesh import device, device_type
+
+
+def give_own_stream(model: nn.Module, plan: Plan) -> None:
+    """Let every training forward of `model` draw from a stream that the plan fixes.
+
+    The stream is numbered by rank 0's `torch.initial_seed()`, this rank's place on every axis but
+    tp, and how many forwards went before.
+    """
+    axes = tuple(axis for axis in plan.mesh.names if axis != "tp")
+    place = plan.mesh.index(dist.get_rank(), axes)
+    base = _seed_of_rank_0()
+    before: list[tuple[torch.Tensor, ...]] = []
+    count = 0
+
+    def enter(module: nn.Module, args: Any) -> None:
+        nonlocal count
+        if module.training:
+            before.append(_states())
+            torch.manual_seed(_seed(base, place, count))
+            count += 1
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if before:
+            _restore(before.pop())
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)
+
+
+def _seed_of_rank_0() -> int:
+    # Two halves: a seed may use all 64 bits, which a signed integer does not hold.
+    seed = torch.initial_seed()
+    halves = torch.tensor([seed >> 32, seed & 0xFFFFFFFF], device=device())
+    dist.broadcast(halves, src=0)
+    high, low = halves.tolist()
+    return int(high << 32 | low)
+
+
+def _seed(*numbers: int) -> int:
+    """Streams of neighbouring numbers have nothing in common."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
+
+
+def _states() -> tuple[torch.Tensor, ...]:
+    kind = device_type()
+    if kind == "cpu":
+        return (torch.get_rng_state(),)
+    return (torch.get_rng_state(), torch.get_device_module(kind).get_rng_state())
+
+
+def _restore(states: tuple[torch.Tensor, ...]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.get_device_module(device_type()).set_rng_state(states[1])

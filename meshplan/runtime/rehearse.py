@@ -1,0 +1,87 @@
+"""Run a model on shapes alone, as one rank of tp would: what proves `tp_plan: auto`.
+
+A styled module computes with whole shapes inside, as a DTensor does, and takes or leaves parts;
+everything around it sees the parts. No process group, no numbers, no memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshplan.flow import Flow
+from meshplan.rehearsal import Rehearsal, Rehearse, Stopped
+from meshplan.runtime.mesh import fake_mode, quiet_fakes
+from meshplan.runtime.record import Recorder, twin_of
+
+
+def rehearser(model: nn.Module, inputs: Any) -> Rehearse:
+    """A function that rehearses this model on these inputs."""
+
+    def rehearse(what: Rehearsal) -> Flow | Stopped:
+        return _rehearse(model, inputs, what)
+
+    return rehearse
+
+
+def _rehearse(model: nn.Module, inputs: Any, what: Rehearsal) -> Flow | Stopped:
+    mode = fake_mode()
+    with torch.no_grad():
+        twin, args, kwargs = twin_of(model, inputs, mode)
+        for (fqn, name), value in what.attributes.items():
+            setattr(twin.get_submodule(fqn), name, value)
+        recorder = Recorder(twin)
+        for fqn, module in twin.named_modules():
+            _at_the_border(recorder, module, fqn, what)
+        for fqn, dim in what.parts.items():
+            _part_inside(recorder, twin, fqn, dim, what.size)
+        try:
+            with quiet_fakes(), mode, recorder:
+                recorder.begin(args, kwargs)
+                twin(*args, **kwargs)
+        except Exception as error:  # The user's forward may raise anything on such shapes.
+            first = (str(error).strip() or repr(error)).splitlines()[0]
+            module, num_ops = recorder.progress()
+            return Stopped(module=module, num_ops=num_ops, text=f"{type(error).__name__}: {first}")
+        return recorder.flow()
+
+
+def _at_the_border(recorder: Recorder, module: nn.Module, fqn: str, what: Rehearsal) -> None:
+    """Whole shapes inside, parts outside."""
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def whole(x: torch.Tensor) -> torch.Tensor:
+            return recorder.stand_in(x, (*x.shape[:-1], x.shape[-1] * what.size))
+
+        if args:
+            return (whole(args[0]), *args[1:]), kwargs
+        first = next(iter(kwargs))
+        return args, {**kwargs, first: whole(kwargs[first])}
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return recorder.stand_in(output, (*output.shape[:-1], output.shape[-1] // what.size))
+
+    if fqn in what.takes_part:
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+    if fqn in what.leaves_part:
+        module.register_forward_hook(leave)
+
+
+def _part_inside(recorder: Recorder, twin: nn.Module, fqn: str, dim: int, size: int) -> None:
+    """A parameter of which the rank holds a part, while its module runs."""
+    owner_name, _, leaf = fqn.rpartition(".")
+    owner = twin.get_submodule(owner_name)
+    parameter = owner.get_parameter(leaf)
+    shape = [n // size if d == dim else n for d, n in enumerate(parameter.shape)]
+
+    def enter(module: nn.Module, args: Any) -> None:
+        # An instance attribute hides the parameter of the same name from `self.<leaf>`.
+        vars(owner)[leaf] = recorder.stand_in(parameter, shape)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        vars(owner).pop(leaf, None)
+
+    owner.register_forward_pre_hook(enter)
+    owner.register_forward_hook(leave)

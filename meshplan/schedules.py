@@ -1,0 +1,331 @@
+"""Pipeline schedules: in which order each rank computes and sends, as plain lists.
+
+A schedule is a row: how stages lie on ranks, whether the backward is split in two, and the order
+of its compute steps. What is sent between ranks follows from the order, by playing it once.
+Refuses to know what a stage computes and how long that takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Literal
+
+Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a rank does.
+
+    Args:
+        kind: F forward, B backward, I the part of it that gives the gradients of the inputs, W
+            the part that gives those of the weights; SEND_F and SEND_B what a forward or a
+            backward of `stage` gave, RECV_F and RECV_B what a forward or a backward of `stage`
+            needs.
+        stage: The stage it belongs to.
+        microbatch: Which one, from 0.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """One row.
+
+    Args:
+        name: The plan's word, which is torch's.
+        is_v: Rank r holds stages r and 2P-1-r; else r, r + P, r + 2P, ...
+        virtual: Stages per rank that it needs; None for two or more.
+        splits_backward: Whether weights get their gradients in a step of their own.
+        order: (rank, ranks, stages per rank, microbatches) -> the compute steps of the rank.
+        problem: (ranks, microbatches) -> why this number of microbatches does not do, or "".
+    """
+
+    name: str
+    is_v: bool = False
+    virtual: int | None = 1
+    splits_backward: bool = False
+    order: Callable[[int, int, int, int], Iterator[Action]]
+    problem: Callable[[int, int], str] = lambda ranks, count: ""
+
+    def rank_of(self, stage: int, ranks: int) -> int:
+        """The place along pp of the rank that holds a stage."""
+        if self.is_v and stage >= ranks:
+            return 2 * ranks - 1 - stage
+        return stage % ranks
+
+
+def _gpipe(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Action]:
+    """Source: Huang et al. 2019 (GPipe), section 2."""
+    for kind in ("F", "B"):
+        yield from (Action(kind, rank, m) for m in range(count))
+
+
+def _breadth_first(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Action]:
+    """Source: Lamy-Poirier 2023 (breadth-first pipeline parallelism), section 4."""
+    stages = [rank + ranks * chunk for chunk in range(virtual)]
+    yield from (Action("F", s, m) for s in stages for m in range(count))
+    yield from (Action("B", s, m) for s in reversed(stages) for m in range(count))
+
+
+def _alternating(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Action]:
+    """Warm up, then one forward and one backward in turn.
+
+    Source: Narayanan et al. 2021 (Megatron-LM), section 2.2.
+    """
+    forwards, backwards = _rounds(rank, ranks, virtual, count)
+    if virtual == 1:
+        warmup = ranks - 1 - rank
+    else:
+        warmup = (virtual - 1) * _round(ranks, count) + 2 * (ranks - 1 - rank)
+    warmup = min(warmup, len(forwards))
+    yield from (Action("F", s, m) for s, m in forwards[:warmup])
+    for (stage, m), (back, n) in zip(forwards[warmup:], backwards, strict=False):
+        yield Action("F", stage, m)
+        yield Action("B", back, n)
+    yield from (Action("B", s, m) for s, m in backwards[len(forwards) - warmup :])
+
+
+def _zero_bubble(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Action]:
+    """As `_alternating`, with weights' gradients moved to where a rank would wait.
+
+    Source: Qi et al. 2023 (zero bubble), section 3 (ZB-H1), on interleaved stages.
+    """
+    forwards, backwards = _rounds(rank, ranks, virtual, count)
+    warmup = (virtual - 1) * _round(ranks, count) + (ranks - 1 - rank)
+    warmup = min(warmup, len(forwards))
+    waiting: list[tuple[int, int]] = []
+    yield from (Action("F", s, m) for s, m in forwards[:warmup])
+    for number, (stage, m) in enumerate(backwards):
+        is_filling = warmup + number < len(forwards)
+        if is_filling:
+            yield Action("F", *forwards[warmup + number])
+        yield Action("I", stage, m)
+        waiting.append((stage, m))
+        if len(waiting) > rank or not is_filling:
+            yield Action("W", *waiting.pop(0))
+    yield from (Action("W", s, m) for s, m in waiting)
+
+
+def _round(ranks: int, count: int) -> int:
+    """Microbatches that go through one stage of a rank before the rank turns to its next."""
+    return count // max(1, count // ranks)
+
+
+def _rounds(
+    rank: int, ranks: int, virtual: int, count: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(stage, microbatch) of a looped rank's forwards and backwards, each in order."""
+    size = _round(ranks, count)
+    forwards, backwards = [], []
+    for begin in range(0, count, size):
+        for chunk in range(virtual):
+            for m in range(begin, min(begin + size, count)):
+                forwards.append((rank + ranks * chunk, m))
+                backwards.append((rank + ranks * (virtual - 1 - chunk), m))
+    return forwards, backwards
+
+
+def _whole_rounds(ranks: int, count: int) -> str:
+    rounds = max(1, count // ranks)
+    return f"needs a multiple of {rounds} microbatches" if count % rounds else ""
+
+
+def _zbv(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Action]:
+    """Greedy on the V: gradients of inputs first, then forwards, weights in the gaps.
+
+    Holds at most 2P activations of a stage, as 1F1B does of its longer ones.
+
+    Source: Qi et al. 2024 (pipeline parallelism with controllable memory), section 4.
+    """
+    return iter(_play_v(ranks, count)[rank])
+
+
+def _play_v(ranks: int, count: int) -> list[list[Action]]:
+    last = 2 * ranks - 1
+    done: dict[tuple[str, int, int], int] = {}
+    orders: list[list[Action]] = [[] for _ in range(ranks)]
+    ahead: list[dict[tuple[str, int], int]] = [{} for _ in range(ranks)]
+    tick = 0
+
+    def is_ready(kind: str, stage: int, m: int) -> bool:
+        if m >= count:
+            return False
+        if kind == "F":
+            return stage == 0 or done.get(("F", stage - 1, m), tick) < tick
+        need = ("F", stage, m) if stage == last else ("I", stage + 1, m)
+        return done.get(need, tick) < tick and ("F", stage, m) in done
+
+    while any(len(order) < 6 * count for order in orders):
+        for rank in range(ranks):
+            near, far = rank, last - rank
+            place = ahead[rank]
+            held = sum(place.get(("F", s), 0) - place.get(("W", s), 0) for s in (near, far))
+            backwards, forwards = [("I", far), ("I", near)], [("F", far), ("F", near)]
+            weights = [("W", far), ("W", near)]
+            is_full = held >= 2 * ranks
+            later = weights + forwards if is_full else forwards + weights
+            for kind, stage in backwards + later:
+                m = place.get((kind, stage), 0)
+                if kind == "W":
+                    is_possible = m < place.get(("I", stage), 0)
+                elif (kind, stage) == ("F", near) and is_full:
+                    is_possible = False
+                else:
+                    is_possible = is_ready(kind, stage, m)
+                if is_possible:
+                    place[kind, stage] = m + 1
+                    done[kind, stage, m] = tick
+                    orders[rank].append(Action(kind, stage, m))  # type: ignore[arg-type]
+                    break
+        tick += 1
+    return orders
+
+
+def _dual_pipe_v(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Action]:
+    """Source: DeepSeek-AI 2025 (DualPipe), "cut-in-half" DualPipeV, its eight steps."""
+    stages = (rank, 2 * ranks - 1 - rank)
+    place: dict[tuple[str, int], int] = {}
+    waiting: list[tuple[int, int]] = []
+
+    def go(kind: Literal["F", "B", "I"], side: int) -> Action:
+        pool = "F" if kind == "F" else "B"
+        m = place.get((pool, side), 0)
+        place[pool, side] = m + 1
+        if kind == "I":
+            waiting.append((stages[side], m))
+        return Action(kind, stages[side], m)
+
+    after = ranks - 1 - rank
+    for _ in range(2 * after):
+        yield go("F", 0)
+    for _ in range(rank + 1):
+        yield go("F", 0)
+        yield go("F", 1)
+    for _ in range(after):
+        yield go("I", 1)
+        yield Action("W", *waiting.pop(0))
+        yield go("F", 1)
+    for _ in range(count - 2 * ranks + rank + 1):
+        yield go("F", 0)
+        yield go("B", 1)
+        yield go("F", 1)
+        yield go("B", 0)
+    for _ in range(after):
+        yield go("B", 1)
+        yield go("F", 1)
+        yield go("B", 0)
+    splits = False
+    for number in range(rank + 1):
+        is_half = number == (rank + 1) // 2
+        splits = splits or (is_half and rank % 2 == 1)
+        yield go("I" if splits else "B", 1)
+        splits = splits or (is_half and rank % 2 == 0)
+        yield go("I" if splits else "B", 0)
+    for _ in range(after):
+        if waiting:
+            yield Action("W", *waiting.pop(0))
+        yield go("I", 0)
+    yield from (Action("W", s, m) for s, m in waiting)
+
+
+def _two_per_rank(ranks: int, count: int) -> str:
+    return f"needs at least {2 * ranks} microbatches" if count < 2 * ranks else ""
+
+
+SCHEDULES: Final[Mapping[str, Schedule]] = MappingProxyType(
+    {
+        row.name: row
+        for row in (
+            Schedule(name="GPipe", order=_gpipe),
+            Schedule(name="1F1B", order=_alternating),
+            Schedule(name="LoopedBFS", virtual=None, order=_breadth_first),
+            Schedule(name="Interleaved1F1B", virtual=None, order=_alternating,
+                     problem=_whole_rounds),
+            Schedule(name="InterleavedZeroBubble", virtual=None, splits_backward=True,
+                     order=_zero_bubble, problem=_whole_rounds),
+            Schedule(name="ZBVZeroBubble", is_v=True, virtual=2, splits_backward=True, order=_zbv),
+            Schedule(name="DualPipeV", is_v=True, virtual=2, splits_backward=True,
+                     order=_dual_pipe_v, problem=_two_per_rank),
+        )
+    }
+)  # fmt: skip
+
+
+def forward_only(schedule: Schedule, ranks: int, virtual: int) -> tuple[tuple[Action, ...], ...]:
+    """One microbatch through all stages, per rank."""
+    computes: list[list[Action]] = [[] for _ in range(ranks)]
+    for stage in range(ranks * virtual):
+        computes[schedule.rank_of(stage, ranks)].append(Action("F", stage, 0))
+    return _play(schedule, ranks, virtual, computes)
+
+
+def actions(
+    schedule: Schedule, ranks: int, virtual: int, count: int
+) -> tuple[tuple[Action, ...], ...]:
+    """What each rank does in one step, in order.
+
+    Args:
+        ranks: Along pp.
+        virtual: Stages per rank.
+        count: Microbatches.
+
+    Returns:
+        Per rank. Sends and receives stand in one global order on all ranks, so that no two can
+        wait for each other even where each blocks.
+    """
+    computes = [list(schedule.order(rank, ranks, virtual, count)) for rank in range(ranks)]
+    return _play(schedule, ranks, virtual, computes)
+
+
+def _play(
+    schedule: Schedule, ranks: int, virtual: int, computes: list[list[Action]]
+) -> tuple[tuple[Action, ...], ...]:
+    out: list[list[Action]] = [[] for _ in range(ranks)]
+    at = [0] * ranks
+    have: set[tuple[str, int, int]] = set()
+    last = ranks * virtual - 1
+
+    def needs(action: Action) -> list[tuple[str, int, int]]:
+        stage, m = action.stage, action.microbatch
+        if action.kind == "F":
+            return [("F", stage - 1, m)] if stage else []
+        if action.kind == "W":
+            return [("I", stage, m)]
+        return [("F", stage, m)] + ([("B", stage + 1, m)] if stage < last else [])
+
+    while any(at[rank] < len(computes[rank]) for rank in range(ranks)):
+        # Who can go is looked at first: what is made in this round is there in the next.
+        going = [
+            rank
+            for rank in range(ranks)
+            if at[rank] < len(computes[rank])
+            and all(need in have for need in needs(computes[rank][at[rank]]))
+        ]
+        assert going, f"{schedule.name} waits for itself"
+        for rank in going:
+            action = computes[rank][at[rank]]
+            at[rank] += 1
+            out[rank].append(action)
+            stage, m = action.stage, action.microbatch
+            if action.kind == "W":
+                continue
+            have.add((action.kind, stage, m))
+            if action.kind == "I":
+                have.add(("B", stage, m))
+            to = stage + 1 if action.kind == "F" else stage - 1
+            if not 0 <= to <= last or schedule.rank_of(to, ranks) == rank:
+                continue
+            sends: Kind = "SEND_F" if action.kind == "F" else "SEND_B"
+            receives: Kind = "RECV_F" if action.kind == "F" else "RECV_B"
+            out[rank].append(Action(sends, stage, m))
+            out[schedule.rank_of(to, ranks)].append(Action(receives, to, m))
+    return tuple(map(tuple, out))

@@ -1,0 +1,162 @@
+"""Parameters used outside the forward that gathers them, and forwards that differentiate.
+
+Which seeded bug would this catch? Without the watch, `Largest` and `Total` train on the numbers of
+a part without a word, and `Forces` dies of a segmentation fault.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import meshplan
+from meshplan.runtime.mesh import local_of
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Facts(Plain):
+    """Shapes and dtypes are those of the whole: asking for them is fine."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.layers[0].linear.weight
+        return super().forward(x.to(weight.dtype)) * weight.shape[0] / weight.numel()
+
+
+class Borrowed(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x @ self.layers[1].linear.weight)
+
+
+class Bypassed(Plain):
+    """Never calls its blocks, only what is inside them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer.linear(x))
+        return self.head(x)
+
+
+class Largest(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.layers[0].linear.weight.abs().max().item()
+
+
+class Total(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + float(self.layers[0].linear.weight.sum())
+
+
+class Forces(Plain):
+    """An energy and its gradient, as in force fields."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        energy = super().forward(x)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy + force[:, :4]
+
+
+MODELS = {cls.__name__: cls for cls in (Plain, Facts, Borrowed, Bypassed, Largest, Total, Forces)}
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, WIDTH, generator=generator), torch.randn(8, 4, generator=generator)
+
+
+def train(name: str, plan: dict[str, Any], loop: str = "train_step") -> tuple[str, float]:
+    """(what was refused, largest difference from one process) after two steps."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        error = (output - target).square().mean()
+        if loop == "penalty":
+            error = error + 0.01 * sum(p.square().sum() for p in model.parameters())
+        return error
+
+    torch.manual_seed(0)
+    alone = MODELS[name]()
+    sgd = torch.optim.SGD(alone.parameters(), 0.1)
+    for _ in range(2):
+        (alone(batch()[0]) - batch()[1]).square().mean().backward()
+        sgd.step()
+        sgd.zero_grad()
+    torch.manual_seed(0)
+    model = meshplan.parallelize(MODELS[name](), {"version": 1, **plan})
+    before = {n: local_of(p).clone() for n, p in model.layers.named_parameters()}
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    inputs, targets = meshplan.local_batch(model, batch())
+    try:
+        if loop == "plain":
+            loss(model(inputs), targets)
+        else:
+            for _ in range(2):
+                meshplan.train_step(model, sgd, inputs, targets, loss)
+    except meshplan.ApplyError as error:
+        after = dict(model.layers.named_parameters())
+        same = all(torch.equal(value, local_of(after[n])) for n, value in before.items())
+        assert same, "refused after an update"
+        return error.problems[0].what, 0.0
+    state = meshplan.full_state_dict(model)
+    if loop == "plain" or dist.get_rank():
+        return "", 0.0
+    return "", max((state[n] - t).abs().max().item() for n, t in alone.state_dict().items())
+
+
+SHARD = {"strategy": "full_shard"}
+
+
+@pytest.mark.parametrize(
+    ("name", "loop", "says"),
+    [
+        ("Borrowed", "train_step", "layers.1.linear.weight is used by 'matmul' outside"),
+        ("Bypassed", "train_step", "layers.0.linear.weight is used by 'linear' outside"),
+        ("Largest", "train_step", "layers.0.linear.weight is used by 'abs' outside"),
+        ("Largest", "plain", "layers.0.linear.weight is used by 'abs' outside"),
+        ("Total", "train_step", "layers.0.linear.weight is used by 'sum' outside"),
+        ("Plain", "penalty", "layers.0.linear.weight is used by 'square' outside"),
+        ("Forces", "train_step", "the forward or the loss calls 'grad' itself"),
+    ],
+)
+def test_is_refused_by_name_before_anything_is_updated(pool, name, loop, says):
+    for what, _ in pool(2).run(train, name, SHARD, loop):
+        assert what.startswith(says), what
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("Facts", SHARD),
+        ("Bypassed", {**SHARD, "rules": [{"match": "layers.*", "unit": False}]}),
+        ("Largest", {**SHARD, "rules": [{"match": "layers.0", "unit": False}]}),
+    ],
+)
+def test_the_way_out_is_exact(pool, name, plan):
+    what, apart = pool(2).run(train, name, plan)[0]
+    assert what == ""
+    assert apart <= 1e-6

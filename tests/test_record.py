@@ -1,0 +1,65 @@
+"""The record of a forward: what ran, on which tensors, inside which module, and nothing changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from meshplan.errors import ApplyError
+from meshplan.flow import UPDATE
+from meshplan.runtime.record import record
+from tests import models
+
+
+@pytest.mark.parametrize("name", ["own_llama", "hf_llama_tied", "gpt2", "bert", "vit", "t5", "odd"])
+def test_record_runs_every_model_as_a_copy_on_meta(name: str) -> None:
+    model = models.build(name)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    inputs, _ = models.batch(name, 0, 2)
+    flow = record(model, inputs)
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    with torch.device("meta"):
+        on_meta = record(models.build(name).to("meta"), inputs)
+    assert [op.name for op in flow.ops] == [op.name for op in on_meta.ops]
+    assert [v.shape for v in flow.values] == [v.shape for v in on_meta.values]
+    named = {v.name for v in flow.values if v.origin == "parameter"}
+    assert named == {n for n, _ in model.named_parameters()}
+    assert (flow.calls[0].module, flow.calls[0].ops) == ("", (0, len(flow.ops)))
+
+
+class Writes(nn.Module):
+    """Writes into a view, so that the tensor it looks at changes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y[:, 0] = 1.0
+        return y + 1
+
+
+def test_record_gives_what_was_written_into_a_new_value() -> None:
+    flow = record(Writes(), torch.randn(2, 3))
+    last = flow.ops[-1]
+    assert last.name == "aten.add.Tensor"
+    (read,) = last.inputs
+    made_by = flow.producer(read)
+    assert made_by is not None
+    assert flow.ops[made_by].name == UPDATE
+
+
+class Reads(nn.Module):
+    """Its control flow reads a number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+def test_record_runs_for_real_what_reads_numbers() -> None:
+    flow = record(Reads(), torch.ones(2))
+    assert flow.ops[-1].name == "aten.mul.Tensor"
+
+
+def test_record_tells_inputs_that_do_not_fit() -> None:
+    with pytest.raises(ApplyError, match="cannot be recorded on the example inputs"):
+        record(nn.Linear(4, 4), torch.ones(2, 3))

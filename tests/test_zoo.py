@@ -1,0 +1,34 @@
+"""A sample of the zoo: what a user's model may be, under every layout, against one process.
+
+A cell must be exact or refused with a reason; what tests/bench/zoo.md says is exact must stay so.
+Which seeded bug would this catch? A unit whose parameters are used from outside its forward, a
+tied weight that comes apart, a buffer or scalar left behind, a gradient averaged twice.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.bench import zoo
+
+CELLS = [(name, layout) for name in zoo.SAMPLE for layout in zoo.LAYOUTS]
+
+
+@pytest.mark.parametrize(("name", "layout"), CELLS)
+def test_one_cell(pool, name, layout):
+    cell = zoo.run(pool(zoo.LAYOUTS[layout][0]), name, layout)
+    assert cell.outcome in ("pass", "refused", "not yet"), cell
+    if zoo.kept().get((name, layout)) == "ok":
+        assert cell.outcome == "pass", cell
+
+
+def test_a_wrong_number_shows():
+    """One parameter off by less than its update is wrong; so is a NaN."""
+    expected = zoo.reference("llama", 1)
+    assert zoo.difference(expected.losses, expected.state, expected) == (0.0, "loss of step 0")
+    for bad in (2e-5, float("nan")):
+        state = {key: value.clone() for key, value in expected.state.items()}
+        state["model.norm.weight"][0] += bad
+        apart, worst = zoo.difference(expected.losses, state, expected)
+        assert apart > zoo.TOLERANCE
+        assert worst == "model.norm.weight"
