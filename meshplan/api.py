@@ -229,9 +229,18 @@ def verify_plan(
     from meshplan.reader import load_spec
     from meshplan.runtime.shrink import MAX_RANKS, shrink, source_of
     from meshplan.runtime.verify import verify
+    from meshplan.verdict import refused
 
     spec = load_spec(plan, overrides)
     source = source_of(spec, model, config)
+    try:
+        problems = check_plan(plan, overrides, model=model, config=config).problems
+    except SpecError as error:  # A config of a family that only transformers itself can build.
+        problems = ()
+        told(f"the plan was not checked on the whole model: {error.problems[0].what}")
+    if problems:
+        # A small model may divide where the whole one does not.
+        return refused(problems)
     return verify(shrink(spec, source, max_ranks or MAX_RANKS), told)
 
 

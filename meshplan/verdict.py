@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from meshplan.errors import Problem
 from meshplan.memory import StateBytes
 from meshplan.traffic import Difference
 
@@ -120,3 +122,8 @@ class Verdict:
         if any(rank.sent and not rank.unknown for rank in self.ranks):
             out.append("collectives")
         return out
+
+
+def refused(problems: Iterable[Problem]) -> Verdict:
+    """The verdict on a plan that is wrong before a process starts."""
+    return Verdict(world=0, notes=(), unmatched=(), refusal="\n".join(map(str, problems)))

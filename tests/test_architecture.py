@@ -53,6 +53,7 @@ LATE_BETWEEN = {
     ("api", "reader"),  # yaml
     ("api", "plan"),
     ("api", "runtime"),
+    ("api", "verdict"),
     ("api", "interop"),
     ("cli", "memory"),
     ("cli", "reader"),

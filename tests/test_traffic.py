@@ -21,6 +21,10 @@ DP2_TP2: Final = {"mesh": {"dp_shard": 2, "tp": 2}, "rules": PLAIN}
 GPT2_TP: Final = {"mesh": {"dp_shard": 2, "tp": 2}, "rules": models.tp_rules("gpt2")}
 CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "ddp": ("own_llama", {"strategy": "ddp"}),
+    "ddp that looks for unused parameters": (
+        "own_llama",
+        {"strategy": "ddp", "ddp": {"find_unused_parameters": True}},
+    ),
     "ddp with buffers, accumulated": ("odd", {"strategy": "ddp", "batch": {"accumulate": 2}}),
     "zero1 accumulated": ("odd", {"strategy": "zero1", "batch": {"accumulate": 2}}),
     "zero2 accumulated": ("own_llama", {"strategy": "zero2", "batch": {"accumulate": 2}}),
@@ -59,6 +63,14 @@ CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         {"mesh": {"dp_shard": 2, "tp": 2}, "rules": models.tp_rules("qwen3")},
     ),
     "tp of gpt2": ("gpt2", GPT2_TP | {"clip_grad_norm": 1.0}),
+    "gathered at use, recomputed": (
+        "own_llama",
+        {
+            "mesh": {"dp_shard": 2, "tp": 2},
+            "activation_checkpointing": "full",
+            "rules": [{"match": "layers.*.norm1", "place": {"tp": "S(0)"}}],
+        },
+    ),
     "tp and recomputation": ("own_llama", DP2_TP2 | {"activation_checkpointing": "full"}),
     "tp and selective recomputation": (
         "own_llama",

@@ -132,6 +132,17 @@ def test_a_plan_that_torch_would_run_wrongly_does_not_run(run):
     assert "does NOT RUN" in out
 
 
+def test_what_only_the_whole_model_does_not_divide_by_is_found(run):
+    rules = [{"match": "blocks.*.up", "place": {"tp": "colwise"}},
+             {"match": "blocks.*.down", "place": {"tp": "rowwise"}}]  # fmt: skip
+    code, out, _ = run({**PLAN, "strategy": "full_shard", "rules": rules,
+                        "hardware": {"nodes": 3, "gpus_per_node": 8},
+                        "batch": {"micro": 4}, "mesh": {"dp_shard": 8, "tp": 3}})  # fmt: skip
+    assert code == 1
+    assert "of size 64 does not divide by tp 3" in out
+    assert "does NOT RUN" in out
+
+
 def test_a_model_that_draws_random_numbers_cannot_be_compared(run):
     shape = {"shape": [1, 8], "dtype": "float32"}
     code, out, err = run(PLAN | {"model": {"entry": "tests.test_verify:Random"}, "input": shape})
@@ -214,6 +225,8 @@ def test_configs_keep_ratios_and_what_divides():
     assert tiny.vocab_size % 2 == tiny.intermediate_size % 2 == 0
     assert "num_hidden_layers 80 to 4" in notes
     assert llama.num_hidden_layers == 80  # The original stays.
+    tiny, _ = shrink_sizes(llama, layers=4, tp=16, small_tp=2, ep=1)
+    assert (tiny.num_key_value_heads, tiny.num_attention_heads) == (1, 8)  # Fewer than tp.
     uneven = LlamaConfig(vocab_size=32_001, intermediate_size=11_009)
     tiny, _ = shrink_sizes(uneven, layers=2, tp=2, small_tp=2, ep=1)
     assert tiny.vocab_size % 2 == tiny.intermediate_size % 2 == 1

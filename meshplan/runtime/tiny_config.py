@@ -148,7 +148,11 @@ def _shrink_heads(config: Any, tp: int, small_tp: int, notes: list[str]) -> None
     kv_name = next((n for n in _KV_HEADS if _get(config, n)), None)
     kv_heads = (_get(config, kv_name) if kv_name else None) or heads
     ratio = max(1, heads // kv_heads)
-    few = min(kv_heads, max(2, small_tp) if kv_heads % tp == 0 or kv_heads < tp else kv_heads)
+    few = kv_heads
+    if kv_heads % tp == 0:
+        few = min(kv_heads, max(2, small_tp))
+    elif kv_heads < tp:
+        few = max(1, small_tp * kv_heads // tp)
     stated = next((n for n in _HEAD_DIM if _get(config, n)), None)
     head_dim = min((_get(config, stated) if stated else None) or hidden // heads, _SMALL_HEAD)
     for each in _HEADS:
