@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import meshplan
-from meshplan.errors import ApplyError, PlanError
 from meshplan.schedules import SCHEDULES
 from tests import models, parity
 

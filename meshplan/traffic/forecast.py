@@ -35,6 +35,8 @@ def forecast(plan: Plan, flow: Flow | None = None, rank: int = 0) -> Forecast:
     """
     mesh = plan.mesh
     unknown = [f"what the axis {a} sends" for a in mesh.names if a not in _KNOWN_AXES]
+    if mesh.size("ep") > 1 and plan.assignment.experts:
+        unknown.append("the tokens that travel to experts along ep: the routing decides")
     unknown += [f"what '{code}' does to '{fqn}'" for fqn, code, _ in plan.assignment.apply]
     traffic = [*_step(plan), *_clipping(plan), *_alone(plan, rank)]
     if plan.assignment.wrapper == "ddp":
@@ -67,9 +69,9 @@ def _clipping(plan: Plan) -> Iterator[Traffic]:
     if plan.spec.clip_grad_norm is None:
         return
     mesh = plan.mesh
-    cut_alike = {along(mesh, p.stored.axes) for p in trainable(plan)}
-    for axes in sorted(cut_alike):
-        for axis in axes:
+    cut_alike = {frozenset(p.stored.axes) for p in trainable(plan)}
+    for axes in cut_alike:
+        for axis in sorted(axes):
             yield one(mesh, "all_reduce", (axis,), 4, "the norm of the gradients")
 
 
@@ -119,7 +121,7 @@ def _unit(plan: Plan, unit: Unit, flow: Flow | None, rank: int) -> Iterator[Traf
         elements = _numel(placed, plan, rank)
         if shards > 1:  # Every rank sends as much as the one with most.
             elements = shards * placed.stored.padded_numel(
-                placed.info.shape, mesh, unit.shard_axes[0], rank
+                placed.info.shape, mesh, unit.shard_axes, rank
             )
         return elements * DTYPE_BYTES[dtype]
 
