@@ -16,9 +16,6 @@ from meshplan.spec import Borrow, Spec
 
 _LENDER: Final = "dp_shard"
 
-_UNTRIED: Final = ("pp", "cp")
-"""Axes that nothing has proved right beside ep."""
-
 
 def expert_loans(spec: Spec, sizes: Mapping[str, int]) -> tuple[Loan, ...]:
     """What ep borrows, against the sizes of the axes that have ranks.
@@ -45,8 +42,4 @@ def expert_loans(spec: Spec, sizes: Mapping[str, int]) -> tuple[Loan, ...]:
     if sizes[_LENDER] % stated.size:
         what = f"{stated.size} does not divide {_LENDER}: {sizes[_LENDER]}"
         raise PlanError(Problem(what, origin, f"write a divisor of {sizes[_LENDER]}"))
-    for axis in _UNTRIED:
-        if sizes.get(axis, 1) > 1:
-            what = f"ep beside {axis} is not available yet in this version"
-            raise PlanError(Problem(what, origin, f"leave one of ep and {axis} out"))
     return (Loan("ep", stated.size, _LENDER),)

@@ -190,11 +190,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Any], dict[str, tuple[int, ...]]]]
         [rule("**.attn", place={"tp": "colwise_gather_output"}),
          rule("layers.0", reshard_after_forward=2)], {},
     ),
-    "sequence_parallel: 'sequence_parallel' beside ep is not available yet in this version": (
-        {"mesh": {"dp_shard": 2, "tp": 2, "ep": "2 in dp_shard"}, "sequence_parallel": True,
-         "batch": {"seq_len": 8}},
-        [SPREAD, rule("**.attn", place={"tp": "colwise_gather_output"})], {},
-    ),
     "rules[0].place.ep: layers.0.moe.experts.up is cut by tp (tp: S(1)) and by ep: that is not "
     "available yet in this version": (
         {"mesh": {"dp_shard": 2, "tp": 2, "ep": "2 in dp_shard"}},
@@ -233,14 +228,6 @@ def test_tied_experts_are_refused():
 def test_a_style_on_another_axis_is_refused_by_the_reader(place, message):
     with pytest.raises(SpecError, match=message):
         load_spec({"version": 1, "mesh": {"dp_shard": 2}, "rules": [rule("x", place=place)]})
-
-
-@pytest.mark.parametrize("axis", ["pp", "cp"])
-def test_axes_that_nothing_proved_beside_ep(axis):
-    sizes = {"dp_shard": 4, "ep": "2 in dp_shard"}
-    mesh = {"pp": 2, **sizes} if axis == "pp" else {**sizes, axis: 2}
-    told = no({"mesh": mesh}, SPREAD)
-    assert "not available yet in this version" in told
 
 
 def test_the_digest_tells_ep_apart():

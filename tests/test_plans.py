@@ -39,6 +39,10 @@ DECIDED = {
     "moe_ep": (
         "dp_shard 8 (ep 2)", "full_shard", "units", {"S(0)@dp_shard", "S(0)@ep,efsdp"},
     ),
+    "pp_fsdp_tp": (
+        "pp 2 x dp_shard 2 x tp 2", "full_shard", "units",
+        {"S(0)@tp,dp_shard", "S(0)@dp_shard S(1)@tp", "S(0)@dp_shard"},
+    ),
     "tp_hybrid": (
         "dp_replicate 2 x dp_shard 2 x tp 2", "hybrid_shard", "units",
         {"S(0)@tp,dp_shard", "S(0)@dp_shard S(1)@tp", "S(0)@dp_shard"},

@@ -173,3 +173,26 @@ def note() -> list[str]:
 
 def test_an_error_inside_names_the_module(pool: Any) -> None:
     assert "meshplan: attn runs on a part of its heads" in pool(2).run(note)[0][0]
+
+
+def first_step(kind: type[nn.Module]) -> str:
+    """A pipeline ends the forward of a stage early: the comparison waits for the step."""
+    rules = {"rules": FUSED, "pipeline": {"schedule": "1F1B", "microbatches": 2}}
+    torch.manual_seed(0)
+    inputs, targets = own.batch(0)
+    plan = {"version": 1, "mesh": {"pp": 2, "tp": 2}, **rules}
+    model = own.Decoder(kind, own.HEADS)
+    model = meshplan.parallelize(model, plan, example_inputs=(inputs[:2],))
+    try:
+        meshplan.train_step(
+            model, torch.optim.SGD(model.parameters(), 0.1), inputs, targets, models.loss
+        )
+    except meshplan.ApplyError as error:
+        return str(error)
+    return ""
+
+
+def test_stages_of_a_pipeline(pool: Any) -> None:
+    assert pool(4).run(first_step, own.FusedAttention) == [""] * 4
+    told = pool(4).run(first_step, Slopes)
+    assert all("(Slopes) computes something else once its heads" in text for text in told), told

@@ -86,10 +86,6 @@ def _beside(spec: Spec, mesh: Mesh, out: ExpertParallel, cuts_nothing: bool) -> 
         what = f"the axis ep of size {mesh.size('ep')} cuts nothing: no rule places a module on it"
         fix = f"add a rule such as {{match: '**.experts', place: {{ep: {EXPERT_STYLE}}}}}"
         problems.append(Problem(what, spec.origin("mesh.ep"), f"{fix}, or drop the axis"))
-    if out.uses and spec.sequence_parallel and mesh.size("tp") > 1:
-        # The experts would get a part of the sequence, and gradients of that part only.
-        what = "'sequence_parallel' beside ep is not available yet in this version"
-        problems.append(Problem(what, spec.origin("sequence_parallel"), "leave one of them out"))
     nested = [fqn for fqn in out.uses for around in out.uses if fqn != around and
               is_inside(fqn, around)]  # fmt: skip
     for fqn in nested:

@@ -10,6 +10,8 @@ and once whole, on every rank of tp; what differs is refused before anything is 
 from __future__ import annotations
 
 import copy
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshplan.assign import StyleUse
 from meshplan.errors import ApplyError, Problem
@@ -33,6 +36,7 @@ _HALF: Final = 5e-2
 """Relative differences that rounding does not make [Empirical]: a wrong head differs by 0.1 and
 more, and the same sum in another order by 1e-6 in single precision."""
 
+_Step = Callable[[torch.optim.Optimizer, Any, Any], None]
 _HOOKS: Final = (
     "_forward_pre_hooks", "_forward_hooks",
     "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs",
@@ -57,6 +61,16 @@ class _Proof:
     mesh: DeviceMesh
     waiting: set[tuple[object, ...]] = field(default_factory=set)
     captured: list[_Island] = field(default_factory=list)
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def settle(self, model: nn.Module) -> None:
+        """Compare what was captured; a module that was not called, or not yet, waits."""
+        captured, self.captured = self.captured, []
+        for island in captured:
+            _prove(model, island, self)
+        if not self.waiting:
+            for step in self.undo:
+                step()
 
 
 def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -65,7 +79,6 @@ def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     if plan.mesh.size("tp") == 1 or not islands:
         return
     proof = _Proof(plan, mesh, {island.kind for island in islands})
-    undo = [_capture(model.get_submodule(island.fqn), island, proof) for island in islands]
     is_compiled = bool(plan.assignment.compiled)
 
     def before(module: nn.Module, args: Any) -> None:
@@ -73,22 +86,45 @@ def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             torch.compiler.set_stance("force_eager")
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        try:
-            # A module that was not called, or whose inputs could not be kept, waits.
-            captured, proof.captured = proof.captured, []
-            for island in captured:
-                _prove(module, island, proof)
-        finally:
-            if is_compiled:
-                torch.compiler.set_stance("default")
-        if not proof.waiting:
-            for step in undo:
-                step()
+        if is_compiled:
+            torch.compiler.set_stance("default")
+        proof.settle(module)
 
-    undo += [
+    def step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # A stage of a pipeline ends its forward before hooks of the whole see it.
+        found = weak()
+        mine = {id(p) for p in found.parameters()} if found is not None else set()
+        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            assert found is not None
+            proof.settle(found)
+
+    weak = weakref.ref(model)
+    proof.undo = [
+        *(_capture(model.get_submodule(island.fqn), island, proof) for island in islands),
         model.register_forward_pre_hook(before).remove,
         model.register_forward_hook(after).remove,
+        _before_steps(step),
     ]
+
+
+_steps: list[_Step] = []
+
+
+@functools.cache
+def _register() -> None:
+    """One hook for good: torch cannot remove one while it runs."""
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for step in tuple(_steps):
+            step(optimizer, args, kwargs)
+
+    register_optimizer_step_pre_hook(before)
+
+
+def _before_steps(step: _Step) -> Callable[[], None]:
+    _register()
+    _steps.append(step)
+    return lambda: _steps.remove(step)
 
 
 def _islands(model: nn.Module, plan: Plan) -> list[_Island]:

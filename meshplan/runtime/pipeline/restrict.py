@@ -37,6 +37,7 @@ def restrict(plan: Plan, stage: int) -> Plan:
         units=MappingProxyType(units),
         styles=here(whole.styles),
         recompute=here(whole.recompute),
+        attributes=tuple(a for a in whole.attributes if runs(a.module, stages, stage)),
         apply=(),
     )
     return replace(plan, assignment=part, accumulate=plan.accumulate * stages.microbatches)
