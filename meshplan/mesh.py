@@ -127,6 +127,29 @@ class Mesh:
                 position = position * self.size(name) + coordinate
         return position
 
+    def spread(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The axes of more than one rank among these, borrowed ones too, outermost first.
+
+        A lender stands for itself and for all that it lends, in whatever words it is named.
+
+        >>> mesh = Mesh((Axis("dp_shard", 4), Axis("tp", 1)), (Loan("ep", 2, "dp_shard"),))
+        >>> mesh.spread(("tp", "ep")), mesh.spread(("ep", "efsdp"))
+        (('ep',), ('dp_shard',))
+        """
+        wanted = set(names)
+        out: list[str] = []
+        for axis in self.names:
+            parts = [
+                p for loan in self.loans if loan.within == axis for p in (loan.rest, loan.name)
+            ]
+            parts = [part for part in parts if self.size(part) > 1]
+            asked = [part for part in parts if part in wanted]
+            if axis in wanted or (parts and asked == parts):
+                out += [axis] if self.size(axis) > 1 else []
+            else:
+                out += asked
+        return tuple(out)
+
     def __iter__(self) -> Iterator[Axis]:
         return iter(self.axes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from torch import nn
 
 import meshplan
 from meshplan.memory import state_bytes
+from meshplan.runtime.count import counting
 from meshplan.runtime.measure import live_bytes
+from meshplan.traffic import Forecast, Route, differences, forecast
 from tests import models, moe
 from tests.parity import TOLERANCE
 
@@ -224,3 +227,44 @@ def test_a_forward_that_fails_on_part_of_the_experts_is_refused_before_the_model
     told = pool(2).run(refused, moe.plan(PAIR))
     assert told[0] == told[1]
     assert "<mapping>: rules[0].place.ep: 'blocks.1.experts' (Stack) cannot compute" in told[0]
+
+
+def told_and_counted(name: str, plan: dict[str, Any]) -> tuple[Forecast, Counter[Route]]:
+    """The forecast of this rank, and what its third step really sent."""
+    model = meshplan.parallelize(moe.build(name), plan)
+    decided, sgd = model.meshplan.plan, models.optimizer(model)
+    batch = meshplan.local_batch(model, models.batch("mixtral", 0))
+    for _ in range(2):
+        meshplan.train_step(model, sgd, *batch, models.loss)
+    with counting(decided.mesh) as counted:
+        meshplan.train_step(model, sgd, *batch, models.loss)
+    return forecast(decided, rank=torch.distributed.get_rank()), counted
+
+
+@pytest.mark.parametrize(("name", "plan"), [
+    ("uneven", moe.plan(EP2, clip_grad_norm=1.0)),
+    ("mixtral", moe.plan(HYBRID, batch={"accumulate": 2})),
+    ("stack", moe.plan(EP4)),
+])  # fmt: skip
+def test_all_but_the_tokens_is_sent_as_the_layouts_say(pool, name, plan):
+    for told, counted in pool(4).run(told_and_counted, name, plan):
+        tokens = {route for route in counted if route.kind == "all_to_all"}
+        assert {route.axes for route in tokens} == {told_along(plan)}
+        # Counts, tokens, weights, results: there, and but for the counts back, in two blocks.
+        times = sum(counted[route] for route in tokens)
+        assert times == 2 * (4 + 3) * plan.get("batch", {}).get("accumulate", 1)
+        cut = Counter({r: n for r, n in counted.items() if r not in tokens and is_of_a_cut(r)})
+        asked = Forecast(tuple(t for t in told.traffic if is_of_a_cut(t.route)))
+        assert asked.traffic
+        assert differences(asked, cut) == ()
+        assert told.unknown == ("what the axis ep sends",)  # The routing decides.
+
+
+def is_of_a_cut(route: Route) -> bool:
+    """Parameters, gradients, and norms along ep and what it leaves: what this page is about."""
+    return route.kind in ("all_gather", "reduce_scatter") or bool({"ep", "efsdp"} & {*route.axes})
+
+
+def told_along(plan: dict[str, Any]) -> tuple[str, ...]:
+    """How the ranks of ep are named: all that dp_shard has go by its name."""
+    return ("ep",) if plan["mesh"] == EP2 else ("dp_shard",)

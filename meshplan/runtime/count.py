@@ -73,7 +73,11 @@ def _kind(op: Any) -> str:
 def _axes(ranks: list[int], mesh: Mesh) -> tuple[str, ...]:
     """The mesh axes along which these ranks differ."""
     places = [mesh.coordinates(rank) for rank in ranks]
-    return tuple(name for name in mesh.names if len({place[name] for place in places}) > 1)
+    differ = {name for name in places[0] if len({place[name] for place in places}) > 1}
+    lent = {part for loan in mesh.loans for part in (loan.rest, loan.name)}
+    # A lender differs wherever a part of it does: the parts say more.
+    lenders = {loan.within for loan in mesh.loans if {loan.rest, loan.name} & differ}
+    return mesh.spread(differ - lenders if differ & lent else differ)
 
 
 def _bytes(args: tuple[Any, ...], out: Any) -> int:

@@ -17,12 +17,12 @@ from typing import Final
 
 from meshplan.assign import Placed, Unit
 from meshplan.graph import DTYPE_BYTES
-from meshplan.mesh import DATA_AXES
+from meshplan.mesh import DATA_AXES, EXPERT_SHARD
 from meshplan.plan import Plan
 from meshplan.traffic.tensor_parallel import activations, gathered_at_use, partial_gradients
 from meshplan.traffic.types import Flow, Forecast, Route, Traffic, along, one, trainable
 
-_KNOWN_AXES: Final = (*DATA_AXES, "tp")
+_KNOWN_AXES: Final = (*DATA_AXES, EXPERT_SHARD, "tp")
 _WORD: Final = re.compile(r"R|P|outside|S\(-?\d+\)")
 
 
@@ -95,9 +95,9 @@ def _clipping(plan: Plan) -> Iterator[Traffic]:
     if plan.spec.clip_grad_norm is None:
         return
     mesh = plan.mesh
-    cut_alike = {along(mesh, p.stored.axes) for p in trainable(plan)}
-    for axes in sorted(cut_alike):
-        for axis in axes:
+    cut_alike = {frozenset(p.stored.axes) for p in trainable(plan)}
+    for axes in cut_alike:
+        for axis in sorted(axes):
             yield one(mesh, "all_reduce", (axis,), 4, "the norm of the gradients")
 
 
@@ -147,7 +147,7 @@ def _unit(plan: Plan, unit: Unit, flow: Flow | None, rank: int) -> Iterator[Traf
         elements = _numel(placed, plan, rank)
         if shards > 1:  # Every rank sends as much as the one with most.
             elements = shards * placed.stored.padded_numel(
-                placed.info.shape, mesh, unit.shard_axes[0], rank
+                placed.info.shape, mesh, unit.shard_axes, rank
             )
         return elements * DTYPE_BYTES[dtype]
 

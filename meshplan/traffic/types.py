@@ -138,7 +138,7 @@ class Flow:
 
 def along(mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
     """These axes in mesh order, without those of one rank."""
-    return tuple(name for name in mesh.names if name in axes and mesh.size(name) > 1)
+    return mesh.spread(axes)
 
 
 def one(
