@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from meshplan.spec import Spec
 
 if TYPE_CHECKING:
     from meshplan.plan import Plan
+    from meshplan.verdict import Verdict
 
 PlanSource = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -203,6 +204,35 @@ def decide(
         fix = "add --model pkg.mod:function, --config PATH, or one of them to the plan's 'model'"
         raise SpecError(Problem(what, Origin(str(plan), "model"), fix))
     return checked.plan
+
+
+def verify_plan(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    config: str | Path | None = None,
+    max_ranks: int | None = None,
+    told: Callable[[str], None] = lambda text: None,
+) -> Verdict:
+    """Run a plan, made small, on local processes beside one process that knows of no plan.
+
+    Args:
+        plan: As for `check_plan`, like the arguments after it.
+        max_ranks: The most processes to start; 16 when not stated.
+        told: Is told what is being done.
+
+    Raises:
+        SpecError: The plan or the model cannot be read or made small.
+        PlanError: The plan's mesh contradicts itself.
+    """
+    from meshplan.reader import load_spec
+    from meshplan.runtime.shrink import MAX_RANKS, shrink, source_of
+    from meshplan.runtime.verify import verify
+
+    spec = load_spec(plan, overrides)
+    source = source_of(spec, model, config)
+    return verify(shrink(spec, source, max_ranks or MAX_RANKS), told)
 
 
 def _find_model(

@@ -16,9 +16,6 @@ from meshplan.spec import Borrow, Spec
 
 _LENDER: Final = "dp_shard"
 
-_UNTRIED: Final = ("pp", "cp")
-"""Axes that nothing has proved right beside ep."""
-
 
 def expert_loans(spec: Spec, sizes: Mapping[str, int]) -> tuple[Loan, ...]:
     """What ep borrows, against the sizes of the axes that have ranks.
@@ -27,11 +24,15 @@ def expert_loans(spec: Spec, sizes: Mapping[str, int]) -> tuple[Loan, ...]:
         PlanError: It borrows what nobody can lend.
     """
     stated = spec.mesh.get("ep") if isinstance(spec.mesh, Mapping) else None
-    if stated is None or stated == 1:
+    if stated is None:
         return ()
+    if stated == 1 and _LENDER in sizes:
+        return (Loan("ep", 1, _LENDER),)
     origin = spec.origin("mesh.ep")
     size = stated.size if isinstance(stated, Borrow) else stated
     write = f"write ep: {size} in {_LENDER}"
+    if _LENDER not in sizes:
+        write = f"give the mesh {{{_LENDER}: N, ep: {size} in {_LENDER}}}"
     if not isinstance(stated, Borrow):
         what = "ep has no ranks of its own: it borrows those that read different samples"
         raise PlanError(Problem(what, origin, write))
@@ -41,8 +42,4 @@ def expert_loans(spec: Spec, sizes: Mapping[str, int]) -> tuple[Loan, ...]:
     if sizes[_LENDER] % stated.size:
         what = f"{stated.size} does not divide {_LENDER}: {sizes[_LENDER]}"
         raise PlanError(Problem(what, origin, f"write a divisor of {sizes[_LENDER]}"))
-    for axis in _UNTRIED:
-        if sizes.get(axis, 1) > 1:
-            what = f"ep beside {axis} is not available yet in this version"
-            raise PlanError(Problem(what, origin, f"leave one of ep and {axis} out"))
     return (Loan("ep", stated.size, _LENDER),)

@@ -25,7 +25,6 @@ YES, NO, COULD_NOT = 0, 1, 2
 INTERRUPTED = 130
 
 _DEMO_PLAN = "hybrid_2x4"
-_DEMO_MODEL = "meshplan.runtime.demo_model:build"
 _DEMO_STEPS = 30
 
 
@@ -136,6 +135,7 @@ def _demo_flags(parser: argparse.ArgumentParser) -> None:
 
 def _demo(args: argparse.Namespace) -> int:
     from meshplan.memory import state_bytes_by_rank
+    from meshplan.reader import load_spec
     from meshplan.render.demo import agrees, bytes_to_text, demo_to_json, losses_to_text
     from meshplan.render.progress import loss_progress
     from meshplan.render.show import plan_to_text
@@ -145,7 +145,7 @@ def _demo(args: argparse.Namespace) -> int:
         raise SpecError(Problem("-f and --plan both name the plan", None, "leave one of them out"))
     local_ranks.prepare()  # imports torch once more, meanwhile
     path = find_plan(args.plan or args.file or _DEMO_PLAN)
-    plan = api.decide(path, args.set, model=_DEMO_MODEL)
+    plan = api.decide(path, args.set, model=demo.entry_of(load_spec(path, args.set)))
     demo.check_demo(plan, args.steps)
     if not args.json:
         print(*plan_to_text(plan, colour=wants_colour(no_color=args.no_color)), "", sep="\n")
@@ -167,6 +167,30 @@ def _demo(args: argparse.Namespace) -> int:
     return YES if agrees(losses, alone, tolerance) and tuple(live) == predicted else NO
 
 
+def _verify_flags(parser: argparse.ArgumentParser) -> None:
+    _model_flags(parser)
+    parser.add_argument("--ranks", metavar="N", type=int, help="the most processes (default 16)")
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from meshplan.render.verify import verdict_to_json, verdict_to_text
+
+    path = _plan_file(args)
+    verdict = api.verify_plan(
+        path,
+        args.set,
+        model=args.model,
+        config=args.config,
+        max_ranks=args.ranks,
+        told=lambda text: _print_notes(args, [text]),
+    )
+    if args.json:
+        print(envelope("verify/1", {"plan": path, **verdict_to_json(verdict)}))
+    else:
+        print(*verdict_to_text(verdict, path), sep="\n")
+    return YES if verdict.is_ok else NO
+
+
 def _plan_file(args: argparse.Namespace) -> str:
     if args.file is None:
         raise SpecError(Problem("no plan file is given", None, "add -f plan.yaml"))
@@ -185,6 +209,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("estimate", "memory of the training states by strategy", _estimate_flags, _estimate),
     Verb("check", "every mistake of a plan, before a process starts", _model_flags, _check),
     Verb("show", "every layout of a plan, with the line that decided it", _model_flags, _show),
+    Verb("verify", "run a plan, made small, beside one process", _verify_flags, _verify),
     Verb("demo", "train under a plan on this machine, beside one process", _demo_flags, _demo),
 )
 """Every verb, in the order of `meshplan --help`."""

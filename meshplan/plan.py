@@ -13,6 +13,7 @@ from typing import Any
 from meshplan.agreement import split_batch
 from meshplan.assign import Assignment, assign
 from meshplan.assign.not_yet import not_yet
+from meshplan.compatibility import clashes
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
 from meshplan.mesh import DATA_AXES, Mesh
@@ -127,7 +128,7 @@ def make_plan(
 
 def problems_without_model(spec: Spec) -> list[Problem]:
     """What is wrong with a spec whatever the model is; rules are not matched."""
-    problems = not_yet(spec)
+    problems = [*not_yet(spec), *clashes(spec)]
     try:
         mesh, _ = resolve_mesh(spec)
         problems += split_batch(spec, mesh.size(*DATA_AXES))[2]

@@ -169,12 +169,15 @@ def _play_v(ranks: int, count: int) -> list[list[Action]]:
             near, far = rank, last - rank
             place = ahead[rank]
             held = sum(place.get(("F", s), 0) - place.get(("W", s), 0) for s in (near, far))
-            for kind, stage in (("I", far), ("I", near), ("F", far), ("F", near), ("W", far),
-                                ("W", near)):  # fmt: skip
+            backwards, forwards = [("I", far), ("I", near)], [("F", far), ("F", near)]
+            weights = [("W", far), ("W", near)]
+            is_full = held >= 2 * ranks
+            later = weights + forwards if is_full else forwards + weights
+            for kind, stage in backwards + later:
                 m = place.get((kind, stage), 0)
                 if kind == "W":
                     is_possible = m < place.get(("I", stage), 0)
-                elif (kind, stage) == ("F", near) and held >= 2 * ranks:
+                elif (kind, stage) == ("F", near) and is_full:
                     is_possible = False
                 else:
                     is_possible = is_ready(kind, stage, m)

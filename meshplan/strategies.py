@@ -18,7 +18,7 @@ from typing import Final
 
 from meshplan.borrow import expert_loans
 from meshplan.errors import PlanError, Problem
-from meshplan.mesh import DATA_AXES, GRADIENT_AXES, Axis, Mesh
+from meshplan.mesh import DATA_AXES, Axis, Mesh
 from meshplan.spec import AUTO, Borrow, Spec
 
 
@@ -58,8 +58,6 @@ STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType(
         )
     }
 )
-
-_SUPPORTED_AXES: Final = (*GRADIENT_AXES, "tp", "pp")
 
 
 def resolve_mesh(
@@ -128,15 +126,7 @@ def _sizes(spec: Spec, world_size: int | None, gpus_per_node: int | None) -> dic
         origin = spec.origin(f"mesh.{axis}")
         if axis == "ep":
             continue  # Borrows its ranks.
-        if axis not in _SUPPORTED_AXES and size != 1:
-            problems.append(
-                Problem(
-                    f"axis '{axis}' is not available yet in this version",
-                    origin,
-                    f"use {', '.join(_SUPPORTED_AXES)}",
-                )
-            )
-        elif isinstance(size, int):
+        if isinstance(size, int):
             sizes[axis] = size
         elif isinstance(size, Borrow):
             problems.append(

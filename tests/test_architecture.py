@@ -24,7 +24,7 @@ LEVELS = [
         layout flow spec styles heads
         rehearsal
         graph dims relay
-        match borrow agreement
+        match borrow agreement compatibility
         strategies
         values
         rules source
@@ -34,6 +34,7 @@ LEVELS = [
         memory cost
         plan
         traffic
+        verdict
         planner render runtime
         interop api
         cli __init__
@@ -54,6 +55,7 @@ LATE_BETWEEN = {
     ("api", "runtime"),
     ("api", "interop"),
     ("cli", "memory"),
+    ("cli", "reader"),
     ("cli", "render"),
     ("cli", "runtime"),
 }

@@ -169,21 +169,21 @@ def test_nothing_to_recompute() -> None:
 
 def test_what_this_version_lacks_is_refused_by_name_and_all_at_once() -> None:
     asked = {
-        "pipeline": {"schedule": "1F1B"}, "offload": "params",
+        "offload": "params",
         "solve": {"objective": "time"}, "batch": {"micro": "auto", "accumulate": {0: 2}},
         "activation_checkpointing": "auto",
     }  # fmt: skip
     rules = [
-        rule("head", stage=0, offload="params", place={"tp": "packed_rowwise"}),
+        rule("head", offload="params", place={"tp": "packed_rowwise"}),
         rule("embed", place={"dp_shard": "auto"}),
     ]
     mesh = {"mesh": {"dp_shard": 2, "tp": 2}}
     told = refusal(mesh | asked, *rules).split("\n")[::2]
     assert all(line.endswith("not available yet in this version") for line in told)
     assert [line.partition(":")[0] for line in told] == [
-        "pipeline", "offload", "solve",
+        "offload", "solve",
         "batch.micro", "batch.accumulate", "activation_checkpointing",
-        "rules[0].stage", "rules[0].offload", "rules[0].place.tp",
+        "rules[0].offload", "rules[0].place.tp",
         "rules[1].place.dp_shard",
     ]  # fmt: skip
 

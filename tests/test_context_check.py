@@ -10,13 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan.api import check_plan
-from meshplan.assign.context import assign_context
-from meshplan.graph import ModelGraph
 from meshplan.layout import Layout
 from meshplan.mesh import Mesh
 from meshplan.plan import Plan
 from meshplan.render.show import plan_to_json, plan_to_text
-from meshplan.spec import Spec
 
 MODEL: dict[str, Any] = {"version": 1, "model": {"entry": "meshplan.runtime.demo_model:build"}}
 TINY = str(Path(__file__).parent / "bad_plans" / "needs_model" / "tiny_llama.json")
@@ -189,14 +186,6 @@ def test_attention_inside_torch():
     assert refusal(plan).startswith(
         "0.self_attn (MultiheadAttention) computes its attention inside"
     )
-
-
-@pytest.mark.parametrize("axis", ["pp", "ep"])
-def test_axes_that_nobody_proved_together(axis):
-    graph = ModelGraph(name="Model", modules={}, tensors={})
-    _, problems = assign_context(Spec(), graph, Mesh.of({axis: 2, "cp": 2}))
-    says = [f"cp and {axis} together are not available yet in this version"]
-    assert [problem.what for problem in problems] == says
 
 
 def encoder() -> object:

@@ -28,6 +28,7 @@ CUT_ATTENTION = (
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "mixtral, ep 2 in 4": (4, "mixtral", moe.plan(EP2)),
     "mixtral, ep takes all of dp_shard": (4, "mixtral grouped", moe.plan(EP4)),
+    "mixtral, ep 1": (4, "mixtral", moe.plan({"dp_shard": 4, "ep": 1})),
     "mixtral beside tp": (4, "mixtral", moe.plan(TP, *CUT_ATTENTION)),
     "qwen3_moe, clipped": (4, "qwen3_moe", moe.plan(EP2, clip_grad_norm=0.1)),
     "qwen3_moe, replicated experts": (
@@ -61,7 +62,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def train(name: str, plan: dict[str, Any], steps: int = 3) -> dict[str, float]:
+def train(name: str, plan: dict[str, Any], steps: int = 2) -> dict[str, float]:
     """Train on this rank; the largest differences from one process."""
     model = meshplan.parallelize(moe.build(name), plan)
     sgd = models.optimizer(model)

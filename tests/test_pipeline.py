@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import meshplan
 from meshplan.errors import ApplyError, PlanError
+from meshplan.memory import state_bytes
 from meshplan.schedules import SCHEDULES
 from tests import models, parity
 
@@ -129,9 +130,9 @@ def train_images(name: str, spec: dict[str, Any], sizes: tuple[int, ...]) -> tup
     for step, size in enumerate(sizes):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(8, 3, size, size, generator=generator)
-        with torch.no_grad():
-            y = torch.zeros_like(alone.train()(x[:2])[:1]).expand(8, -1, -1, -1).contiguous()
-            alone.load_state_dict(alone.state_dict())
+        with torch.device("meta"):
+            shape = CLASSES[name]()(x.to("meta")).shape
+        y = torch.randn(shape, generator=generator)
         loss = meshplan.train_step(model, pair[1], x, y, nn.functional.mse_loss)
         expected = 0.0
         for number in range(count):
@@ -142,8 +143,9 @@ def train_images(name: str, spec: dict[str, Any], sizes: tuple[int, ...]) -> tup
         pair[0].zero_grad()
         apart = max(apart, abs(loss - expected))
     live = meshplan.full_state_dict(model)
-    own = {n: t for n, t in alone.state_dict().items() if "num_batches" not in n}
-    return apart, max(((live[n] - t).abs().max().item() for n, t in own.items() if live), default=0)
+    own = alone.state_dict()
+    assert not live or live.keys() == own.keys()
+    return apart, max((float((live[n] - t).abs().max()) for n, t in own.items() if live), default=0)
 
 
 @pytest.mark.parametrize("schedule", [n for n in SCHEDULES if n != "GPipe"])
@@ -151,3 +153,193 @@ def test_skips_cross_stages_and_shapes_may_change(pool, schedule):
     spec = plan({"pp": 2}, schedule, pipeline={"microbatches": 4})
     loss, state = pool(2).run(train_images, "UNet", spec, (16, 16, 24, 16))[0]
     assert max(loss, state) <= parity.TOLERANCE
+
+
+def test_batch_statistics_are_those_of_the_microbatches(pool):
+    spec = plan({"pp": 2}, pipeline={"microbatches": 4, "split": [["first"], ["second", "out"]]})
+    loss, state = pool(2).run(train_images, "BatchNorms", spec, (16, 16))[0]
+    assert max(loss, state) <= parity.TOLERANCE
+
+
+def behave(schedule: str) -> dict[str, Any]:
+    """What a pipelined model answers besides training; whatever raises, raises on every rank."""
+    model = meshplan.parallelize(models.build("hf_llama_tied"), plan({"pp": 2}, schedule))
+    alone = models.build("hf_llama_tied")
+    inputs, targets = models.batch("hf_llama_tied", 0, 6)
+    out: dict[str, Any] = {"names": [n for n, _ in model.named_parameters()]}
+    out["state"] = sorted(model.state_dict())
+    out["empty"] = sum(p.numel() for p in model._hidden[0].parameters() if not p.is_meta)
+    for name, call in {
+        "forward": lambda: model(**inputs),
+        "divide": lambda: meshplan.train_step(
+            model, models.optimizer(model), *models.batch("hf_llama_tied", 0, 7), models.loss
+        ),
+    }.items():
+        try:
+            call()
+        except ApplyError as error:
+            out[name] = str(error)
+    for mode in (True, False):
+        answer = model.train(mode).eval_step(inputs)
+        expected = alone.train(mode)(**inputs).logits
+        assert (answer is not None) == model.has_output
+        out[f"eval {mode}"] = float((answer.logits - expected).abs().max()) if answer else 0.0
+    model.load_state_dict({n: torch.zeros_like(t) for n, t in alone.state_dict().items()})
+    out["loaded"] = max(float(p.detach().abs().max()) for p in model.parameters())
+    return out
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "ZBVZeroBubble"])
+def test_a_pipelined_model_is_a_module(pool, schedule):
+    told = pool(2).run(behave, schedule)
+    names = {n for n, _ in models.build("hf_llama_tied").named_parameters()}
+    assert {n for rank in told for n in rank["names"]} == names
+    assert {n for rank in told for n in rank["state"]} == names | {"lm_head.weight"}
+    for rank in told:
+        assert "call meshplan.train_step" in rank["forward"]
+        assert "7 samples does not divide into" in rank["divide"]
+        assert (rank["empty"], rank["loaded"]) == (0, 0.0)
+        assert max(rank["eval True"], rank["eval False"]) <= parity.TOLERANCE
+
+
+def from_meta(spec: dict[str, Any]) -> float:
+    """A model on meta gets the numbers of one process, and the bytes that the plan predicts."""
+    torch.manual_seed(3)
+    alone = models.BUILDERS["own_llama"]()
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        model = models.BUILDERS["own_llama"]()
+    model = meshplan.parallelize(model, spec)
+    assignment = model.meshplan.plan.assignment
+    rank = torch.distributed.get_rank()
+    predicted = state_bytes(assignment, "sgd", rank)
+    local = [getattr(p, "to_local", lambda p=p: p)() for p in model.parameters()]
+    held = sum(p.untyped_storage().nbytes() for p in local)
+    assert held == predicted.parameters_bytes, (held, predicted)
+    live = meshplan.full_state_dict(model)
+    return max((float((live[n] - t).abs().max()) for n, t in alone.state_dict().items() if live),
+               default=0.0)  # fmt: skip
+
+
+def test_a_model_on_meta_gets_the_numbers_of_one_process(pool):
+    spec = plan({"pp": 2, "dp_shard": 2}, "Interleaved1F1B", input={"shape": [2, 16]})
+    assert pool(4).run(from_meta, spec) == [0.0] * 4
+
+
+class Forgetful(nn.Module):
+    """Hands a number from one module to another past what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.register_forward_hook(self._keep)
+
+    def _keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.kept = output * 2  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x)) + self.kept)
+
+
+class Draws(nn.Module):
+    """Draws random numbers between modules, and uses them in two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn_like(x)
+        return self.second(self.first(x + noise) + noise)
+
+
+class Writes(nn.Module):
+    """Writes into what another module gave, and goes on with that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.last = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.act(x)
+        return self.last(x)
+
+
+class Counts(nn.Module):
+    """Keeps what its modules computed in a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.mean.add_(x.detach().mean(0))
+        return self.second(x)
+
+
+HARD = {
+    "Forgetful": (Forgetful, [["first"], ["second", "third"]], "used outside, and not returned"),
+    "Draws": (Draws, [["first"], ["second"]], "draws random numbers between its modules"),
+    "Writes": (Writes, [["first", "act"], ["last"]], "writes into a tensor of others"),
+    "Counts": (Counts, [["first"], ["second"]], "into a buffer or an attribute"),
+}
+
+
+def refused(name: str, spec: dict[str, Any]) -> str:
+    try:
+        meshplan.parallelize(HARD[name][0](), spec, example_inputs=torch.zeros(2, 4))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_what_a_stage_could_not_know_is_refused(pool, name):
+    _, split, why = HARD[name]
+    for told in pool(2).run(refused, name, plan({"pp": 2}, pipeline={"split": split})):
+        assert why in told
+
+
+class Stumbles(nn.Module):
+    """Fails in its second half on some inputs, and takes another way on others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number == 2 and not x.is_meta and type(x) is Tensor and float(x.detach().max()) > 9e3:
+                raise ValueError("too large")
+            x = layer(x)
+        return x
+
+
+def stumble(schedule: str, first: bool) -> list[str]:
+    model = meshplan.parallelize(
+        Stumbles(), plan({"pp": 2}, schedule), example_inputs=torch.zeros(2, 4)
+    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    out = []
+    good, bad = torch.ones(8, 4), torch.cat([torch.ones(4, 4), torch.full((4, 4), 1e5)])
+    for x in (bad, good) if first else (good, bad):
+        try:
+            meshplan.train_step(model, sgd, x, x, nn.functional.mse_loss)
+            out.append("")
+        except (ValueError, ApplyError) as error:
+            out.append(str(error))
+    return out
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("first", [True, False])
+def test_what_one_rank_cannot_do_is_raised_on_all(pool, schedule, first):
+    told = pool(2).run(stumble, schedule, first, timeout=30)
+    for rank in told:
+        assert "too large" in rank[0 if first else 1]
+        assert rank[1 if first else 0] == ""
+    assert any("could not do its part of a step: ValueError" in "".join(rank) for rank in told)

@@ -14,6 +14,7 @@ from meshplan.cli import main
 from meshplan.errors import SpecError
 from meshplan.reader import load_spec
 from meshplan.recipes import find_plan, recipe_names, recipe_path
+from meshplan.runtime.demo import entry_of
 from meshplan.runtime.demo_model import next_byte_loss
 
 ROOT = Path(__file__).parent.parent
@@ -37,6 +38,10 @@ DECIDED = {
     ),
     "moe_ep": (
         "dp_shard 8 (ep 2)", "full_shard", "units", {"S(0)@dp_shard", "S(0)@ep,efsdp"},
+    ),
+    "pp_fsdp_tp": (
+        "pp 2 x dp_shard 2 x tp 2", "full_shard", "units",
+        {"S(0)@tp,dp_shard", "S(0)@dp_shard S(1)@tp", "S(0)@dp_shard"},
     ),
     "tp_hybrid": (
         "dp_replicate 2 x dp_shard 2 x tp 2", "hybrid_shard", "units",
@@ -153,3 +158,11 @@ def test_no_such_recipe():
         "meshplan: 1 problem\n--plan: there is no recipe 'tpp'\n"
         f"    fix: use {', '.join(recipe_names())}, or the path of a plan file"
     )
+
+
+def test_the_demo_trains_the_model_of_a_recipe_that_has_one_of_its_own():
+    entries = {name: entry_of(load_spec(recipe_path(name))) for name in ("ddp", "moe_ep")}
+    assert entries == {
+        "ddp": "meshplan.runtime.demo_model:build",
+        "moe_ep": "meshplan.runtime.demo_moe:build",
+    }

@@ -198,15 +198,6 @@ def test_what_waits_for_the_planner_is_said_all_at_once() -> None:
     )
 
 
-def test_axes_of_later_versions_are_named_one_by_one() -> None:
-    later = refusal({"mesh": {"pp": 2, "dp_shard": 2, "cp": 2}})
-    assert later == "\n".join(
-        f"<mapping>: mesh.{axis}: axis '{axis}' is not available yet in this version\n"
-        "    fix: use dp_replicate, dp_shard, cp, tp"
-        for axis in ("pp",)
-    )
-
-
 @pytest.mark.parametrize(
     ("job", "why"),
     [

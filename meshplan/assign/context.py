@@ -36,7 +36,6 @@ def assign_context(
         reason=Reason(text, spec.origin("context" if has_said else "mesh.cp")),
     )
     problems = [
-        *_not_together(spec, mesh),
         *_sequence(spec, mesh, context),
         *_heads(spec, graph, mesh, context),
         *_hidden_attention(spec, graph),
@@ -51,17 +50,6 @@ def _no_effect(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
             spec.origin("context"),
             "add cp to the mesh, or remove it",
         )
-
-
-def _not_together(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
-    """Nobody has proved these right beside parts of the sequence yet."""
-    for axis in ("pp", "ep"):
-        if mesh.size(axis) > 1:
-            yield Problem(
-                f"cp and {axis} together are not available yet in this version",
-                spec.origin("mesh.cp"),
-                f"leave cp or {axis} out",
-            )
 
 
 def _sequence(spec: Spec, mesh: Mesh, context: ContextParallel) -> Iterator[Problem]:

@@ -74,7 +74,7 @@ def assign_ep(
             out.uses[fqn] = ExpertUse(tensors[0].shape[0], reason)
             for tensor in tensors:
                 out.layouts[tensor.fqn] = Layout.whole(len(tensor.shape)).cut("ep", 0)
-    for problem in _beside(spec, mesh, out, is_borrowed and not is_placed):
+    for problem in _beside(spec, mesh, out, mesh.size("ep") > 1 and not is_placed):
         out.report(problem)
     return out
 
@@ -86,10 +86,6 @@ def _beside(spec: Spec, mesh: Mesh, out: ExpertParallel, cuts_nothing: bool) -> 
         what = f"the axis ep of size {mesh.size('ep')} cuts nothing: no rule places a module on it"
         fix = f"add a rule such as {{match: '**.experts', place: {{ep: {EXPERT_STYLE}}}}}"
         problems.append(Problem(what, spec.origin("mesh.ep"), f"{fix}, or drop the axis"))
-    if out.uses and spec.sequence_parallel and mesh.size("tp") > 1:
-        # The experts would get a part of the sequence, and gradients of that part only.
-        what = "'sequence_parallel' beside ep is not available yet in this version"
-        problems.append(Problem(what, spec.origin("sequence_parallel"), "leave one of them out"))
     nested = [fqn for fqn in out.uses for around in out.uses if fqn != around and
               is_inside(fqn, around)]  # fmt: skip
     for fqn in nested:
@@ -112,7 +108,7 @@ def _problem(
 ) -> tuple[str, str] | None:  # fmt: skip
     """Why the experts of this module cannot be spread, and what to do; None when they can."""
     word = str(statement.value)
-    if not is_borrowed and word != "R":
+    if not is_borrowed:
         what = f"the mesh has no axis ep (it has {mesh})"
         return what, "add it to the mesh, such as ep: 2 in dp_shard, or remove the placement"
     if word == "R":

@@ -22,7 +22,8 @@ from meshplan.assign.stages import assign_stages
 from meshplan.assign.tensor_cuts import TensorParallel
 from meshplan.assign.tensor_parallel import assign_tp, no_dim
 from meshplan.assign.types import Assignment, Placed, Reason, Unit
-from meshplan.assign.units import PLACE, Units, assign_units
+from meshplan.assign.units import PLACE, Units, assign_units, check_reshards
+from meshplan.compatibility import clashes
 from meshplan.errors import Origin, PlanError, Problem
 from meshplan.graph import ModelGraph, TensorInfo, is_inside
 from meshplan.layout import Layout
@@ -52,7 +53,7 @@ def assign(
         PlanError: With every problem found: contradictions, rules that match nothing, modules
             that cannot take their placement, features that this version does not have.
     """
-    problems = not_yet(spec)
+    problems = [*not_yet(spec), *clashes(spec)]
     cascade = Cascade(spec, graph)
     problems += cascade.problems
     try:
@@ -85,10 +86,11 @@ def assign(
     batchnorm = assign_batchnorm(spec, graph, mesh, recompute)
     compiled, compile_problems = _compiled(spec, graph)
     problems += compile_problems + batchnorm.problems + stage_problems
+    check_reshards(spec, cascade, mesh, units, tensors)
     problems += presets.problems + tp.problems + ep.problems + units.problems + recompute_problems
     problems += _one_dtype(units, tensors) if wrapper == "units" else _no_units(spec, cascade)
     problems += _no_empty_parts(mesh, tensors)
-    problems += split_problems(spec, cascade, stages, recompute, tensors)
+    problems += split_problems(spec, cascade, stages, tensors)
     problems += _no_such_dim(spec, graph, cascade)
     if spec.ddp and wrapper != "ddp":
         problems.append(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from meshplan.assign.cascade import Cascade
-from meshplan.assign.types import Placed, Recompute, Stages, Unit
+from meshplan.assign.types import Placed, Stages, Unit
 from meshplan.errors import Problem
 from meshplan.schedules import SCHEDULES
 from meshplan.spec import Spec
@@ -31,21 +31,12 @@ def split_problems(
     spec: Spec,
     cascade: Cascade,
     stages: Stages | None,
-    recompute: Mapping[str, Recompute],
     tensors: Mapping[str, Placed],
 ) -> Iterator[Problem]:
     """What cannot be had together with a backward in two halves."""
     if stages is None or not _splits(stages):
         return
     fix = "use 1F1B or Interleaved1F1B"
-    for fqn, why in recompute.items():
-        yield Problem(
-            f"'{fqn}' is recomputed in backward, which {stages.schedule} does in two halves: it "
-            "would be recomputed in each",
-            why.reason.origin,
-            f"remove it, or {fix}",
-        )
-        return
     for _, stated in cascade.modules_with("reshard_after_forward"):
         if stated.value is not False:
             yield Problem(

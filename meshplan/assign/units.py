@@ -7,12 +7,12 @@ differs from what is around it makes a unit of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshplan.assign.cascade import Cascade, Stated
 from meshplan.assign.expert_parallel import ExpertParallel
-from meshplan.assign.types import Reason, Unit
+from meshplan.assign.types import Placed, Reason, Unit
 from meshplan.errors import Problem
 from meshplan.graph import ModelGraph, TensorInfo, is_inside
 from meshplan.mesh import EXPERT_SHARD, GRADIENT_AXES, SHARD_AXES, Mesh
@@ -249,6 +249,27 @@ class _Builder:
             # Where ep alone makes a unit, routing weights keep the precision they come in.
             casts_inputs=not (same and mode.holds_experts),
         )
+
+
+def check_reshards(
+    spec: Spec, cascade: Cascade, mesh: Mesh, units: Units, tensors: Mapping[str, Placed]
+) -> None:
+    """FSDP2 reshards to fewer ranks only what no other axis cuts; it would raise in forward."""
+    for fqn, placed in tensors.items():
+        unit = units.by_fqn.get(placed.unit) if placed.unit is not None else None
+        stated = cascade.inherited(unit.fqn, _RESHARD) if unit is not None else None
+        if unit is None or stated is None or isinstance(stated.value, bool):
+            continue
+        others = [a for a in placed.stored.axes if a not in unit.shard_axes and mesh.size(a) > 1]
+        if others:
+            units.report(
+                Problem(
+                    f"{stated.text} on '{unit.fqn}' is not available yet in this version, since "
+                    f"{others[0]} cuts {fqn}",
+                    spec.origin(stated.path),
+                    f"say true or false for '{unit.fqn}'",
+                )
+            )
 
 
 def _modules_with_params(graph: ModelGraph) -> set[str]:

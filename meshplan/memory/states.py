@@ -69,19 +69,35 @@ class _Kind:
     stored: Layout
     trainable: bool
     is_buffer: bool
+    places: tuple[int, ...]
 
 
 def _kinds(assignment: Assignment) -> Counter[_Kind]:
     return Counter(
-        _Kind(p.info.shape, p.dtype, p.stored, p.info.trainable, p.info.is_buffer)
-        for p in assignment.tensors.values()
-    )
+        _Kind(p.info.shape, p.dtype, p.stored, p.info.trainable, p.info.is_buffer,
+              _places(assignment, fqn))
+        for fqn, p in assignment.tensors.items()
+    )  # fmt: skip
+
+
+def _places(assignment: Assignment, fqn: str) -> tuple[int, ...]:
+    """Where along pp a tensor lies, once for each copy."""
+    stages = assignment.stages
+    if stages is None:
+        return (0,)
+    places = [stages.rank_of(stage) for stage in stages.tensors[fqn]]
+    placed = assignment.tensors[fqn]
+    # A parameter that nothing wraps is one tensor in all stages of a rank.
+    is_copied = placed.info.is_buffer or placed.stored.axes or assignment.wrapper != "none"
+    return tuple(places if is_copied else dict.fromkeys(places))
 
 
 def _sum(kinds: Mapping[_Kind, int], mesh: Mesh, optimizer: str, rank: int) -> StateBytes:
     parameters = gradients = states = buffers = 0
+    place = mesh.index(rank, ("pp",))
     kept, counters = OPTIMIZER_STATES[optimizer], 4 * _STEP_COUNTERS.get(optimizer, 0)
-    for kind, count in kinds.items():
+    for kind, tensors in kinds.items():
+        count = tensors * kind.places.count(place)
         stored = _stored_numel(kind, mesh, rank) * DTYPE_BYTES[kind.dtype]
         if kind.is_buffer:
             buffers += count * stored

@@ -13,6 +13,7 @@ from meshplan.memory import StateBytes, state_bytes_by_rank
 from meshplan.plan import Plan
 from meshplan.render.findings import place_to_json
 from meshplan.render.ranks import map_of_ranks
+from meshplan.render.stages import stages_to_json, stages_to_text
 from meshplan.render.text import columns, paint
 from meshplan.render.tree import Entry, fold_tree
 from meshplan.units import format_bytes
@@ -31,6 +32,7 @@ def plan_to_text(plan: Plan, *, colour: bool = False) -> list[str]:
     sections = [
         [paint(title, "bold", colour)],
         map_of_ranks(plan),
+        *([stages_to_text(plan)] if plan.assignment.stages else []),
         columns(_settings(plan), "<<"),
         _tree(plan),
         states_to_text(plan),
@@ -142,9 +144,11 @@ def _tensor_cells(
     plan: Plan, placed: Placed, pieces: dict[tuple[object, ...], str]
 ) -> tuple[str, ...]:
     info, mesh = placed.info, plan.mesh
-    key = (info.shape, placed.stored)
+    stages = plan.assignment.stages
+    is_held = stages is None or stages.holds(info.fqn, 0)
+    key = (info.shape, placed.stored, is_held)
     if key not in pieces:
-        pieces[key] = _pieces(plan, placed)
+        pieces[key] = _pieces(plan, placed) if is_held else "in another stage"
     dtype = placed.dtype
     if placed.compute_dtype != dtype:
         dtype += f", computed in {placed.compute_dtype}"
@@ -228,6 +232,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             "attention": assignment.context.attention, "balance": assignment.context.balance,
             "decided_by": _reason_to_json(assignment.context.reason),
         },
+        "pipeline": stages_to_json(plan),
         "optimizer": spec.optimizer,
         "clip_grad_norm": spec.clip_grad_norm,
         "batch": {

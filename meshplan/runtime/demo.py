@@ -20,12 +20,21 @@ from torch import nn
 from meshplan.errors import Problem, SpecError
 from meshplan.memory import StateBytes
 from meshplan.plan import Plan
-from meshplan.runtime.demo_model import build, next_byte_loss
+from meshplan.runtime import demo_model, demo_moe
+from meshplan.runtime.demo_model import next_byte_loss
 from meshplan.runtime.local_ranks import Send, run_ranks
 from meshplan.runtime.measure import live_bytes
 from meshplan.runtime.parallelize import applied, parallelize
 from meshplan.runtime.train import local_batch, train_step
 from meshplan.spec import Spec
+
+_MODELS: Final[Mapping[str, Callable[[], nn.Module]]] = MappingProxyType(
+    {
+        "meshplan.runtime.demo_model:build": demo_model.build,
+        "meshplan.runtime.demo_moe:build": demo_moe.build,
+    }
+)
+"""The models that read and write bytes, by the entry under which a plan names them."""
 
 SEED: Final = 0
 MAX_RANKS: Final = 16
@@ -45,6 +54,12 @@ _OPTIMIZERS: Final[Mapping[str, Callable[..., torch.optim.Optimizer]]] = Mapping
 
 Told = Callable[[int, float], None]
 """Is told each step's number, counted from 1, and its loss."""
+
+
+def entry_of(spec: Spec) -> str:
+    """The model that the demo trains: the plan's own if it is one for bytes, else the first."""
+    stated = spec.model.entry if spec.model is not None else None
+    return stated if stated is not None and stated in _MODELS else next(iter(_MODELS))
 
 
 def check_demo(plan: Plan, steps: int) -> None:
@@ -101,7 +116,7 @@ def train_under_plan(plan: Plan, steps: int, told: Told) -> tuple[list[float], l
 def train_alone(plan: Plan, steps: int, told: Told) -> list[float]:
     """The same training in this process, in plain PyTorch that knows of no plan."""
     torch.manual_seed(SEED)
-    model = build()
+    model = _MODELS[entry_of(plan.spec)]()
     optimizer = _OPTIMIZERS[plan.spec.optimizer](model.parameters())
     losses = []
     for step, (inputs, targets) in enumerate(_batches(plan, steps)):
@@ -121,7 +136,7 @@ def _train_rank(send: Send, spec: Spec, steps: int) -> None:
     # FSDP2's advice on modules that hand out views concerns edits in place, which no style makes.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     torch.manual_seed(SEED)
-    model = parallelize(build(), spec)
+    model = parallelize(_MODELS[entry_of(spec)](), spec)
     plan = applied(model).plan
     optimizer = _OPTIMIZERS[plan.spec.optimizer](model.parameters())
     held: list[StateBytes] = []

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -27,6 +28,9 @@ _TOLERANCE: Final = 1e-2
 what another expert, another weight or a missing token makes of it [Empirical]."""
 
 _PLAIN: Final = (int, float, str, type(None))
+
+_tried: WeakKeyDictionary[nn.Module, tuple[object, Protocol | str]] = WeakKeyDictionary()
+"""What was found of a module, and of what it was found: deciding and applying ask alike."""
 
 _CHUNK: Final = 4
 """Tokens at a time: some implementations copy an expert's parameters for every slot."""
@@ -88,8 +92,12 @@ def find_protocols(model: nn.Module, plan: Plan) -> dict[str, Protocol | str]:
     for fqn, use in plan.assignment.experts.items():
         module = model.get_submodule(fqn)
         key = (use.num_experts, _likeness(module))
-        if key not in known:
+        before = _tried.get(module)
+        if before is not None and before[0] == key:
+            known[key] = before[1]
+        elif key not in known:
             known[key] = find_protocol(module, use.num_experts)
+        _tried[module] = key, known[key]
         out[fqn] = known[key]
     return out
 
@@ -200,8 +208,7 @@ class _Trial:
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self.module, self.protocol, self.num_experts = module, protocol, num_experts
-        own = next(module.parameters()).device
-        self.device = device() if own.type == "meta" else own
+        self.device = device()  # Where it is to run: the CPU may not have its kernels.
         self.generator = torch.Generator().manual_seed(0)
         self.two = {
             name: self._random(2, *p.shape[1:], dtype=dtype) / max(p.shape[1:]) ** 0.5

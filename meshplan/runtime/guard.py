@@ -117,6 +117,13 @@ def _current() -> _Job | None:
     return _job
 
 
+def publish() -> None:
+    """Tell the others this rank's connections now, after groups were made."""
+    job = _current()
+    if job is not None:
+        _publish(job)
+
+
 def _publish(job: _Job) -> None:
     """Tell the others this rank's connections, when there are new groups."""
     count = num_groups()

@@ -34,7 +34,7 @@ from meshplan.runtime.example import find_example
 from meshplan.runtime.expert import apply_expert_parallel
 from meshplan.runtime.expert_protocol import expert_problems
 from meshplan.runtime.gradients import agree_on_gradients
-from meshplan.runtime.guard import guarded
+from meshplan.runtime.guard import guarded, publish
 from meshplan.runtime.materialize import Values, agree_on_values
 from meshplan.runtime.mesh import (
     device,
@@ -44,6 +44,7 @@ from meshplan.runtime.mesh import (
     ranks_per_node,
 )
 from meshplan.runtime.outside import watch_first_forward
+from meshplan.runtime.peers import open_groups
 from meshplan.runtime.pipeline.apply import apply_pipeline
 from meshplan.runtime.proof import prove_first_forward
 from meshplan.runtime.randomness import give_own_stream
@@ -119,6 +120,8 @@ def _parallelize(
 ) -> nn.Module:
     decided = _agree(lambda: _decide(model, plan, example_inputs, allow_code))
     mesh = device_mesh(decided.mesh)
+    open_groups(decided, mesh)
+    publish()
     with _untouched_on_error(model):
         values = agree_on_values(model, decided)
         _cast(model, decided)

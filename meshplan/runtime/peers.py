@@ -21,6 +21,18 @@ from meshplan.plan import Plan
 from meshplan.runtime.mesh import device, submesh
 
 
+def open_groups(plan: Plan, mesh: DeviceMesh) -> None:
+    """Make the process groups that a step compares in, while no rank can have failed yet."""
+    for axes in (_peer_axes(plan), plan.mesh.present(GRADIENT_AXES)):
+        if plan.mesh.size(*axes) > 1:
+            submesh(mesh, axes, flat=True)
+
+
+def _peer_axes(plan: Plan) -> tuple[str, ...]:
+    """The axes along which ranks hold the same samples."""
+    return tuple(a for a in plan.mesh.names if a not in DATA_AXES and plan.mesh.size(a) > 1)
+
+
 def check_peers(batch: Any, plan: Plan, mesh: DeviceMesh) -> None:
     """Every rank of a replica of the model holds a batch of the same shapes.
 
@@ -29,7 +41,7 @@ def check_peers(batch: Any, plan: Plan, mesh: DeviceMesh) -> None:
     Raises:
         ApplyError: On every rank of the replica, with the shapes of two that differ.
     """
-    axes = tuple(a for a in plan.mesh.names if a not in DATA_AXES and plan.mesh.size(a) > 1)
+    axes = _peer_axes(plan)
     if not axes:
         return
     group = submesh(mesh, axes, flat=True).get_group()

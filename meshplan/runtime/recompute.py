@@ -21,7 +21,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
 
 _OPS: dict[str, tuple[str, ...]] = {
-    "mm": ("mm", "addmm"),
+    "mm": ("mm", "addmm", "_grouped_mm"),
     "bmm": ("bmm", "baddbmm"),
     "conv": ("convolution",),
     "sdpa": (

@@ -10,6 +10,7 @@ Reducer. `tests/test_traffic.py` counts on real runs and compares.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -22,6 +23,7 @@ from meshplan.traffic.tensor_parallel import activations, gathered_at_use, parti
 from meshplan.traffic.types import Flow, Forecast, Route, Traffic, along, one, trainable
 
 _KNOWN_AXES: Final = (*DATA_AXES, "tp")
+_WORD: Final = re.compile(r"R|P|outside|S\(-?\d+\)")
 
 
 def forecast(plan: Plan, flow: Flow | None = None, rank: int = 0) -> Forecast:
@@ -34,8 +36,7 @@ def forecast(plan: Plan, flow: Flow | None = None, rank: int = 0) -> Forecast:
     Assumes: every parameter gets a gradient.
     """
     mesh = plan.mesh
-    unknown = [f"what the axis {a} sends" for a in mesh.names if a not in _KNOWN_AXES]
-    unknown += [f"what '{code}' does to '{fqn}'" for fqn, code, _ in plan.assignment.apply]
+    unknown = _unknown(plan)
     traffic = [*_step(plan), *_clipping(plan), *_alone(plan, rank)]
     if plan.assignment.wrapper == "ddp":
         traffic += _ddp(plan)
@@ -50,6 +51,33 @@ def forecast(plan: Plan, flow: Flow | None = None, rank: int = 0) -> Forecast:
         traffic += partial_gradients(plan)
     kept = tuple(t for t in traffic if t.count and t.route.axes and t.route.num_bytes)
     return Forecast(kept, tuple(unknown))
+
+
+def _unknown(plan: Plan) -> list[str]:
+    """What this room has no rule for, whoever decided it."""
+    mesh, decided = plan.mesh, plan.assignment
+    axes = [name for name in mesh.names if mesh.size(name) > 1]
+    for placed in decided.tensors.values():
+        axes += (*placed.stored.axes, *placed.computed.axes, *placed.gradient.axes)
+    for unit in decided.units.values():
+        axes += (*unit.shard_axes, *unit.replicate_axes)
+    axes += (use.axis for use in decided.styles.values())
+    out = [f"what the axis {axis} sends" for axis in dict.fromkeys(axes) if axis not in _KNOWN_AXES]
+    words = {
+        word: use.style.name
+        for use in decided.styles.values()
+        for word in (*use.style.input, *use.style.output)
+    }
+    out += [
+        f"what the style {name} sends to lay activations as '{word}'"
+        for word, name in words.items()
+        if not _WORD.fullmatch(word)
+    ]
+    if plan.spec.loss_parallel:
+        out.append("what a loss over parts of the vocabulary sends")
+    if plan.spec.sync_batchnorm:
+        out.append("what BatchNorm sends for its statistics")
+    return out + [f"what '{code}' does to '{fqn}'" for fqn, code, _ in decided.apply]
 
 
 def _step(plan: Plan) -> Iterator[Traffic]:

@@ -1,7 +1,7 @@
 """Every architecture of transformers under every kind of layout, against one process.
 
     python -m tests.bench.zoo [--only 'qwen*'] [--layouts full_shard pp] [--sample]
-                              [--jobs N] [--json FILE] [--write]
+                              [--jobs N] [--json FILE] [--write] [--dry]
 
 Each cell trains two steps of SGD in float32 and compares the losses and every parameter with one
 process on the same global batch. Its outcome is one of
@@ -18,7 +18,7 @@ batch): the reference then takes the mean over the same parts of the batch as th
 is what data parallelism is defined as. BatchNorm runs on its running statistics.
 
 With --json, results are appended to a file as they come and cells that stand in it are not run
-again. --write makes zoo.md, the table kept in the repository. Exit code 1 if anything is wrong or
+again; --dry runs nothing at all. --write makes zoo.md, the table kept in the repository. Exit code 1 if anything is wrong or
 an error.
 """
 
@@ -352,6 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="architectures at a time")
     parser.add_argument("--json", type=Path, help="append results here, skip what is there")
     parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
+    parser.add_argument("--dry", action="store_true", help="run nothing, report what --json has")
     asked = parser.parse_args(arguments)
     names = [
         name
@@ -359,7 +360,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if any(fnmatch.fnmatch(name, glob) for glob in asked.only)
     ]
     began = time.monotonic()
-    cells = sweep(names, asked.layouts, asked.json, asked.jobs)
+    if asked.dry:
+        known = done(asked.json)
+        cells = [known[n, lay] for n in names for lay in asked.layouts if (n, lay) in known]
+    else:
+        cells = sweep(names, asked.layouts, asked.json, asked.jobs)
     print(f"\n{len(cells)} cells in {time.monotonic() - began:.0f} s")
     print(*report(cells, asked.layouts), *reasons(cells), sep="\n")
     if asked.write:

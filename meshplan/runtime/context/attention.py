@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final
 
 import torch
@@ -83,6 +83,7 @@ class SequenceMode(TorchFunctionMode):
         self.parts = parts
         self.lengths: set[int] = set()
         self.known: dict[tuple[int, ...], bool] = {}
+        self._kept: dict[int, CodeType] = {}
         self.trial: Trial | None = None
         self.is_fed = False
         self.refused: Problem | None = None
@@ -101,6 +102,7 @@ class SequenceMode(TorchFunctionMode):
         """Whether this call is about the sequence; one that the proof never saw is refused."""
         site = (id(frame.f_code), frame.f_lasti, dim)
         if self.trial is not None:
+            self._kept[site[0]] = frame.f_code  # Or another could come to have its id.
             return self.trial.seen(site, *lengths)
         found = self.known.get((*site, *lengths))
         is_attention = len(lengths) > 1

@@ -19,7 +19,7 @@ from meshplan.runtime.data import set_gradient_sync
 from meshplan.runtime.mesh import device, submesh
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.pipeline.program import make_program
-from meshplan.runtime.pipeline.run import Form, Part, Run, end_split_backward
+from meshplan.runtime.pipeline.run import Form, Part, Run, Told, end_split_backward
 from meshplan.runtime.pipeline.shared import SharedTensors
 from meshplan.schedules import SCHEDULES, actions, forward_only
 
@@ -131,7 +131,7 @@ class PipelinedModule(nn.Module):
             sync=lambda part, is_last_here: self._sync(part, is_last and is_last_here),
         )
         run.play(self._train)
-        self._check_poison(run, form)
+        self._agree(run, form)
         if is_last:
             if self._schedule.splits_backward:
                 for part in self._parts.values():
@@ -164,7 +164,7 @@ class PipelinedModule(nn.Module):
                 finish=finish,
             )
             run.play(self._eval)
-            self._check_poison(run, form)
+            self._agree(run, form)
         return outputs[0] if outputs else None
 
     def _sync(self, part: Part, is_last: bool) -> None:
@@ -183,14 +183,29 @@ class PipelinedModule(nn.Module):
             self._forms[key] = Form(make_program(self._hidden[0], self._stages, inputs))
         return self._forms[key]
 
-    def _check_poison(self, run: Run, form: Form) -> None:
-        """Refuse, the first time and on all ranks alike, if a stand-in was read."""
-        if not form.is_new:
-            return
+    def _agree(self, run: Run, form: Form) -> None:
+        """Raise on every rank what went wrong on one.
+
+        Later than the first time with such inputs, only the ranks along pp are told: what one of
+        them cannot do, others of its stage cannot either, or wait in a collective of its own.
+        """
+        group = None if form.is_new else self.group
         form.is_new = False
-        found = torch.tensor(float(run.has_poison), device=device())
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        if found:
+        flags = torch.tensor([run.failure is not None, run.has_poison], device=device()).float()
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        failed, has_poison = flags.tolist()
+        if failed:
+            self._forms.clear()  # What was exchanged may be half of it.
+            is_own = run.failure is not None and not isinstance(run.failure, Told)
+            told: list[Any] = [None] * dist.get_world_size(group)
+            own = f"{type(run.failure).__name__}: {run.failure}" if is_own else ""
+            dist.all_gather_object(told, (dist.get_rank(), own), group=group)
+            if is_own:
+                assert run.failure is not None
+                raise run.failure
+            rank, text = next((rank, text) for rank, text in told if text)
+            raise ApplyError(Problem(f"rank {rank} could not do its part of a step: {text}"))
+        if has_poison:
             raise ApplyError(
                 Problem(
                     "what a stage sends or the loss is not a number: either the model itself gives "

@@ -1,7 +1,8 @@
 """Play a schedule on this rank: compute, send, receive.
 
-Shapes are exchanged once per form of the inputs, with the first microbatch. Nothing here knows
-which schedule it plays.
+Shapes are exchanged once per form of the inputs, with the first microbatch. A rank on which
+something raises computes no more, but sends and receives on, so that no other waits for it: what
+happened is told at the end. Nothing here knows which schedule it plays.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ class _Flight:
     halves: Halves = field(default_factory=Halves)
 
 
+class Told(Exception):
+    """Another rank failed."""
+
+
 class Run:
     """One pass of all microbatches through this rank's stages.
 
@@ -89,6 +94,7 @@ class Run:
         self.microbatches, self.finish, self.sync = microbatches, finish, sync
         self.last = form.program.last
         self.has_poison = False
+        self.failure: Exception | None = None
         self._size = dist.get_world_size(group)
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._arriving: dict[tuple[str, int, int], list[dist.Work]] = {}
@@ -104,10 +110,18 @@ class Run:
             "RECV_B": self._receive_backward,
         }  # fmt: skip
         for action in actions:
-            steps[action.kind](action.stage, action.microbatch)
-        for works, _ in self._leaving:
+            step = steps[action.kind]
+            if "_" in action.kind:
+                step(action.stage, action.microbatch)
+            elif self.failure is None:
+                try:
+                    step(action.stage, action.microbatch)
+                except Exception as error:  # The user's forward and loss may raise anything.
+                    self.failure = error
+        for works in (*self._arriving.values(), *(works for works, _ in self._leaving)):
             for work in works:
                 work.wait()
+        self._arriving.clear()
         self._leaving.clear()
 
     def _flight(self, stage: int, microbatch: int) -> _Flight:
@@ -203,17 +217,20 @@ class Run:
         tensors = self._flight(stage, m).outputs
         found: list[Meta] = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
         key = (stage, torch.is_grad_enabled())
-        known = self.form.metas.setdefault(key, found)
-        if known is found:
-            dist.send_object_list([found], dst=peer, group=self.group)
-        elif known != found:
-            raise ApplyError(
+        known = self.form.metas.get(key)
+        if known is None:
+            known = self.form.metas[key] = found
+            header = None if self.failure else found
+            dist.send_object_list([header], dst=peer, group=self.group)
+        if known != found:
+            self.failure = self.failure or ApplyError(
                 Problem(
                     f"what stage {stage} sends changed its shape or dtype from {known} to {found}, "
                     "although the inputs did not",
                     fix="cut where shapes follow from the shapes of the inputs",
                 )
             )
+            tensors = [torch.zeros(meta[0], dtype=meta[1], device=device()) for meta in known]
         self._send(tensors, peer)
 
     def _receive_forward(self, stage: int, m: int) -> None:
@@ -223,27 +240,32 @@ class Run:
         if key not in self.form.metas:
             box: list[Any] = [None]
             dist.recv_object_list(box, src=peer, group=self.group)
-            self.form.metas[key] = box[0]
+            self.form.metas[key] = box[0] or []
+            if box[0] is None:
+                self.failure = self.failure or Told()
         metas = self.form.metas[key]
         tensors = [torch.empty(shape, dtype=dtype, device=device()) for shape, dtype, _ in metas]
         self._arriving["F", stage, m] = self._receive(tensors, peer)
         values = self.form.program.sent(stage - 1)
-        for value, tensor, meta in zip(values, tensors, metas, strict=True):
+        for value, tensor, meta in zip(values, tensors, metas, strict=not self.failure):
             self._flight(stage, m).received[value] = tensor.requires_grad_(meta[2])
 
     def _send_backward(self, stage: int, m: int) -> None:
         peer = self._peer(stage - 1)
         assert peer is not None
+        self._wait("F", stage, m)  # After a failure nobody has.
         self._send(self._gradients(self._flight(stage, m)), peer)
 
     def _receive_backward(self, stage: int, m: int) -> None:
         peer = self._peer(stage + 1)
         assert peer is not None
         flight = self._flight(stage, m)
-        outputs = [tensor for tensor in flight.outputs if tensor.requires_grad]
+        metas = self.form.metas[stage, True]
         flight.gradients = [
-            torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in outputs
-        ]  # fmt: skip
+            torch.empty(shape, dtype=dtype, device=device())
+            for shape, dtype, needs_gradient in metas
+            if needs_gradient
+        ]
         self._arriving["B", stage, m] = self._receive(flight.gradients, peer)
 
     def _send(self, tensors: list[torch.Tensor], peer: int) -> None:

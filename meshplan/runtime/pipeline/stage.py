@@ -200,8 +200,8 @@ def poison(flow: Flow, value: int) -> torch.Tensor:
 
 def make_stage(model: nn.Module, graph: ModelGraph, stages: Stages, stage: int) -> nn.Module:
     """A copy of the model that holds what the stage holds, and nothing else."""
-    tensors = (*model.parameters(), *model.buffers())
-    part = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    # Buffers are copied: what writes one runs in every stage of this rank.
+    part = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     kept = {
         name
         for tensor in graph.tensors.values()

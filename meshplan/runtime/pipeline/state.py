@@ -27,7 +27,8 @@ def gather_stages(model: PipelinedModule) -> dict[str, torch.Tensor]:
         if fqn is None:
             continue
         if fqn not in gathered:
-            stage = stages.tensors[fqn][0]
+            # Only the last stage runs a forward to its end, so it has written every buffer.
+            stage = stages.tensors[fqn][-1 if placed[fqn].info.is_buffer else 0]
             holder = stages.rank_of(stage)
             whole = torch.empty(0)
             if place == holder:

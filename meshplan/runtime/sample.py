@@ -1,0 +1,93 @@
+"""Inputs, targets and a loss for a model that nobody prepared: random numbers of the right form."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from meshplan.errors import Problem, SpecError
+from meshplan.runtime.nest import tensors_in
+from meshplan.spec import Spec
+
+TOKENS: Final = 16
+"""The length of a sequence where the plan does not state one."""
+
+
+def sample_inputs(model: nn.Module, spec: Spec, samples: int, step: int) -> Any:
+    """A batch of this many samples, the same for the same step.
+
+    Returns:
+        A tensor, or keyword arguments, as the plan's `input`, transformers' `main_input_name`
+        or an embedding at the beginning of the model says.
+
+    Raises:
+        SpecError: Nothing says what the model takes.
+    """
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = spec.batch.seq_len or TOKENS
+    vocab = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2)
+
+    def integers(*shape: int) -> torch.Tensor:
+        # Low numbers are special tokens, such as padding, wherever there are any.
+        return torch.randint(min(3, vocab - 1), vocab, shape, generator=generator)
+
+    if spec.input is not None:
+        shape, dtype = (samples, *spec.input.shape[1:]), getattr(torch, spec.input.dtype)
+        if dtype.is_floating_point:
+            return torch.randn(shape, generator=generator).to(dtype)
+        return integers(*shape).to(dtype)
+    config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
+    size = getattr(config, "image_size", None)
+    if name == "pixel_values" and isinstance(size, int):
+        channels = getattr(config, "num_channels", 3)
+        return {name: torch.randn(samples, channels, size, size, generator=generator)}
+    if name == "input_ids" and config is not None:
+        out = {name: integers(samples, tokens)}
+        if getattr(config, "is_encoder_decoder", False):
+            out["decoder_input_ids"] = integers(samples, tokens)
+        return out
+    if _reads_tokens(model):
+        return integers(samples, tokens)
+    what = f"nothing says what {type(model).__name__} takes"
+    fix = (
+        "state its input in the plan, with the samples first: input: {shape: [2, 16], dtype: fp32}"
+    )
+    raise SpecError(Problem(what, spec.origin("input"), fix))
+
+
+def _reads_tokens(model: nn.Module) -> bool:
+    """One argument, and the first thing with parameters looks them up in a table."""
+    needed = [
+        p for p in inspect.signature(model.forward).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]  # fmt: skip
+    holders = (m for m in model.modules() if any(True for _ in m.parameters(recurse=False)))
+    first = next(holders, None)
+    return len(needed) == 1 and isinstance(first, nn.Embedding)
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """The model's output."""
+    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+
+
+def results(output: Any) -> list[torch.Tensor]:
+    """The part of an output that a loss can be made of."""
+    return [t for _, t in tensors_in(output) if t.ndim and t.is_floating_point()]
+
+
+def sample_targets(shapes: Sequence[Sequence[int]], samples: int, step: int) -> tuple[Any, ...]:
+    """Random numbers of the shapes of `results`, for this many samples."""
+    generator = torch.Generator().manual_seed(2000 + step)
+    return tuple(torch.randn(samples, *shape[1:], generator=generator) for shape in shapes)
+
+
+def sample_loss(output: Any, targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Mean squares, so that the mean of equal parts is the mean of the whole."""
+    found = results(output)
+    parts = [(o.float() - t).square().mean() for o, t in zip(found, targets, strict=True)]
+    return torch.stack(parts).sum()

@@ -1,0 +1,161 @@
+"""A transformers config made small, with what a plan divides by left divisible.
+
+Knows the names under which configs state sizes. Keeps the ratio of query to key heads, whether a
+size divides by tp, the kinds of layers, and special tokens inside of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+_LAYERS: Final = (
+    "num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
+    "num_decoder_layers", "depth",
+)  # fmt: skip
+_HEADS: Final = (
+    "num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads",
+    "decoder_attention_heads",
+)  # fmt: skip
+_KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim")
+_FFN: Final = (
+    "intermediate_size", "n_inner", "d_ff", "ffn_dim", "hidden_dim", "encoder_ffn_dim",
+    "decoder_ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size",
+)  # fmt: skip
+_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
+_TOP_K: Final = ("num_experts_per_tok", "moe_top_k")
+_HEAD_DIM: Final = ("head_dim", "d_kv")
+_POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_sequence_length")
+_SPECIAL: Final[Mapping[str, int]] = MappingProxyType(
+    {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 0}
+)
+_AT_MOST: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "qk_head_dim": 32,
+        "q_lora_rank": 32, "kv_lora_rank": 32,
+        "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1,
+    }
+)  # fmt: skip
+"""Sizes that divide nothing: DeepSeek's latent attention and expert groups."""
+_SMALL_HEAD, _SMALL_VOCAB, _SMALL_POSITIONS = 16, 128, 128
+_ODD: Final = 1
+"""Added to a size that tp does not divide in the original."""
+
+
+def shrink_layers(config: Any, layers: int) -> tuple[Any, list[str]]:
+    """A copy with at most so many layers, and what was changed, as words."""
+    small = copy.deepcopy(config)
+    notes: list[str] = []
+    for each in _parts(small):
+        _cut_layers(each, layers, notes)
+        _set(each, ("use_cache",), False, notes, is_told=False)
+    return small, notes
+
+
+def shrink_sizes(
+    config: Any, *, layers: int, tp: int, small_tp: int, ep: int
+) -> tuple[Any, list[str]]:
+    """A copy with few layers and small dims, and what was changed, as words.
+
+    Args:
+        tp: The size of tp that the plan states, which decides what must divide.
+        small_tp: The size that the copy is run with.
+        ep: The size of ep that the copy is run with.
+    """
+    small, notes = shrink_layers(config, layers)
+    for each in _parts(small):
+        _shrink_heads(each, tp, small_tp, notes)
+        for name in _FFN:
+            size = _get(each, name)
+            if size:
+                _set(each, (name,), _divisible(size, 4 * _SMALL_HEAD, tp), notes)
+        vocab = _get(each, "vocab_size")
+        if vocab:
+            _set(each, ("vocab_size",), _divisible(vocab, _SMALL_VOCAB, tp), notes)
+            for name, token in _SPECIAL.items():
+                if isinstance(getattr(each, name, None), int):
+                    setattr(each, name, token)
+        experts = max(4, 2 * ep)
+        for name in _EXPERTS:
+            _set(each, (name,), min(experts, _get(each, name) or experts), notes)
+        for name in _TOP_K:
+            _set(each, (name,), min(2, _get(each, name) or 2), notes)
+        for name, most in _AT_MOST.items():
+            _set(each, (name,), min(most, _get(each, name) or most), notes)
+        for name in _POSITIONS:
+            size = _get(each, name)
+            if size:
+                _set(each, (name,), min(size, _SMALL_POSITIONS), notes)
+        image, patch = _get(each, "image_size"), _get(each, "patch_size")
+        if image and patch:
+            _set(each, ("image_size",), min(image, 4 * patch), notes)
+    return small, list(dict.fromkeys(notes))
+
+
+def _parts(config: Any) -> list[Any]:
+    """The config and those inside of it, as of a text and a vision tower."""
+    kind = next(c for c in type(config).__mro__ if c.__name__.startswith("PreTrained")
+                or c.__name__ == "PretrainedConfig")  # fmt: skip
+    inner = [value for value in vars(config).values() if isinstance(value, kind)]
+    return [config, *(part for each in inner for part in _parts(each))]
+
+
+def _get(config: Any, name: str) -> int | None:
+    """A size that the config states, 0 and lists aside."""
+    value = getattr(config, name, None)
+    return value if type(value) is int and value > 0 else None
+
+
+def _set(
+    config: Any, names: Sequence[str], value: Any, notes: list[str], *, is_told: bool = True
+) -> None:
+    """Replace a value that the config has."""
+    for name in names:
+        old = getattr(config, name, None)
+        if old is not None and old != value:
+            setattr(config, name, value)
+            if is_told:
+                notes.append(f"{name} {old} to {value}")
+
+
+def _cut_layers(config: Any, layers: int, notes: list[str]) -> None:
+    for name in _LAYERS:
+        old = _get(config, name)
+        if old is None or old <= layers:
+            continue
+        _set(config, (name,), layers, notes)
+        for key, value in vars(config).items():
+            if isinstance(value, list) and len(value) == old:  # One entry per layer.
+                setattr(config, key, value[:layers])
+
+
+def _divisible(size: int, small: int, tp: int) -> int:
+    """A small size that divides by tp if, and only if, the original does."""
+    small = min(size, small)
+    return small if size % tp == 0 or small == size else small + _ODD
+
+
+def _shrink_heads(config: Any, tp: int, small_tp: int, notes: list[str]) -> None:
+    """Few heads in the same ratio, and a width that fits them."""
+    name = next((n for n in _HEADS if _get(config, n)), None)
+    width = next((n for n in _HIDDEN if _get(config, n)), None)
+    if name is None or width is None:
+        return
+    heads, hidden = _get(config, name) or 1, _get(config, width) or 1
+    kv_name = next((n for n in _KV_HEADS if _get(config, n)), None)
+    kv_heads = (_get(config, kv_name) if kv_name else None) or heads
+    ratio = max(1, heads // kv_heads)
+    few = min(kv_heads, max(2, small_tp) if kv_heads % tp == 0 or kv_heads < tp else kv_heads)
+    stated = next((n for n in _HEAD_DIM if _get(config, n)), None)
+    head_dim = min((_get(config, stated) if stated else None) or hidden // heads, _SMALL_HEAD)
+    for each in _HEADS:
+        _set(config, (each,), few * ratio, notes)
+    if kv_name:
+        _set(config, (kv_name,), few, notes)
+    if stated:
+        _set(config, (stated,), head_dim, notes)
+    for each in _HIDDEN:
+        _set(config, (each,), few * ratio * head_dim, notes)
