@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from meshplan.assign import StyleUse
 from meshplan.errors import ApplyError, Problem
@@ -82,6 +83,9 @@ def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     is_compiled = bool(plan.assignment.compiled)
 
     def before(module: nn.Module, args: Any) -> None:
+        if not handles:  # Now, so that it runs after every hook that watches the forward itself.
+            handles.append(module.register_forward_hook(after))
+            proof.undo.append(handles[0].remove)
         if is_compiled:  # What is captured and compared is no part of the graph.
             torch.compiler.set_stance("force_eager")
 
@@ -99,10 +103,10 @@ def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             proof.settle(found)
 
     weak = weakref.ref(model)
+    handles: list[RemovableHandle] = []
     proof.undo = [
         *(_capture(model.get_submodule(island.fqn), island, proof) for island in islands),
         model.register_forward_pre_hook(before).remove,
-        model.register_forward_hook(after).remove,
         _before_steps(step),
     ]
 
