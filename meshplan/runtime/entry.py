@@ -30,12 +30,18 @@ _FOUND = "modules are found in the working directory and among what is installed
 
 
 def graph_of_entry(entry: str, origin: Origin) -> ModelGraph:
-    """The graph of the model that "pkg.mod:function" makes.
+    """The graph of the model that "pkg.mod:function" makes; arguments as for `model_of_entry`."""
+    return graph_of(model_of_entry(entry, origin))
+
+
+def model_of_entry(entry: str, origin: Origin, *, on_meta: bool = True) -> nn.Module:
+    """The model that "pkg.mod:function" makes.
 
     Args:
         entry: A function or class without arguments that returns an `nn.Module`, or such a
             module itself. Modules are found from the working directory, as `python -m` does.
         origin: Where the user named it.
+        on_meta: Without memory, else on the CPU.
 
     Raises:
         SpecError: It cannot be imported or called, or makes something else.
@@ -56,12 +62,13 @@ def graph_of_entry(entry: str, origin: Origin) -> ModelGraph:
             if not callable(found):
                 what = f"'{entry}' is {type(found).__name__}, which cannot be called"
                 raise SpecError(Problem(what, origin, "name a function that returns the model"))
-            with torch.device("meta"), _told(f"calling '{entry}'", origin, _ON_META):
+            device = torch.device("meta" if on_meta else "cpu")
+            with device, _told(f"calling '{entry}'", origin, _ON_META if on_meta else ""):
                 found = found()
     if not isinstance(found, nn.Module):
         what = f"'{entry}' returned {type(found).__name__}, not an nn.Module"
         raise SpecError(Problem(what, origin, "return the model"))
-    return graph_of(found)
+    return found
 
 
 @contextlib.contextmanager

@@ -55,6 +55,10 @@ def derive(
         return Derived(problems=(Problem(what, origin, fix),))
     if origin is None or mesh.size("tp") == 1:
         return Derived()
+    if spec.sequence_parallel:
+        what = "sequence_parallel beside auto is not available yet in this version"
+        fix = "remove one of them, or state the styles by rule"
+        return Derived(problems=(Problem(what, spec.origin("sequence_parallel"), fix),))
     if graph.flow is None or rehearse is None:
         return Derived(problems=(_no_flow(origin),))
 
