@@ -25,8 +25,8 @@ from meshplan.solve import (
 from meshplan.spec import Spec
 
 if TYPE_CHECKING:
-    from meshplan.rehearsal import Rehearse
     from meshplan.plan import Plan
+    from meshplan.rehearsal import Rehearse
 
 PlanSource = str | os.PathLike[str] | Mapping[str, Any]
 
