@@ -26,6 +26,7 @@ from meshplan.spec import Spec
 
 if TYPE_CHECKING:
     from meshplan.plan import Plan
+    from meshplan.rehearsal import Rehearse
     from meshplan.verdict import Verdict
 
 PlanSource = str | os.PathLike[str] | Mapping[str, Any]
@@ -173,11 +174,14 @@ def check_plan(
     from meshplan.reader import load_spec
 
     spec = load_spec(plan, overrides)
-    graph, notes = _find_model(spec, model, config)
+    try:
+        graph, notes, rehearse = _find_model(spec, model, config)
+    except PlanError as error:
+        return CheckResult(problems=tuple(error.problems))
     if graph is None:
         return CheckResult(problems=tuple(problems_without_model(spec)), notes=notes)
     try:
-        decided = make_plan(spec, graph)
+        decided = make_plan(spec, graph, rehearse=rehearse)
     except PlanError as error:
         return CheckResult(problems=tuple(error.problems), notes=notes)
     return CheckResult(plan=decided, warnings=decided.assignment.warnings, notes=notes)
@@ -246,8 +250,8 @@ def verify_plan(
 
 def _find_model(
     spec: Spec, model: str | None, config: str | Path | None
-) -> tuple[ModelGraph | None, tuple[str, ...]]:
-    """The model that the flags or else the plan name, and notes; torch only for a live one."""
+) -> tuple[ModelGraph | None, tuple[str, ...], Rehearse | None]:
+    """The model that the flags or else the plan name, notes, and a rehearsal if it is live."""
     if model is not None and config is not None:
         what = "--model and --config both state the model"
         raise SpecError(Problem(what, Origin("--model"), "leave one of them out"))
@@ -258,19 +262,20 @@ def _find_model(
         if (model, config) not in ((stated.entry, None), (None, stated.config)):
             notes.append(f"{flag} goes before the model of {spec.origin('model')}")
     if config is not None:
-        return from_config(config, Origin("--config")), tuple(notes)
+        return from_config(config, Origin("--config")), tuple(notes), None
     entry, origin = model, Origin("--model")
     if entry is None and stated is not None and stated.entry is not None:
         entry, origin = stated.entry, spec.origin("model.entry")
     if entry is not None:
-        from meshplan.runtime.entry import graph_of_entry
+        from meshplan.runtime.live import live_graph  # torch
 
-        return graph_of_entry(entry, origin), tuple(notes)
+        live, rehearse = live_graph(entry, origin, spec)
+        return live, tuple(notes), rehearse
     if stated is not None and stated.config is not None:
-        return graph_of(spec), tuple(notes)
+        return graph_of(spec), tuple(notes), None
     known = "only the number of parameters" if stated is not None else "nothing"
     notes.append(
         f"{known} is known of the model, so rules, heads and shapes were not checked; "
         "--model pkg.mod:function or --config PATH does"
     )
-    return None, tuple(notes)
+    return None, tuple(notes), None

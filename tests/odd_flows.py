@@ -125,6 +125,20 @@ class CountedSlopes(Attention):
         return (scores * slopes[:, None, None]).softmax(-1)
 
 
+class CountedScale(Attention):
+    """Its code computes with the number of heads, which it splits by as well."""
+
+    def mix(self, scores: Tensor) -> Tensor:
+        return (scores / math.sqrt(self.num_heads)).softmax(-1)
+
+
+class CountedConstant(Attention):
+    """The same, as a tensor."""
+
+    def mix(self, scores: Tensor) -> Tensor:
+        return (scores * torch.tensor(self.num_heads**-0.5)).softmax(-1)
+
+
 class RelativeTable(Attention):
     """A learned bias per distance and head, looked up by number."""
 
@@ -352,8 +366,8 @@ BUILDERS: Final[Mapping[str, Callable[[], nn.Module]]] = {
         cls.__name__: cls
         for cls in (
             Attention, CrossAttention, OneKeyHead, ReturnsWeights, TalkingHeads, LearnedSlopes,
-            FixedSlopes, CountedSlopes, RelativeTable, Split, Mlp, NormInside, ScaleInside,
-            GainInAndOut, GateOfOne, GateInAndOut, FusedGate, InterleavedGate, TurnedFeatures,
+            FixedSlopes, CountedSlopes, CountedScale, CountedConstant, RelativeTable, Split, Mlp,
+            NormInside, ScaleInside, GainInAndOut, GateOfOne, GateInAndOut, FusedGate, InterleavedGate, TurnedFeatures,
             Square, Parallel, Twice, TiedBackwards, TiedTwins, WritesInto, Chain,
         )
     },

@@ -1,4 +1,4 @@
-"""`tp_plan: auto`: what it cuts computes what one process computes, and what it cannot prove is whole."""
+"""`tp_plan: auto`: what it cuts trains as one process does, what it cannot prove is whole."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_every_model_is_cut_where_rules_cut_it_and_beyond(name):
         }
 
 
-@pytest.mark.parametrize("name", ("own_llama", "hf_llama_tied", "gpt2", "qwen3", "t5"))
+@pytest.mark.parametrize("name", ["own_llama", "hf_llama_tied", "gpt2", "qwen3", "t5"])
 def test_under_full_shard(pool, name):
     plan = MIXED | (TOKENS if name == "own_llama" else {})
     assert_same(pool(4).run(parity.train, name, plan)[0])
@@ -129,6 +129,8 @@ WHOLE = {
     "TalkingHeads": "one rank would run another program in blocks.0",
     "FixedSlopes": "it is a dim of the buffer blocks.0.slopes",
     "CountedSlopes": "it is a dim of a constant",
+    "CountedScale": "div: it is given 1.414",
+    "CountedConstant": "it reads another constant",
     "NormInside": "a norm takes it together",
     "GainInAndOut": "blocks.0.gain is used both with something cut and without",
     "GateInAndOut": "makes is used both with something cut and without",
@@ -147,3 +149,53 @@ def test_what_cannot_be_proved_stays_whole_and_says_why(kind):
     assert "auto finds nothing that tp 2 can cut" in problem.what
     assert WHOLE[kind] in problem.what
     assert problem.fix == "use those 2 ranks for dp_shard instead of tp"
+
+
+def test_every_choice_is_explained():
+    reasons = {f: u.reason.text for f, u in decided("Parallel").assignment.styles.items()}
+    assert reasons["blocks.0.attn.q"] == "auto: its 4 heads pair with o"
+    assert reasons["blocks.1.attn.o"] == "auto: its 4 heads pair with q, k and v"
+    assert reasons["blocks.0.mlp.up"] == "auto: its 64 features pair with down"
+    (note,) = (w for w in decided("Parallel").assignment.warnings if "auto" in w.what)
+    assert note.what == "auto leaves whole on tp: first (a norm takes it together)"
+
+
+def test_a_rule_decides_its_module_and_auto_the_rest():
+    rules = [{"match": "blocks.0.up", "place": {"tp": "R"}}]
+    plan = decided("Mlp", rules=rules)
+    assert styles(plan) == {}
+    assert list(plan.assignment.styles) == ["blocks.1.up", "blocks.1.down"]
+    (note,) = (w for w in plan.assignment.warnings if "auto" in w.what)
+    assert "blocks.*.down (a rule decides a part of what would be cut)" in note.what
+
+
+def test_auto_by_rule_is_for_the_modules_inside():
+    rules = [{"match": "blocks.1", "place": {"tp": "auto"}}]
+    plan = decided("Mlp", tp_plan="none", rules=rules)
+    assert list(plan.assignment.styles) == ["blocks.1.up", "blocks.1.down"]
+
+
+def test_the_numbers_that_code_must_see_are_part_of_the_digest():
+    plan = decided("Attention")
+    numbers = {(a.module, a.name): (a.whole, a.local) for a in plan.assignment.attributes}
+    assert numbers["blocks.1", "num_heads"] == (4, 2)
+    assert numbers["blocks.1", "width"] == (32, 16)
+    assert ("blocks.1", "head_dim") not in numbers
+    assert ["blocks.1", "num_heads", 4, 2] in plan._decisions()["attributes"]
+    local = {f for f, p in decided("LearnedSlopes").assignment.tensors.items() if p.is_local}
+    assert local == {f"blocks.{b}.{p}" for b in (0, 1) for p in ("slopes", "temperature")}
+
+
+def refusal(**more: Any) -> str:
+    with pytest.raises(PlanError) as caught:
+        decided("Mlp", **more)
+    (problem,) = caught.value.problems
+    return str(problem)
+
+
+def test_what_auto_needs_is_said():
+    assert "'tp_plan' has no effect without a tp axis" in refusal(mesh={"dp_shard": 2})
+    assert "sequence_parallel beside auto is not available yet" in refusal(sequence_parallel=True)
+    spec = load_spec(AUTO)
+    with pytest.raises(PlanError, match="there is no live model"):
+        make_plan(spec, graph_of(odd_flows.build("Mlp")))

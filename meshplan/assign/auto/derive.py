@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -55,6 +54,10 @@ def derive(
         return Derived(problems=(Problem(what, origin, fix),))
     if origin is None or mesh.size("tp") == 1:
         return Derived()
+    if spec.sequence_parallel:
+        what = "sequence_parallel beside auto is not available yet in this version"
+        fix = "remove one of them, or state the styles by rule"
+        return Derived(problems=(Problem(what, spec.origin("sequence_parallel"), fix),))
     if graph.flow is None or rehearse is None:
         return Derived(problems=(_no_flow(origin),))
 
@@ -154,8 +157,11 @@ def _counted(places: Places, region: Region, fqn: str) -> str:
     dims = (d for t in places.graph.owned(fqn) for d in classes.dims[places.values[t.fqn]])
     dim = next(d for d in dims if region.factor in d)
     behind = dim[dim.index(region.factor) :]
-    count = math.prod(classes.sizes[f] for f in behind if f not in classes.blocked)
-    word = "heads" if any(f in classes.blocked for f in behind) else "features"
+    # What is looked across lies inside a head; values' features are only carried along.
+    inside = [i for i, f in enumerate(behind) if f in classes.blocked or f in places.summed]
+    first = min((i for i in inside if i), default=max(len(behind) - 1, 1))
+    count = classes.sizes_of(behind[:first])
+    word = "heads" if behind[first:] else "features"
     fused = f"{region.pieces[fqn]} x " if fqn in region.pieces else ""
     return f"{fused}{count} {word}"
 

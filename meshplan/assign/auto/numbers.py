@@ -15,12 +15,17 @@ from typing import Final
 from meshplan.assign.auto.comparison import Difference, compare
 from meshplan.assign.auto.regions import Places, Region
 from meshplan.graph import is_inside
-from meshplan.rehearsal import Rehearsal, Rehearse
+from meshplan.rehearsal import Rehearsal, Rehearse, Stopped
 
 _LEVELS: Final = 3
 """How far outwards of the operation that went wrong its numbers may stand."""
 
 _MAX_TRIES: Final = 30
+"""Rehearsals of one set of regions."""
+
+_MAX_TRIES_OF_ALL: Final = 90
+"""Rehearsals of a model: each costs what recording it costs."""
+
 _MAX_TOGETHER: Final = 2
 
 Numbers = Mapping[tuple[str, str], int]
@@ -52,6 +57,8 @@ class Rehearsals:
     rehearse: Rehearse
     size: int
     tries: int = 0
+    before: int = 0
+    clue: Difference | None = None
 
     def find(self, regions: Iterable[Region], known: Numbers) -> dict[tuple[str, str], int]:
         """The local values of numbers with which one rank runs the program of one process.
@@ -64,12 +71,12 @@ class Rehearsals:
         """
         regions = tuple(regions)
         found = dict(known)
-        self.tries = 0
+        self.before, self.tries, self.clue = self.before + self.tries, 0, None
         difference = self.run(regions, found)
         while difference is not None:
             better = self._repair(regions, found, difference)
             if better is None:
-                raise NotTheSame(difference)
+                raise NotTheSame(self.clue or difference)
             found, difference = better
         return found
 
@@ -77,20 +84,19 @@ class Rehearsals:
         """What one rehearsal with these local numbers differs in."""
         self.tries += 1
         words = {fqn: word for r in regions for fqn, word in r.words.items()}
-        return compare(
-            self.places,
-            regions,
-            self.size,
-            self.rehearse(
-                Rehearsal(
-                    size=self.size,
-                    takes_part=frozenset(m for m, w in words.items() if w == "rowwise"),
-                    leaves_part=frozenset(m for m, w in words.items() if w != "rowwise"),
-                    parts={fqn: dim for r in regions for fqn, dim in r.parts.items()},
-                    attributes=numbers,
-                )
-            ),
+        twin = self.rehearse(
+            Rehearsal(
+                size=self.size,
+                takes_part=frozenset(m for m, w in words.items() if w == "rowwise"),
+                leaves_part=frozenset(m for m, w in words.items() if w != "rowwise"),
+                parts={fqn: dim for r in regions for fqn, dim in r.parts.items()},
+                attributes=numbers,
+            )
         )
+        found = compare(self.places, regions, self.size, twin)
+        if not isinstance(twin, Stopped):
+            self.clue = found  # It ran to its end, so this says more than where another stopped.
+        return found
 
     def _repair(
         self, regions: tuple[Region, ...], found: Numbers, difference: Difference
@@ -99,7 +105,7 @@ class Rehearsals:
         suspects = self._suspects(regions, found, difference)
         for count in range(1, _MAX_TOGETHER + 1):
             for chosen in itertools.combinations(suspects, count):
-                if self.tries >= _MAX_TRIES:
+                if self.tries >= min(_MAX_TRIES, _MAX_TRIES_OF_ALL - self.before):
                     return None
                 local = dict(found)
                 for module, name in chosen:

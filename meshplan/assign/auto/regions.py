@@ -58,7 +58,11 @@ class NoRegion(Exception):
 
 
 class Places:
-    """Where a flow uses what: calls by module, values by parameter."""
+    """Where a flow uses what: calls by module, values by parameter.
+
+    Attributes:
+        summed: Factors that products outside of projections sum over.
+    """
 
     def __init__(self, graph: ModelGraph, classes: DimClasses) -> None:
         self.graph, self.classes, self.flow = graph, classes, classes.flow
@@ -67,6 +71,16 @@ class Places:
             self.calls.setdefault(call.module, []).append(call)
         self.values: dict[str, int] = {
             v.name: v.id for v in self.flow.values if v.origin == "parameter"
+        }
+        inside = {
+            number
+            for module, calls in self.calls.items()
+            if graph.modules[module].kind in _PLAIN
+            for call in calls
+            for number in range(*call.ops)
+        }
+        self.summed = {
+            f for number, dim in classes.summed.items() if number not in inside for f in dim
         }
         self.by_factor: dict[Factor, list[str]] = {}
         for name, value in self.values.items():

@@ -1,0 +1,31 @@
+"""A model named on the command line, with what its plan wants to know of it."""
+
+from __future__ import annotations
+
+from meshplan.errors import ApplyError, Origin, PlanError
+from meshplan.graph import ModelGraph
+from meshplan.rehearsal import Rehearse
+from meshplan.runtime.entry import model_of_entry
+from meshplan.runtime.example import find_example
+from meshplan.runtime.record import record
+from meshplan.runtime.rehearse import rehearser
+from meshplan.runtime.trace import graph_of
+from meshplan.spec import Spec
+
+
+def live_graph(entry: str, origin: Origin, spec: Spec) -> tuple[ModelGraph, Rehearse | None]:
+    """The graph of the model that "pkg.mod:function" makes, with its data flow if that is read.
+
+    Raises:
+        SpecError: The model cannot be made.
+        PlanError: Nothing says what the model takes, or it cannot run on that.
+    """
+    model = model_of_entry(entry, origin)
+    if not spec.reads_flow:
+        return graph_of(model), None
+    inputs = find_example(model, spec)
+    try:
+        flow = record(model, inputs)
+    except ApplyError as error:
+        raise PlanError(error.problems) from None
+    return graph_of(model, flow), rehearser(model, inputs)
