@@ -32,6 +32,10 @@ DECIDED = {
         "dp_shard 4 x cp 2", "full_shard", "units", {"S(0)@dp_shard,cp"},
     ),
     "tp": ("tp 4", "ddp", "none", {"S(0)@tp", "S(1)@tp", "R"}),
+    "tp_auto": (
+        "dp_shard 4 x tp 2", "full_shard", "units",
+        {"S(0)@tp,dp_shard", "S(0)@dp_shard S(1)@tp", "S(0)@dp_shard"},
+    ),
     "tp_full_shard": (
         "dp_shard 4 x tp 2", "full_shard", "units",
         {"S(0)@tp,dp_shard", "S(0)@dp_shard S(1)@tp", "S(0)@dp_shard"},
