@@ -17,7 +17,7 @@ from typing import Final
 
 from meshplan.assign import Placed, Unit
 from meshplan.graph import DTYPE_BYTES
-from meshplan.mesh import DATA_AXES, EXPERT_SHARD
+from meshplan.mesh import DATA_AXES, EXPERT_SHARD, GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.traffic.tensor_parallel import activations, gathered_at_use, partial_gradients
 from meshplan.traffic.types import Flow, Forecast, Route, Traffic, along, one, trainable
@@ -37,7 +37,7 @@ def forecast(plan: Plan, flow: Flow | None = None, rank: int = 0) -> Forecast:
     """
     mesh = plan.mesh
     unknown = _unknown(plan)
-    traffic = [*_step(plan), *_clipping(plan), *_alone(plan, rank)]
+    traffic = [*_step(plan), *_clipping(plan), *_agreement(plan, rank)]
     if plan.assignment.wrapper == "ddp":
         traffic += _ddp(plan)
     for unit in plan.assignment.units.values():
@@ -84,7 +84,7 @@ def _step(plan: Plan) -> Iterator[Traffic]:
     """What `train_step` itself sends."""
     mesh, precision = plan.mesh, plan.spec.precision
     others = [name for name in mesh.names if name not in DATA_AXES]
-    yield one(mesh, "all_reduce", DATA_AXES, 3 * 8, "the loss and the number of samples")
+    yield one(mesh, "all_reduce", GRADIENT_AXES, 3 * 8, "the loss and the number of samples")
     yield one(mesh, "all_reduce", others, 2 * 8, "whether the batches fit together")
     if precision.param == "float16" and precision.is_mixed:
         yield one(mesh, "all_reduce", mesh.names, 4, "whether a gradient overflowed")
@@ -105,34 +105,36 @@ def _numel(placed: Placed, plan: Plan, rank: int) -> int:
     return math.prod(placed.local_shape(plan.mesh, rank))
 
 
-def _alone(plan: Plan, rank: int) -> Iterator[Traffic]:
-    alone = [placed for placed in trainable(plan) if placed.reduced_alone]
-    if not alone:
+def _agreement(plan: Plan, rank: int) -> Iterator[Traffic]:
+    """What data ranks settle after the last backward: scalars, and which gradients there are."""
+    if plan.assignment.wrapper != "units":
         return
-    k = plan.accumulate
-    flags = 4 * len(alone)
-    yield one(plan.mesh, "all_reduce", DATA_AXES, flags, "which scalars have a gradient", k)
-    for placed in alone:
-        num_bytes = _numel(placed, plan, rank) * DTYPE_BYTES[placed.dtype]
-        yield one(plan.mesh, "all_reduce", DATA_AXES, num_bytes, placed.info.fqn, k)
+    trained = [placed for placed in trainable(plan) if placed.info.numel]
+    for placed in trained:
+        if placed.reduced_alone:
+            num_bytes = _numel(placed, plan, rank) * DTYPE_BYTES[placed.dtype]
+            yield one(plan.mesh, "all_reduce", GRADIENT_AXES, num_bytes, placed.info.fqn)
+    notes = 8 * (len(trained) + 2)
+    what = "which parameters have a gradient, and which units were reduced"
+    yield one(plan.mesh, "all_reduce", GRADIENT_AXES, notes, what)
 
 
 def _ddp(plan: Plan) -> Iterator[Traffic]:
     """Gradients in buckets once a step; buffers from rank 0, joined by dtype."""
     mesh, options = plan.mesh, plan.spec.ddp
     total = sum(p.info.numel * DTYPE_BYTES[p.dtype] for p in trainable(plan))
-    route = Route("all_reduce", along(mesh, DATA_AXES), total)
+    route = Route("all_reduce", along(mesh, GRADIENT_AXES), total)
     yield Traffic(route=route, count=1, what="gradients, in buckets", is_split=True)
     if options.get("find_unused_parameters"):
         flags = 4 * len(trainable(plan))
-        yield one(mesh, "all_reduce", DATA_AXES, flags, "which parameters were used")
+        yield one(mesh, "all_reduce", GRADIENT_AXES, flags, "which parameters were used")
     if options.get("broadcast_buffers", True):
         by_dtype: Counter[str] = Counter()
         for placed in plan.assignment.tensors.values():
             if placed.info.is_buffer:
                 by_dtype[placed.dtype] += placed.info.numel * DTYPE_BYTES[placed.dtype]
         for dtype, num_bytes in by_dtype.items():
-            yield one(mesh, "broadcast", DATA_AXES, num_bytes, f"{dtype} buffers")
+            yield one(mesh, "broadcast", GRADIENT_AXES, num_bytes, f"{dtype} buffers")
 
 
 def _unit(plan: Plan, unit: Unit, flow: Flow | None, rank: int) -> Iterator[Traffic]:
