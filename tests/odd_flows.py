@@ -367,7 +367,8 @@ BUILDERS: Final[Mapping[str, Callable[[], nn.Module]]] = {
         for cls in (
             Attention, CrossAttention, OneKeyHead, ReturnsWeights, TalkingHeads, LearnedSlopes,
             FixedSlopes, CountedSlopes, CountedScale, CountedConstant, RelativeTable, Split, Mlp,
-            NormInside, ScaleInside, GainInAndOut, GateOfOne, GateInAndOut, FusedGate, InterleavedGate, TurnedFeatures,
+            NormInside, ScaleInside, GainInAndOut, GateOfOne, GateInAndOut, FusedGate,
+            InterleavedGate, TurnedFeatures,
             Square, Parallel, Twice, TiedBackwards, TiedTwins, WritesInto, Chain,
         )
     },
