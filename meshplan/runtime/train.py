@@ -103,15 +103,34 @@ def train_step(
     if not state.is_tested and state.plan.mesh.size("tp") > 1:
         assert isinstance(total, torch.Tensor)
         check_loss(total, state.plan, state.mesh)
-    state.is_tested = True
+    is_first, state.is_tested = not state.is_tested, True
     assert isinstance(total, torch.Tensor)
     mean = mean_over_ranks(total / count, (inputs, targets), state.plan, state.mesh)
     if state.loss_scale == 1.0 or _unscale(model, state):
         if state.plan.spec.clip_grad_norm is not None:
             clip_grad_norm_(model, state.plan.spec.clip_grad_norm)
-        optimizer.step()
+        if is_first and isinstance(model, PipelinedModule):
+            _agreed_step(optimizer)
+        else:
+            optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return float(mean)
+
+
+def _agreed_step(optimizer: torch.optim.Optimizer) -> None:
+    """The first step: what the self-test of one stage refuses is raised in all of them."""
+    failure: ApplyError | None = None
+    try:
+        optimizer.step()
+    except ApplyError as error:
+        failure = error
+    told: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(told, str(failure) if failure else "")
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(told):
+        if text:
+            raise ApplyError(Problem(f"rank {rank} refuses its first step: {text}"))
 
 
 @contextmanager
