@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshplan.mesh import Mesh
-from meshplan.runtime.mesh import group_of
+from meshplan.runtime.private import group_of
 from meshplan.traffic import Route
 
 _KINDS: Final = {

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from meshplan.assign import Placed, Unit
 from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
-from meshplan.runtime.mesh import device, replicate_unit, submesh, unit_mesh
+from meshplan.runtime.mesh import device, submesh, unit_mesh
+from meshplan.runtime.private import replicate_unit
 from meshplan.spec import Precision
 
 _DDP_WORDS = {"bucket_mb": "bucket_cap_mb"}

@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
-from meshplan.runtime.mesh import device, local_of, on_reduction, submesh
+from meshplan.runtime.mesh import device, local_of, submesh
+from meshplan.runtime.private import on_reduction
 
 _EVERY: Final = 16
 """Steps between comparisons of calls on an accelerator, which must wait for its work to be read."""

@@ -22,7 +22,7 @@ from typing import Final
 import torch.distributed as dist
 
 from meshplan.errors import ApplyError, MeshplanError, Problem
-from meshplan.runtime.mesh import abort_groups, group_sequences, group_store, num_groups
+from meshplan.runtime.private import abort_groups, group_sequences, group_store, num_groups
 from meshplan.runtime.sockets import close_between_ranks, own_ends, spell
 
 GRACE_S: Final = 3.0

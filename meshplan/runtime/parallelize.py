@@ -37,16 +37,11 @@ from meshplan.runtime.expert_protocol import expert_problems
 from meshplan.runtime.gradients import agree_on_gradients
 from meshplan.runtime.guard import guarded, publish
 from meshplan.runtime.materialize import Values, agree_on_values
-from meshplan.runtime.mesh import (
-    device,
-    device_mesh,
-    ensure_process_group,
-    forget_units,
-    ranks_per_node,
-)
+from meshplan.runtime.mesh import device, device_mesh, ensure_process_group, ranks_per_node
 from meshplan.runtime.outside import watch_first_forward
 from meshplan.runtime.peers import open_groups
 from meshplan.runtime.pipeline.apply import apply_pipeline
+from meshplan.runtime.private import forget_units
 from meshplan.runtime.proof import prove_first_forward
 from meshplan.runtime.randomness import give_own_stream
 from meshplan.runtime.recompute import apply_recompute

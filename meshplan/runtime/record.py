@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.flow import UPDATE, Call, Flow, Op, Ref, Value
-from meshplan.runtime.mesh import bytes_of, fake_mode
 from meshplan.runtime.nest import shape_of, tensors_in
+from meshplan.runtime.private import bytes_of, fake_mode
 
 _REAL_BYTES_LIMIT = 4 * 2**30
 """A model of more bytes is not copied to be run for real."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from meshplan.flow import Flow
 from meshplan.rehearsal import Rehearsal, Rehearse, Stopped
-from meshplan.runtime.mesh import fake_mode, quiet_fakes
+from meshplan.runtime.private import fake_mode, quiet_fakes
 from meshplan.runtime.record import Recorder, twin_of
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshplan.errors import ApplyError, Problem
-from meshplan.runtime.mesh import backward_of_inputs, backward_of_weights
+from meshplan.runtime.private import backward_of_inputs, backward_of_weights
 
 
 @dataclass(slots=True)

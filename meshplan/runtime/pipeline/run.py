@@ -19,9 +19,10 @@ from torch.distributed import ProcessGroup
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
-from meshplan.runtime.mesh import device, reduce_units
+from meshplan.runtime.mesh import device
 from meshplan.runtime.pipeline.halves import Halves, check_weights, first_half, second_half
 from meshplan.runtime.pipeline.stage import Program, Replay
+from meshplan.runtime.private import reduce_units
 from meshplan.schedules import Action, Schedule
 
 Meta = tuple[tuple[int, ...], torch.dtype, bool]

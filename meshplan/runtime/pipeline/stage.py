@@ -24,8 +24,9 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.flow import Call, Flow
 from meshplan.graph import ModelGraph
 from meshplan.relay import Relay
-from meshplan.runtime.mesh import device, intercept_calls
+from meshplan.runtime.mesh import device
 from meshplan.runtime.nest import fill, tensors_in
+from meshplan.runtime.private import intercept_calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,252 @@
+"""Private torch names, each behind a function with the reason.
+
+Where torch changes one of them, this is the file to mend; those of DeviceMesh stand in `mesh`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+def replicate_unit(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    ignored: set[nn.Parameter],
+) -> None:
+    """FSDP2's machinery with nothing sharded: DDP that mixes with TP and mixed precision.
+
+    Private, because `torch.distributed._composable.replicate` of the public docs is classic
+    DDP, which drops DTensor parameters from the state dict. A `fully_shard` that only keeps
+    its parameters gathered would still shard the optimizer.
+    """
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    replicate(module, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+
+
+def fake_mode() -> AbstractContextManager[object]:
+    """Tensors made inside have shapes and dtypes, but neither numbers nor memory.
+
+    Private, yet what `torch.export` and `torch.compile` rest on; there is no public name.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Fake tensors log a traceback before they raise; what is expected to raise is not news."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes | None:
+    """The numbers of a plain tensor; None where it has none, on meta or fake.
+
+    Under a fake mode every operation gives a fake tensor, and only private names tell which
+    tensor is one and turn the modes off.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
+        return None
+    with _disable_current_modes():
+        plain = tensor.detach().cpu().contiguous().flatten()
+        return bytes(plain.view(torch.uint8).numpy().tobytes())
+
+
+def forget_units(modules: Iterable[nn.Module]) -> None:
+    """Let modules be wrapped again after a wrapping that failed.
+
+    torch keeps the state of `fully_shard` and `replicate` in a private table of its own, and
+    refuses a module that is in it already.
+    """
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for module in modules:
+        _module_state_mapping.pop(module, None)
+
+
+def on_reduction(
+    module: nn.Module, fill: Callable[[nn.Parameter, bool], bool], finish: Callable[[], None]
+) -> bool:
+    """Look at a unit's gradients just before it reduces them.
+
+    Args:
+        fill: Gets each parameter of the unit, and whether it has a gradient that waits to be
+            reduced; returns whether to make it zeros.
+        finish: Called once after each backward (when accumulating, after the last) in which the
+            unit or another one with the same `finish` took part, when all gradients are there.
+
+    Returns:
+        Whether the unit has parameters of its own.
+
+    Private, because no public hook lies between the backward of a unit and its reduction.
+    torch's own `set_reduce_scatter_unused_params` (2.13) does not tell which were unused.
+    """
+    from torch.distributed._composable_state import _get_module_state
+
+    state: Any = _get_module_state(module)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # Before torch 2.13 there was one.
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    for group in groups:
+        _look_before_reduction(group, fill)
+    end = state._root_post_backward_final_callback
+
+    def end_and_finish() -> None:
+        end()
+        if state._state_ctx.is_last_backward:
+            finish()
+
+    # Whichever unit's backward begins first queues its own, and only that one is run.
+    state._root_post_backward_final_callback = end_and_finish
+    return bool(groups)
+
+
+def _look_before_reduction(group: Any, fill: Callable[[nn.Parameter, bool], bool]) -> None:
+    reduce = group.post_backward
+
+    def look_and_reduce(*unused: Any) -> None:
+        for param in group.fsdp_params if group.reduce_grads else ():
+            if not hasattr(param, "_unsharded_param"):
+                continue  # Never gathered, so never used.
+            whole = param.unsharded_param
+            waits = whole.grad is not None or param.unsharded_accumulated_grad is not None
+            if fill(param.sharded_param, waits):
+                whole.grad = torch.zeros_like(whole)
+        reduce(*unused)
+
+    group.post_backward = look_and_reduce
+
+
+def group_store() -> dist.Store:
+    """The store in which the ranks met, with a connection of its own where the store can.
+
+    `ProcessGroup.get_group_store` is public but undocumented. A clone, because a thread may be
+    waiting on the first connection.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    store = world.get_group_store()
+    return store.clone()
+
+
+def num_groups() -> int:
+    """How many process groups this rank knows. torch counts them in a private table only."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def group_sequences() -> dict[str, int] | None:
+    """How many collectives each group of this rank has begun; None where torch does not count.
+
+    Private, because torch means them for its own desynchronisation reports.
+    """
+    out = {}
+    for group in dist.distributed_c10d._world.pg_map:
+        try:
+            out[group.group_name] = group._get_sequence_number_for_group()
+        except RuntimeError:  # This backend does not count.
+            return None
+    return out
+
+
+def abort_groups() -> None:
+    """Give up every collective of this rank, on backends that can (NCCL).
+
+    `ProcessGroup.abort` is public; the table of all groups is not.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        group.abort()
+
+
+def group_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup:
+    """The process group among the arguments of a collective op: a boxed one, or its name.
+
+    Private, because torch has no public way from an op's arguments to the group.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(value)
+            except (TypeError, RuntimeError):
+                continue  # A reduce op.
+        if isinstance(value, str) and value in dist.distributed_c10d._world.pg_names.values():
+            return dist.distributed_c10d._resolve_process_group(value)
+    raise AssertionError("a collective without a group")
+
+
+def intercept_calls(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Let `around(call, *args, **kwargs)` decide what a call of this module does, hooks and all.
+
+    Private: `_compiled_call_impl` is what `nn.Module.compile` sets and `__call__` looks at first.
+    A wrapped `forward` would come too late, inside of every hook of the wrappers.
+    """
+    # Not a closure over the module's own old value: copies of the module must not share it.
+    call = module._compiled_call_impl or module._call_impl
+    module._compiled_call_impl = partial(around, call)
+
+
+def backward_of_inputs(
+    outputs: list[torch.Tensor],
+    gradients: list[torch.Tensor] | None,
+    inputs: list[torch.Tensor],
+    weights: Iterable[nn.Parameter],
+) -> list[dict[str, Any]]:
+    """Gradients of `inputs` alone; returns what `backward_of_weights` needs for the rest.
+
+    Private until torch has a public name: the halves of the backward of its zero-bubble schedules.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    return stage_backward_input(outputs, gradients, inputs, iter(list(weights)))[1]
+
+
+def backward_of_weights(weights: Iterable[nn.Parameter], groups: list[dict[str, Any]]) -> None:
+    """The rest of a backward that `backward_of_inputs` began."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(iter(list(weights)), groups)
+
+
+def reduce_units(module: nn.Module) -> None:
+    """Reduce the gradients that FSDP2's units have gathered, outside of any backward.
+
+    Private: torch's own pipeline schedules do the same (`PipelineStage.perform_reduce_grad`),
+    since a backward that is split in two ends in no hook.
+    """
+    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    if not isinstance(module, FSDPModule):
+        return
+    module.set_is_last_backward(True)
+    module.set_reshard_after_backward(True)
+    module.set_requires_gradient_sync(True)
+    kind = replicate if isinstance(module, ReplicateModule) else fully_shard
+    root = kind.state(module)
+    for state in root._state_ctx.all_states:
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # Before torch 2.12 there was one.
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        for group in groups:
+            group.post_backward()
+    root._root_post_backward_final_callback()
