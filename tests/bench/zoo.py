@@ -311,7 +311,8 @@ def write(cells: Sequence[Cell], layouts: Sequence[str]) -> None:
         "",
         f"Written by `python -m tests.bench.zoo --write`; torch {torch.__version__}, transformers "
         f"{transformers.__version__}, gloo on CPU.",
-        f"{len(names)} of {len(zoo.entries())} architectures that can be built; {len(kept['not built'])} more cannot be built or run in one "
+        f"{len(names)} of {len(zoo.entries())} architectures that can be built; "
+        f"{len(kept['not built'])} more cannot be built or run in one "
         "process from a shrunk configuration and do not count (`zoo_recipes.json` says why).",
         "`ok` two steps of SGD equal one process to 1e-5; `no` refused with a reason; `-` not "
         "available yet in this version; blank not run.",
