@@ -311,10 +311,11 @@ def write(cells: Sequence[Cell], layouts: Sequence[str]) -> None:
         "",
         f"Written by `python -m tests.bench.zoo --write`; torch {torch.__version__}, transformers "
         f"{transformers.__version__}, gloo on CPU.",
-        f"{len(names)} architectures; {len(kept['not built'])} more cannot be built or run in one "
+        f"{len(names)} of {len(zoo.entries())} architectures that can be built; "
+        f"{len(kept['not built'])} more cannot be built or run in one "
         "process from a shrunk configuration and do not count (`zoo_recipes.json` says why).",
         "`ok` two steps of SGD equal one process to 1e-5; `no` refused with a reason; `-` not "
-        "available yet in this version.",
+        "available yet in this version; blank not run.",
         "`*` a sample's numbers depend on its batch: compared with one process on the same parts; "
         "`e` run in evaluation mode, because training mode draws random numbers.",
         "",
@@ -334,8 +335,10 @@ def write(cells: Sequence[Cell], layouts: Sequence[str]) -> None:
 
 def kept() -> dict[tuple[str, str], str]:
     """The cells of the kept table, as SHORT spells them."""
-    rows = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines()]
-    header = next(row for row in rows if row[0] == "architecture")
+    rows = [
+        [word.strip() for word in line.split("|")[1:-1]] for line in TABLE.read_text().splitlines()
+    ]
+    header = next(row for row in rows if row[:1] == ["architecture"])
     return {
         (row[0].split("*")[0].split(" ")[0], layout): word
         for row in rows
