@@ -32,6 +32,7 @@ PROGRAMS = {
 
 def output_of(command: str) -> str:
     """What the command prints on stdout, run by this very Python."""
+    command, _, pattern = command.partition(" | grep -E ")
     program, *words = shlex.split(command)
     done = subprocess.run(
         [sys.executable, *PROGRAMS[program], *words],
@@ -42,7 +43,8 @@ def output_of(command: str) -> str:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    lines = done.stdout.splitlines(keepends=True)
+    return "".join(line for line in lines if re.search(shlex.split(pattern or "''")[0], line))
 
 
 SOURCES: dict[str, Callable[[str], str]] = {
