@@ -111,7 +111,7 @@ class ModuleInfo:
     pieces: tuple[int, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     has_forward: bool = True
-    numbers: Mapping[str, int] = field(default_factory=dict)
+    numbers: Mapping[str, int] = field(default_factory=dict, compare=False)
     aliases: tuple[str, ...] = ()
 
 

@@ -101,4 +101,5 @@ def reduce_dtypes(plan: dict[str, Any]) -> set[str]:
 def test_gradients_are_reduced_in_the_stated_dtype(pool, strategy, reduce):
     precision = {"param": "bf16", "reduce": reduce, "master": "fp32"}
     plan = {"version": 1, "strategy": strategy, "precision": precision}
-    assert pool(2).run(reduce_dtypes, plan)[0] == {reduce}
+    # The ranks also tell each other, in integers, which gradients there are.
+    assert pool(2).run(reduce_dtypes, plan)[0] - {"int64"} == {reduce}
