@@ -92,6 +92,12 @@ class Replay:
             output = model(*args, **kwargs)
         except _Done:
             pass
+        except ApplyError:
+            raise
+        except Exception as error:
+            if self._is_inside:
+                raise  # A module of this stage, which runs as ever.
+            raise ApplyError(_glue_problem(self.stage, error)) from error
         else:
             if self._place < len(program.calls):
                 raise self._strayed(program.calls[self._place].module, "it was not called")
@@ -117,10 +123,8 @@ class Replay:
         if program.stages[place] != self.stage:
             return fill(program.forms[place], self._stand_ins(call, args, kwargs))
         self._is_inside = True
-        try:
-            output = run(*args, **kwargs)
-        finally:
-            self._is_inside = False
+        output = run(*args, **kwargs)
+        self._is_inside = False
         self._keep(call, output)
         if self.may_stop and self.stage < program.last and not self._has_more():
             raise _Done
@@ -193,12 +197,24 @@ class Replay:
         return get
 
 
+def _glue_problem(stage: int, error: Exception) -> Problem:
+    first = (str(error).strip() or repr(error)).splitlines()[0]
+    return Problem(
+        f"stage {stage} cannot run what lies between its modules without those of other stages: "
+        f"{type(error).__name__}: {first}",
+        fix="cut elsewhere (pipeline: {split: [...]}), or leave pp out",
+    )
+
+
 def poison(flow: Flow, value: int) -> torch.Tensor:
     """A tensor of the right shape that holds no memory, and NaN where its dtype has that."""
     info = flow.values[value]
-    dtype = getattr(torch, info.dtype)
+    return _poison(info.shape, getattr(torch, info.dtype))
+
+
+def _poison(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     number = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), number, dtype=dtype, device=device()).expand(info.shape)
+    return torch.full((), number, dtype=dtype, device=device()).expand(shape)
 
 
 def make_stage(model: nn.Module, graph: ModelGraph, stages: Stages, stage: int) -> nn.Module:
@@ -216,8 +232,9 @@ def make_stage(model: nn.Module, graph: ModelGraph, stages: Stages, stage: int) 
             for leaf, tensor in list(table.items()):
                 if tensor is not None and (f"{fqn}.{leaf}" if fqn else leaf) not in kept:
                     del table[leaf]
-                    # Code between modules may ask for its dtype.
-                    vars(module)[leaf] = tensor.detach().to("meta")
+                    # Code between modules may ask for its dtype, or compute with it what nobody
+                    # reads here.
+                    vars(module)[leaf] = _poison(tuple(tensor.shape), tensor.dtype)
     return part
 
 

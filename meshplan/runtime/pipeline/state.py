@@ -30,15 +30,16 @@ def gather_stages(model: PipelinedModule) -> dict[str, torch.Tensor]:
             # Only the last stage runs a forward to its end, so it has written every buffer.
             stage = stages.tensors[fqn][-1 if placed[fqn].info.is_buffer else 0]
             holder = stages.rank_of(stage)
-            whole = torch.empty(0)
+            info = placed[fqn].info
+            whole = torch.empty(0 if info.numel else info.shape, dtype=getattr(torch, info.dtype))
             if place == holder:
                 whole = full(own[stage][name].detach())
-            if holder and is_column and placed[fqn].info.numel:
+            if holder and is_column and info.numel:
                 if place == holder:
                     dist.send(whole.contiguous(), dst=0, group=group)
                 elif is_first:
                     dtype = getattr(torch, placed[fqn].dtype)
-                    whole = torch.empty(placed[fqn].info.shape, dtype=dtype, device=device())
+                    whole = torch.empty(info.shape, dtype=dtype, device=device())
                     source = dist.get_global_rank(group, holder)
                     dist.recv(whole, src=source, group=group)
             gathered[fqn] = whole.to("cpu", copy=True) if is_first else torch.empty(0)
