@@ -66,7 +66,7 @@ def assign_tp(
         found = cascade.param(tensor, _FIELD)
         if found:
             _assign_param(graph, tensor, _said(spec, found), out)
-    order = {spec.origin(s.path): s.rule.index for s in by_rules.values()}
+    order: dict[Origin | None, int] = {spec.origin(s.path): s.rule.index for s in by_rules.values()}
     out.problems.sort(key=lambda problem: order.get(problem.origin, len(order)))
     proved = {fqn for fqn, said in stated.items() if said.is_proved}
     check_tied(graph, mesh, out, proved)
