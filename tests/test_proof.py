@@ -197,3 +197,52 @@ def test_stages_of_a_pipeline(pool: Any) -> None:
     told = pool(4).run(first_step, Slopes)
     pool(4).close()  # The stages do not fail together, so the group is dead.
     assert all("(Slopes) computes something else once its heads" in text for text in told), told
+
+
+class Pair(nn.Module):
+    """A colwise and a rowwise projection, and code between them."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.between = between
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        self.seen.add_(1.0)
+        match self.between:
+            case "softmax":
+                h = h.softmax(-1)
+            case "order":
+                h = h * h.flip(-1)
+            case "width":
+                h = h / h.shape[-1] ** 0.5
+            case "tokens":
+                h = h - h.mean((0, 1))
+        return self.down(F.silu(h))
+
+
+def pairs(betweens: tuple[str, ...]) -> tuple[str, list[float]]:
+    """What the first forward says, and how often it counted."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*map(Pair, betweens))
+    rules = [tp("*.up", "colwise"), tp("*.down", "rowwise")]
+    model = meshplan.parallelize(model, {"version": 1, "mesh": {"tp": 2}, "rules": rules})
+    try:
+        model(torch.randn(2, 5, 8))
+    except meshplan.ApplyError as error:
+        return str(error), []
+    return "", [pair.seen.item() for pair in model]
+
+
+@pytest.mark.parametrize("between", ["softmax", "order", "width"])
+def test_code_between_a_pair_that_takes_features_together_is_refused(
+    pool: Any, between: str
+) -> None:
+    for told, _ in pool(2).run(pairs, ("plain", between)):
+        assert "1 (Pair) computes something else" in told
+
+
+def test_code_between_a_pair_that_keeps_features_apart_passes(pool: Any) -> None:
+    assert pool(2).run(pairs, ("plain", "tokens", "plain")) == [("", [1.0] * 3)] * 2
