@@ -114,6 +114,22 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """An attribute or buffer that the forward set to something else, for the next one to find.
+
+    Args:
+        module: The first fqn of the module that it belongs to.
+        name: Its own, with keys and places behind it for what lies in a list or a mapping.
+        old, new: Value ids before and after; None where there is no tensor.
+    """
+
+    module: str
+    name: str
+    old: int | None
+    new: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
     """A whole forward pass.
 
@@ -121,11 +137,13 @@ class Flow:
         values: Every tensor, by id.
         ops: In the order in which they ran.
         calls: Module calls; the first is the root's.
+        changes: What it set; writing into a tensor is an operation instead.
     """
 
     values: tuple[Value, ...]
     ops: tuple[Op, ...]
     calls: tuple[Call, ...]
+    changes: tuple[Change, ...] = ()
     _producer: Mapping[int, int] = field(init=False, repr=False, compare=False)
     _users: Mapping[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from meshplan.flow import Call, Flow
+from meshplan.flow import Call, Change, Flow
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,10 @@ def unit_calls(flow: Flow, opened: Iterable[str], free: Iterable[str] = ()) -> t
             yield call
 
     return tuple(visit(flow.calls[0]))
+
+
+def _is_inside(fqn: str, module: str) -> bool:
+    return fqn == module or fqn.startswith(f"{module}.")
 
 
 class Cut:
@@ -223,12 +227,15 @@ class Cut:
         last = len(self.units) - 1
         writers: dict[int, set[int]] = {}
         readers: dict[int, set[int]] = {}
+        between: set[int] = set()
         for place, op in enumerate(self.flow.ops):
             owner = self._owner[place]
             for value in op.inputs:
                 first = self._first.get(value, value)
                 if self._is_state(first) and owner is not None:
                     readers.setdefault(first, set()).add(owner)
+                elif self._is_state(first):
+                    between.add(first)
             for old in op.mutates:
                 first = self._first.get(old, old)
                 if not self._is_state(first):
@@ -244,7 +251,51 @@ class Cut:
             users = units | readers.get(first, set())
             name = self.flow.values[first].name or "an attribute"
             why = f"'{self._name(min(units))}' writes {name}, which is used elsewhere too"
-            yield Bond(min(users), max(users), why)
+            yield Bond(0, last, why) if first in between else Bond(min(users), max(users), why)
+        for change in self.flow.changes:
+            yield from self._change_bonds(change)
+
+    def _change_bonds(self, change: Change) -> Iterator[Bond]:
+        """What the next forward finds must be set where it is looked for."""
+        if change.new is None:
+            return
+        need = self._need([change.new], None)
+        makers = {*need.values.values(), *(maker for _, maker in need.leaks)}
+        if not makers and not need.random:
+            return  # Every stage sets the same.
+        owners = {n for n, call in enumerate(self.units) if _is_inside(change.module, call.module)}
+        users = makers | owners
+        for number in owners:
+            if {m for _, m in need.leaks} <= owners and need.values.keys() <= (
+                self.needs[number].values.keys() | self._made(owners)
+            ):
+                users = set(owners)  # It keeps for itself what it has.
+        users |= {n for n in range(len(self.units)) if change.old in self._reads_of(n)}
+        is_between = any(
+            self._owner[place] is None and change.old in op.inputs
+            for place, op in enumerate(self.flow.ops)
+        )
+        first, last = min(users), max(users)
+        if is_between or not owners or need.random:
+            first, last = 0, len(self.units) - 1
+        owner = f"'{change.module}'" if change.module else "the model"
+        yield Bond(first, last, f"{owner} keeps in '{change.name}' what its modules computed, "
+                   "for the next forward")  # fmt: skip
+
+    def _made(self, units: set[int]) -> set[int]:
+        return {value for unit in units for value in self._returned[unit]}
+
+    def keeps_state(self) -> bool:
+        """Whether what stands between units leaves something for the next forward."""
+        modules = [call.module for call in self.units]
+        return any(
+            not any(_is_inside(change.module, module) for module in modules)
+            for change in self.flow.changes
+        ) or any(
+            self._owner[place] is None and self._is_state(self._first.get(old, old))
+            for place, op in enumerate(self.flow.ops)
+            for old in op.mutates
+        )
 
     def _is_state(self, value: int) -> bool:
         return self.flow.values[value].origin in ("parameter", "buffer", "constant")

@@ -49,6 +49,25 @@ class Normalises(Base):
         return scores / scores.sum(-1, keepdim=True)
 
 
+class NormalisesInTraining(Normalises):
+    """The same, seen in training alone."""
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        return super().weigh(scores) if self.training else scores
+
+
+class Forgets(Base):
+    """Dropout, as a module and as a function: masks are nobody's to compare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def one(self, expert: int, rows: Tensor) -> Tensor:
+        rows = nn.functional.dropout(rows, 0.5, self.training)
+        return self.drop(super().one(expert, rows))
+
+
 class Drops(Base):
     """A capacity per expert."""
 
@@ -134,6 +153,9 @@ class Tuple(Base):
 
 REFUSED: dict[type[Base], str] = {
     Normalises: "its output is not the sum over the slots of what each expert makes of them",
+    NormalisesInTraining: (
+        "its output is not the sum over the slots of what each expert makes of them"
+    ),
     Drops: "its output for a token depends on the other tokens",
     Capacity: "its output for a token depends on how many go to its expert",
     Mixes: "its output is not the sum over the slots of what each expert makes of them",
@@ -153,7 +175,7 @@ def test_a_module_that_cannot_compute_on_a_part_is_found_out(kind: type[Base]) -
     assert find_protocol(kind(), E) == REFUSED[kind]
 
 
-@pytest.mark.parametrize("kind", [Base, Squares])
+@pytest.mark.parametrize("kind", [Base, Squares, Forgets])
 def test_a_module_that_can(kind: type[Base]) -> None:
     names = ("x", "index", "scores")
     assert find_protocol(kind(), E) == Protocol(names, names, ("num_experts",))

@@ -18,6 +18,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
@@ -200,6 +202,17 @@ def _widths(module: nn.Module) -> list[int]:
     return sorted(dict.fromkeys(sizes), key=lambda size: -sizes.count(size))
 
 
+class _NoDropout(TorchFunctionMode):
+    """Keeps all that dropout would drop: two calls in training could not be compared."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (F.dropout, torch.dropout):
+            return args[0] if args else (kwargs or {})["input"]
+        return func(*args, **(kwargs or {}))
+
+
 class _Trial:
     """One way of calling a module, on made-up experts."""
 
@@ -223,10 +236,14 @@ class _Trial:
     def complaint(self) -> str | None:
         """What is wrong with the module, None if it computes as dispatch needs."""
         modes = [(m, m.training) for m in self.module.modules()]
-        self.module.eval()
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                return self._complaint()
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), _NoDropout():
+                for is_training in (False, True):
+                    self.module.train(is_training)
+                    complaint = self._complaint()
+                    if complaint is not None:
+                        return complaint
+                return None
         finally:
             for m, training in modes:
                 m.training = training

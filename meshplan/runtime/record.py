@@ -22,6 +22,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.flow import UPDATE, Call, Flow, Op, Ref, Value
 from meshplan.runtime.nest import shape_of, tensors_in
 from meshplan.runtime.private import bytes_of, fake_mode
+from meshplan.runtime.remembered import changes, remembered
 
 _REAL_BYTES_LIMIT = 4 * 2**30
 """A model of more bytes is not copied to be run for real."""
@@ -161,6 +162,7 @@ class Recorder(TorchDispatchMode):
             self._new(buffer, "buffer", name)
         for fqn, module in model.named_modules():
             self._watch(fqn, module)
+        self._model, self._remembered = model, remembered(model)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Name the model's inputs."""
@@ -181,7 +183,13 @@ class Recorder(TorchDispatchMode):
 
     def flow(self) -> Flow:
         """What was recorded."""
-        return Flow(values=tuple(self._values), ops=tuple(self._ops), calls=tuple(self._calls))
+        changed = tuple(changes(self._remembered, remembered(self._model), self._value))
+        return Flow(
+            values=tuple(self._values),
+            ops=tuple(self._ops),
+            calls=tuple(self._calls),
+            changes=changed,
+        )
 
     def _watch(self, fqn: str, module: nn.Module) -> None:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshplan.plan import Plan
 from meshplan.runtime.materialize import Values
 from meshplan.runtime.mesh import submesh
+from meshplan.runtime.outside import watch_first_forward
 from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.pipeline.restrict import restrict
 from meshplan.runtime.pipeline.run import Part
@@ -42,6 +43,7 @@ def apply_pipeline(
         is_plain = not any(unit in stages.opened for unit in part.assignment.units if unit)
         replay = Replay(stage, may_stop=is_plain)
         watch_calls(module, stages, replay)
+        watch_first_forward(module, part)
         parts[stage] = Part(module, part, replay)
     _empty(model)
     return PipelinedModule(model, parts, plan=plan, mesh=mesh, names=names)

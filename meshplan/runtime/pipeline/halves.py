@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +51,8 @@ def first_half(
     if joined:
         tensors = [tensor for tensor, _ in joined]
         given = None if gradients is None else [g for _, g in joined if g is not None]
-        out.groups = backward_of_inputs(tensors, given, leaves, weights)
+        with _refusing():
+            out.groups = backward_of_inputs(tensors, given, leaves, weights)
     return out
 
 
@@ -60,7 +62,24 @@ def second_half(halves: Halves, weights: Iterable[nn.Parameter]) -> None:
         tensors, gradients = zip(*halves.roots, strict=True)
         torch.autograd.backward(tensors, gradients, retain_graph=bool(halves.groups))
     if halves.groups:
-        backward_of_weights(weights, halves.groups)
+        with _refusing():
+            backward_of_weights(weights, halves.groups)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Tell what torch's halves cannot do, such as a weight that is used twice in one chain."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ApplyError(
+            Problem(
+                f"the backward of a stage cannot be split in two halves: {error}",
+                fix="use a schedule that does not split the backward: 1F1B or Interleaved1F1B",
+            )
+        ) from error
 
 
 def check_weights(

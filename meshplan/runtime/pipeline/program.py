@@ -41,6 +41,7 @@ def make_program(skeleton: nn.Module, stages: Stages, inputs: Any) -> Program:
         forms=tuple(forms[call.id] for call in calls),
         relay=cut.relay(places, stages.num),
         written=frozenset(cut.written),
+        keeps_state=cut.keeps_state(),
         last=stages.num - 1,
     )
 

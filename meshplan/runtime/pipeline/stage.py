@@ -10,14 +10,17 @@ from the model's inputs, and every wrapper works on ordinary modules.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointFunction
 
 from meshplan.assign.types import Stages
 from meshplan.errors import ApplyError, Problem
@@ -40,6 +43,7 @@ class Program:
         forms: Of each call's result.
         relay: What crosses each cut.
         written: Values that something writes over.
+        keeps_state: What stands between units leaves something for the next forward.
         last: The last stage.
     """
 
@@ -49,6 +53,7 @@ class Program:
     forms: tuple[Any, ...]
     relay: Relay
     written: frozenset[int]
+    keeps_state: bool
     last: int
 
     def sent(self, stage: int) -> tuple[int, ...]:
@@ -80,12 +85,14 @@ class Replay:
     _given: dict[int, torch.Tensor] = field(default_factory=dict)
     _place: int = 0
     _is_inside: bool = False
+    _has_grad: bool = False
 
     def forward(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The stage's forward: what it sends, or the model's output in the last stage."""
         program = self.program
         assert program is not None
         self._place, self._is_inside = 0, False
+        self._has_grad = torch.is_grad_enabled()
         self.kept, self._given = {}, {}
         output = None
         try:
@@ -118,6 +125,15 @@ class Replay:
         if place >= len(program.calls) or program.calls[place].module != fqn:
             expected = program.calls[place].module if place < len(program.calls) else "nothing"
             raise self._strayed(fqn, f"'{expected}' was expected")
+        if self._has_grad and not torch.is_grad_enabled() and _is_reentrant():
+            raise ApplyError(
+                Problem(
+                    f"the model recomputes '{fqn}' by checkpoint(..., use_reentrant=True), which "
+                    "cuts off the gradients of what other stages sent",
+                    fix="use use_reentrant=False in the model, or leave it to the plan's "
+                    "activation_checkpointing",
+                )
+            )
         self._place += 1
         call = program.calls[place]
         if program.stages[place] != self.stage:
@@ -126,7 +142,8 @@ class Replay:
         output = run(*args, **kwargs)
         self._is_inside = False
         self._keep(call, output)
-        if self.may_stop and self.stage < program.last and not self._has_more():
+        may_stop = self.may_stop and not program.keeps_state
+        if may_stop and self.stage < program.last and not self._has_more():
             raise _Done
         return output
 
@@ -204,6 +221,14 @@ def _glue_problem(stage: int, error: Exception) -> Problem:
         f"{type(error).__name__}: {first}",
         fix="cut elsewhere (pipeline: {split: [...]}), or leave pp out",
     )
+
+
+def _is_reentrant() -> bool:
+    """Whether a reentrant checkpoint is running what is called now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def poison(flow: Flow, value: int) -> torch.Tensor:

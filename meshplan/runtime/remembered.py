@@ -1,0 +1,44 @@
+"""What modules remember from one forward to the next: their buffers and attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from meshplan.flow import Change
+from meshplan.runtime.nest import tensors_in
+
+_PLAIN: Final = (bool, int, float, complex, str, type(None))
+
+_OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
+
+
+def remembered(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """By module and name: tensors and plain values that are no parameters."""
+    out: dict[tuple[str, str], Any] = {}
+    for fqn, module in model.named_modules():
+        own = {n: v for n, v in vars(module).items() if n not in _OF_EVERY_MODULE}
+        for name, value in (*module._buffers.items(), *own.items()):
+            if isinstance(value, _PLAIN):
+                out[fqn, name] = value
+            else:
+                out.update(((fqn, path), tensor) for path, tensor in tensors_in(value, name))
+    return out
+
+
+def changes(
+    before: Mapping[tuple[str, str], Any],
+    after: Mapping[tuple[str, str], Any],
+    value_of: Callable[[torch.Tensor], int],
+) -> Iterator[Change]:
+    """What is not the same object, or plain value, any more."""
+    for module, name in dict.fromkeys((*before, *after)):
+        old, new = before.get((module, name)), after.get((module, name))
+        is_tensor = isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor)
+        if old is new or (not is_tensor and old == new):
+            continue
+        ids = (value_of(t) if isinstance(t, torch.Tensor) else None for t in (old, new))
+        yield Change(module=module, name=name, old=next(ids), new=next(ids))
