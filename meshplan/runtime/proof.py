@@ -30,7 +30,6 @@ from meshplan.assign import StyleUse
 from meshplan.errors import ApplyError, Problem
 from meshplan.graph import is_inside
 from meshplan.plan import Plan
-from meshplan.runtime.islands import Island, is_on_trial, islands_of
 from meshplan.runtime.mesh import full, placement, submesh
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -46,13 +45,23 @@ _HOOKS: Final = (
 
 
 @dataclass(slots=True)
+class _Island:
+    """A module whose inner modules are cut by heads or by pieces, and its first inputs."""
+
+    fqn: str
+    kind: tuple[object, ...]
+    whole: dict[str, int]
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+
+@dataclass(slots=True)
 class _Proof:
     """What is still to be shown about one model."""
 
     plan: Plan
     mesh: DeviceMesh
     waiting: set[tuple[object, ...]] = field(default_factory=set)
-    captured: list[Island] = field(default_factory=list)
+    captured: list[_Island] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
 
     def settle(self, model: nn.Module) -> None:
@@ -67,7 +76,7 @@ class _Proof:
 
 def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Watch the model's first forward, and compare after it."""
-    islands = islands_of(model, plan)
+    islands = _islands(model, plan)
     if plan.mesh.size("tp") == 1 or not islands:
         return
     proof = _Proof(plan, mesh, {island.kind for island in islands})
@@ -122,13 +131,31 @@ def _before_steps(step: _Step) -> Callable[[], None]:
     return lambda: _steps.remove(step)
 
 
-def _capture(module: nn.Module, island: Island, proof: _Proof) -> Callable[[], None]:
+def _islands(model: nn.Module, plan: Plan) -> list[_Island]:
+    """Modules whose attributes changed or that hold a module in pieces."""
+    changed: dict[str, dict[str, int]] = {}
+    styles = plan.assignment.styles
+    for attribute in plan.assignment.attributes:
+        if attribute.module not in styles:
+            changed.setdefault(attribute.module, {})[attribute.name] = attribute.whole
+    for fqn, use in styles.items():
+        if use.pieces and use.style.kind != "mha":
+            changed.setdefault(fqn.rpartition(".")[0], {})
+    unproved = {fqn for fqn, use in styles.items() if not use.is_proved}
+    return [
+        _Island(fqn, (type(model.get_submodule(fqn)), *sorted(whole)), whole)
+        for fqn, whole in changed.items()
+        if any(is_inside(inner, fqn) for inner in unproved)
+    ]
+
+
+def _capture(module: nn.Module, island: _Island, proof: _Proof) -> Callable[[], None]:
     """Keep the first inputs; returns what makes the module forget about it."""
     forward, own = module.forward, vars(module).get("forward")
 
     @wraps(forward)
     def first(*args: Any, **kwargs: Any) -> Any:
-        if island.kind in proof.waiting and not is_on_trial():
+        if island.kind in proof.waiting:
             kept = _keep((args, kwargs))
             if kept is not None:
                 proof.waiting.discard(island.kind)
@@ -173,7 +200,7 @@ def _mapped(value: Any, change: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def _prove(model: nn.Module, island: Island, proof: _Proof) -> None:
+def _prove(model: nn.Module, island: _Island, proof: _Proof) -> None:
     """Compare one module with itself made whole; every rank takes part and every rank raises."""
     module = model.get_submodule(island.fqn)
     tp = submesh(proof.mesh, ("tp",))
@@ -211,7 +238,7 @@ def _prove(model: nn.Module, island: Island, proof: _Proof) -> None:
 
 
 def _parts(
-    model: nn.Module, island: Island, plan: Plan, tp: DeviceMesh
+    model: nn.Module, island: _Island, plan: Plan, tp: DeviceMesh
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Every parameter of the module as tp lays it out, and whole; data axes gathered."""
     out = {}
@@ -232,7 +259,7 @@ def _parts(
     return out
 
 
-def _run(module: nn.Module, island: Island, values: Mapping[str, torch.Tensor]) -> list[Any]:
+def _run(module: nn.Module, island: _Island, values: Mapping[str, torch.Tensor]) -> list[Any]:
     """The tensors that the module returns when its parameters have these values."""
     hidden = []
     try:
@@ -252,17 +279,8 @@ def _run(module: nn.Module, island: Island, values: Mapping[str, torch.Tensor]) 
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Without dropout, whose random numbers differ between a part and the whole.
-
-    Buffers that the module writes in its forward are given back as they were.
-    """
+    """Without dropout, whose random numbers differ between a part and the whole."""
     modes = [(m, m.training) for m in module.modules()]
-    buffers = [
-        (m, name, buffer, buffer.clone())
-        for m in module.modules()
-        for name, buffer in m._buffers.items()
-        if buffer is not None
-    ]
     for m, _ in modes:
         m.training = False
     try:
@@ -270,30 +288,27 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for m, mode in modes:
             m.training = mode
-        for m, name, buffer, before in buffers:
-            m._buffers[name] = buffer.copy_(before)
 
 
 @contextmanager
-def _uncut(module: nn.Module, island: Island, plan: Plan, tp: DeviceMesh) -> Iterator[None]:
+def _uncut(module: nn.Module, island: _Island, plan: Plan, tp: DeviceMesh) -> Iterator[None]:
     """The module's code as one process runs it: no flows, no local compute, whole numbers."""
 
     def inside(fqn: str) -> nn.Module:
         return module.get_submodule(fqn[len(island.fqn) :].removeprefix("."))
 
     styled = [f for f in plan.assignment.styles if is_inside(f, island.fqn) and f != island.fqn]
-    changed = [a for a in plan.assignment.attributes if is_inside(a.module, island.fqn)]
-    others = dict.fromkeys(a.module for a in changed if a.module not in (*styled, island.fqn))
-    kept = [(m, dict(vars(m))) for m in (module, *map(inside, (*styled, *others)))]
+    kept = [(m, dict(vars(m))) for m in (module, *map(inside, styled))]
     try:
-        for fqn, (m, before) in zip(styled, kept[1:], strict=False):
+        for fqn, (m, before) in zip(styled, kept[1:], strict=True):
             vars(m).pop("forward", None)
             for hooks in _HOOKS:
                 vars(m)[hooks] = type(before[hooks])()
             if plan.assignment.sequence_parallel:
                 _pass_the_sequence(m, plan.assignment.styles[fqn], tp)
-        for attribute in changed:
-            vars(inside(attribute.module))[attribute.name] = attribute.whole
+        for attribute in plan.assignment.attributes:
+            if attribute.module in styled:
+                vars(inside(attribute.module))[attribute.name] = attribute.whole
         vars(module).update(island.whole)
         yield
     finally:

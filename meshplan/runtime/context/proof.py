@@ -20,7 +20,6 @@ from torch import nn
 from meshplan.errors import ApplyError, MeshplanError, Problem
 from meshplan.runtime.context.attention import SequenceMode, Site, Trial
 from meshplan.runtime.context.batch import map_tensors
-from meshplan.runtime.islands import on_trial
 from meshplan.runtime.mesh import local_of
 
 _TOLERANCE: Final = (1e-3, 1e-1)
@@ -161,7 +160,6 @@ def prove(
         torch.no_grad(),
         _as_in_evaluation(model),
         _nothing_equal(model),
-        on_trial(),
     ):
         whole_args, whole_kwargs = map_tensors((args, kwargs), whole)
         mode.trial = in_whole
