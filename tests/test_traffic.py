@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import meshplan
 from meshplan.runtime.count import counting
-from meshplan.runtime.flow import record_flow
 from meshplan.runtime.trace import graph_of
-from meshplan.traffic import Difference, Flow, Forecast, Route, Traffic, differences, forecast
+from meshplan.runtime.visits import record_visits
+from meshplan.traffic import Difference, Forecast, Forward, Route, Traffic, differences, forecast
 from tests import models
 from tests.test_tensor_parallel import NORMS, PLAIN
 
@@ -107,7 +107,7 @@ def told_and_counted(name: str, plan: dict[str, Any]) -> tuple[Forecast, Counter
     spec = meshplan.load_spec({"version": 1, **plan})
     decided = meshplan.make_plan(spec, graph_of(model), world_size=dist.get_world_size())
     inputs, _ = models.batch(name, 0, 8 // decided.num_data_ranks // decided.accumulate)
-    flow = record_flow(model, lambda: models.call(model, inputs))
+    forward = record_visits(model, lambda: models.call(model, inputs))
     model = meshplan.parallelize(model, decided)
     sgd = models.optimizer(model)
     batch = meshplan.local_batch(model, models.batch(name, 0))
@@ -115,7 +115,7 @@ def told_and_counted(name: str, plan: dict[str, Any]) -> tuple[Forecast, Counter
         meshplan.train_step(model, sgd, *batch, models.loss)
     with counting(decided.mesh) as counted:
         meshplan.train_step(model, sgd, *batch, models.loss)
-    return forecast(decided, flow, dist.get_rank()), counted
+    return forecast(decided, forward, dist.get_rank()), counted
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -160,7 +160,7 @@ def test_an_axis_without_a_rule_is_named():
     first, *others = plan.assignment.tensors.values()
     odd = replace(first, stored=first.stored.cut("ep", 0))
     tensors = {placed.info.fqn: placed for placed in (odd, *others)}
-    flow = Flow((), ())
-    assert forecast(plan, flow).unknown == ()
+    forward = Forward((), ())
+    assert forecast(plan, forward).unknown == ()
     changed = replace(plan, assignment=replace(plan.assignment, tensors=tensors))
-    assert forecast(changed, flow).unknown == ("what the axis ep sends",)
+    assert forecast(changed, forward).unknown == ("what the axis ep sends",)

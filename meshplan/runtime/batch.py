@@ -1,4 +1,4 @@
-"""Batches: the samples that tensors hold along dim 0, cut into equal parts."""
+"""Batches: tensors nested in tuples, lists and mappings, with the samples along dim 0."""
 
 from __future__ import annotations
 
@@ -49,3 +49,12 @@ def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         items = [mapped(item, function) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(arguments, keyword arguments) of inputs in any of the three forms."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    return (inputs,), {}

@@ -31,6 +31,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.graph import is_inside
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import full, placement, submesh
+from meshplan.runtime.nest import tensors_in
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF: Final = 5e-2
@@ -271,7 +272,7 @@ def _run(module: nn.Module, island: _Island, values: Mapping[str, torch.Tensor])
             hidden.append((holder, leaf))
         assert island.inputs is not None
         args, kwargs = _mapped(island.inputs, torch.Tensor.clone)
-        return list(_tensors(module.forward(*args, **kwargs)))
+        return [tensor for _, tensor in tensors_in(module.forward(*args, **kwargs))]
     finally:
         for holder, leaf in hidden:
             vars(holder).pop(leaf, None)
@@ -333,18 +334,6 @@ def _pass_the_sequence(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None
         module.register_forward_pre_hook(enter, with_kwargs=True)
     if use.style.output[1] == "outside" and use.style.output[0] != "S(1)":
         module.register_forward_hook(leave)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a module's output, whatever its form."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for v in value.values():
-            yield from _tensors(v)
-    elif isinstance(value, tuple | list):
-        for v in value:
-            yield from _tensors(v)
 
 
 def _apart(own: list[torch.Tensor], every: list[torch.Tensor], tp: DeviceMesh) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.flow import UPDATE, Call, Flow, Op, Ref, Value
+from meshplan.runtime.batch import as_arguments, mapped
 from meshplan.runtime.nest import shape_of, tensors_in
 from meshplan.runtime.private import bytes_of, fake_mode
 from meshplan.runtime.remembered import changes, remembered
@@ -127,19 +128,11 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _arguments(inputs: Any, *, is_fake: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def copied(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            return _stand_in(item.detach()) if is_fake else item.detach().clone()
-        if isinstance(item, Mapping):
-            return {key: copied(part) for key, part in item.items()}
-        if isinstance(item, tuple | list):
-            return type(item)(copied(part) for part in item)
-        return item
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return _stand_in(tensor.detach()) if is_fake else tensor.detach().clone()
 
-    if isinstance(inputs, Mapping):
-        return (), {key: copied(part) for key, part in inputs.items()}
-    items = inputs if isinstance(inputs, tuple | list) else (inputs,)
-    return tuple(copied(item) for item in items), {}
+    args, kwargs = as_arguments(inputs)
+    return mapped(args, copied), mapped(kwargs, copied)
 
 
 class Recorder(TorchDispatchMode):

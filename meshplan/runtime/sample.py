@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshplan.errors import Problem, SpecError
+from meshplan.runtime.batch import as_arguments
 from meshplan.runtime.nest import tensors_in
 from meshplan.spec import Spec
 
@@ -72,7 +73,8 @@ def _reads_tokens(model: nn.Module) -> bool:
 
 def call(model: nn.Module, inputs: Any) -> Any:
     """The model's output."""
-    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    args, kwargs = as_arguments(inputs)
+    return model(*args, **kwargs)
 
 
 def results(output: Any) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import DATA_AXES
-from meshplan.runtime.batch import chunk, chunked, mapped
+from meshplan.runtime.batch import as_arguments, chunk, chunked, mapped
 from meshplan.runtime.context.batch import local_sequence
 from meshplan.runtime.data import set_gradient_sync
 from meshplan.runtime.guard import guarded
@@ -209,11 +209,8 @@ def _call(model: nn.Module, inputs: Any) -> Any:
 
 
 def _forward(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, tuple | list):
-        return model(*inputs)
-    return model(inputs)
+    args, kwargs = as_arguments(inputs)
+    return model(*args, **kwargs)
 
 
 @guarded()

@@ -22,7 +22,6 @@ from meshplan.errors import MeshplanError, Problem, SpecError
 from meshplan.memory import StateBytes, state_bytes_by_rank
 from meshplan.plan import Plan
 from meshplan.runtime.count import counting
-from meshplan.runtime.flow import record_flow
 from meshplan.runtime.initialise import initialise
 from meshplan.runtime.local_ranks import Send, run_ranks
 from meshplan.runtime.measure import live_bytes
@@ -32,6 +31,7 @@ from meshplan.runtime.shrink import Small, Source, model_of_source
 from meshplan.runtime.state import full_state_dict
 from meshplan.runtime.trace import graph_of
 from meshplan.runtime.train import clip_grad_norm_, local_batch, train_step
+from meshplan.runtime.visits import record_visits
 from meshplan.spec import Spec
 from meshplan.traffic import Forecast, differences, forecast
 from meshplan.verdict import HALF, SINGLE, Moved, RankReport, Tolerance, Training, Verdict
@@ -109,14 +109,14 @@ def _verify_rank(send: Send, spec: Spec, source: Source) -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     micro = int(spec.batch.micro or 1)
     inputs = sample_inputs(model, spec, micro, 0)
-    flow = record_flow(alone, lambda: call(alone, inputs))
+    forward = record_visits(alone, lambda: call(alone, inputs))
     model = parallelize(model, spec, example_inputs=inputs)
     plan = applied(model).plan
     if applied(model).loss_scale != 1.0:
         applied(model).loss_scale = _SAFE_SCALE
     samples = micro * plan.accumulate * plan.num_data_ranks
     batches = _Batches(alone, plan, shapes, samples)
-    told = forecast(plan, flow, dist.get_rank())
+    told = forecast(plan, forward, dist.get_rank())
     training, report = _train_together(model, plan, told, batches, rate)
     state = full_state_dict(model)
     if is_first:

@@ -20,17 +20,17 @@ from meshplan.graph import DTYPE_BYTES
 from meshplan.mesh import DATA_AXES, EXPERT_SHARD, GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.traffic.tensor_parallel import activations, gathered_at_use, partial_gradients
-from meshplan.traffic.types import Flow, Forecast, Route, Traffic, along, one, trainable
+from meshplan.traffic.types import Forecast, Forward, Route, Traffic, along, one, trainable
 
 _KNOWN_AXES: Final = (*DATA_AXES, EXPERT_SHARD, "tp")
 _WORD: Final = re.compile(r"R|P|outside|S\(-?\d+\)")
 
 
-def forecast(plan: Plan, flow: Flow | None = None, rank: int = 0) -> Forecast:
+def forecast(plan: Plan, forward: Forward | None = None, rank: int = 0) -> Forecast:
     """What `rank` sends and receives in one step.
 
     Args:
-        flow: A forward of the unparallelized model with one microbatch of one rank; needed for
+        forward: A forward of the unparallelized model with one microbatch of one rank; needed for
             what activations send, that is, for tp.
 
     Assumes: every parameter gets a gradient.
@@ -41,13 +41,13 @@ def forecast(plan: Plan, flow: Flow | None = None, rank: int = 0) -> Forecast:
     if plan.assignment.wrapper == "ddp":
         traffic += _ddp(plan)
     for unit in plan.assignment.units.values():
-        traffic += _unit(plan, unit, flow, rank)
+        traffic += _unit(plan, unit, forward, rank)
     if mesh.size("tp") > 1:
-        if flow is None:
+        if forward is None:
             unknown.append("what activations send along tp, without a record of the forward")
         else:
-            traffic += activations(plan, flow)
-            traffic += gathered_at_use(plan, flow)
+            traffic += activations(plan, forward)
+            traffic += gathered_at_use(plan, forward)
         traffic += partial_gradients(plan)
     kept = tuple(t for t in traffic if t.count and t.route.axes and t.route.num_bytes)
     return Forecast(kept, tuple(unknown))
@@ -137,7 +137,7 @@ def _ddp(plan: Plan) -> Iterator[Traffic]:
             yield one(mesh, "broadcast", GRADIENT_AXES, num_bytes, f"{dtype} buffers")
 
 
-def _unit(plan: Plan, unit: Unit, flow: Flow | None, rank: int) -> Iterator[Traffic]:
+def _unit(plan: Plan, unit: Unit, forward: Forward | None, rank: int) -> Iterator[Traffic]:
     """FSDP2: gathered for forward and again for backward, gradients reduced."""
     mesh, k = plan.mesh, plan.accumulate
     managed = [p for p in plan.assignment.tensors.values() if p.unit == unit.fqn]
@@ -154,7 +154,7 @@ def _unit(plan: Plan, unit: Unit, flow: Flow | None, rank: int) -> Iterator[Traf
         return elements * DTYPE_BYTES[dtype]
 
     gathered = sum(num_bytes(p, p.compute_dtype) for p in managed)
-    again = unit.reshard_after_forward and _is_reached(unit, trained, flow)
+    again = unit.reshard_after_forward and _is_reached(unit, trained, forward)
     times = k * (2 if again else 1)
     yield one(mesh, "all_gather", unit.shard_axes, gathered, f"parameters of {what}", times)
     reduced = sum(num_bytes(p, unit.precision.reduce or p.compute_dtype) for p in trained)
@@ -165,7 +165,7 @@ def _unit(plan: Plan, unit: Unit, flow: Flow | None, rank: int) -> Iterator[Traf
     yield one(mesh, "all_reduce", unit.replicate_axes, part, f"gradients of {what}")
 
 
-def _is_reached(unit: Unit, trained: Sequence[Placed], flow: Flow | None) -> bool:
+def _is_reached(unit: Unit, trained: Sequence[Placed], forward: Forward | None) -> bool:
     """Whether backward comes to the unit: it need not, if nothing in it or before it is trained."""
-    calls = flow.of(unit.fqn) if flow else ()
+    calls = forward.of(unit.fqn) if forward else ()
     return bool(trained) or not calls or any(call.output_needs_grad for call in calls)

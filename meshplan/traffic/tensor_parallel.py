@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from meshplan.assign import Placed, StyleUse
 from meshplan.graph import DTYPE_BYTES, is_inside
 from meshplan.plan import Plan
-from meshplan.traffic.types import Call, Flow, Route, Traffic, one, trainable
+from meshplan.traffic.types import Forward, Route, Traffic, Visit, one, trainable
 
 
 def partial_gradients(plan: Plan) -> Iterator[Traffic]:
@@ -29,7 +29,7 @@ def partial_gradients(plan: Plan) -> Iterator[Traffic]:
                 yield one(plan.mesh, "all_reduce", ("tp",), num_bytes, placed.info.fqn, count)
 
 
-def gathered_at_use(plan: Plan, flow: Flow) -> Iterator[Traffic]:
+def gathered_at_use(plan: Plan, forward: Forward) -> Iterator[Traffic]:
     """Parameters stored cut and computed whole: gathered at each call of their module."""
     for placed in plan.assignment.tensors.values():
         if not placed.gathered_axes:
@@ -37,8 +37,8 @@ def gathered_at_use(plan: Plan, flow: Flow) -> Iterator[Traffic]:
         dim = placed.stored.dim_of("tp") or 0
         num_bytes = _whole_bytes(placed.info.shape, dim, plan.mesh.size("tp"), placed)
         owners = {name.rpartition(".")[0] for name in placed.info.names}
-        calls = [call for call in flow.calls if call.fqn in owners]
-        times = len(calls) + sum(_is_repeated(plan, flow, call, call.begin) for call in calls)
+        calls = [call for call in forward.calls if call.fqn in owners]
+        times = len(calls) + sum(_is_repeated(plan, forward, call, call.begin) for call in calls)
         count = times * plan.accumulate
         yield one(plan.mesh, "all_gather", ("tp",), num_bytes, placed.info.fqn, count)
 
@@ -50,7 +50,7 @@ def _whole_bytes(shape: Sequence[int], dim: int, ranks: int, placed: Placed) -> 
     return math.prod(sizes) * DTYPE_BYTES[placed.compute_dtype]
 
 
-def _is_repeated(plan: Plan, flow: Flow, call: Call, event: int) -> bool:
+def _is_repeated(plan: Plan, forward: Forward, call: Visit, event: int) -> bool:
     """Whether what a call does at this event is done again in backward.
 
     A recomputed forward stops as soon as it has made the last tensor that autograd kept.
@@ -58,23 +58,23 @@ def _is_repeated(plan: Plan, flow: Flow, call: Call, event: int) -> bool:
     around = next((fqn for fqn in plan.assignment.recompute if is_inside(call.fqn, fqn)), None)
     if around is None:
         return False
-    for outer in flow.of(around):
+    for outer in forward.of(around):
         if outer.begin <= call.begin and call.end <= outer.end:
-            kept = [save for save in flow.saves if outer.begin < save < outer.end]
+            kept = [save for save in forward.saves if outer.begin < save < outer.end]
             return bool(kept) and event < kept[-1]
     return False
 
 
-def activations(plan: Plan, flow: Flow) -> Iterator[Traffic]:
+def activations(plan: Plan, forward: Forward) -> Iterator[Traffic]:
     """What the inputs and outputs of styled modules send along tp, there and back."""
-    return _Activations(plan, flow).traffic()
+    return _Activations(plan, forward).traffic()
 
 
 class _Activations:
     """Counts call by call."""
 
-    def __init__(self, plan: Plan, flow: Flow) -> None:
-        self.plan, self.flow, self.tp = plan, flow, plan.mesh.size("tp")
+    def __init__(self, plan: Plan, forward: Forward) -> None:
+        self.plan, self.forward, self.tp = plan, forward, plan.mesh.size("tp")
         self.outside = "S(1)" if plan.assignment.sequence_parallel else "R"
         self.weights: Mapping[str, Placed] = {
             name.rpartition(".")[0]: placed
@@ -85,7 +85,7 @@ class _Activations:
 
     def traffic(self) -> Iterator[Traffic]:
         seen: set[int] = set()
-        for call in self.flow.calls:
+        for call in self.forward.calls:
             use = self.plan.assignment.styles.get(call.fqn)
             if use is not None:
                 self._input(call, use, seen)
@@ -97,7 +97,7 @@ class _Activations:
         first, second = (self.outside if word == "outside" else word for word in pair)
         return first, second
 
-    def _input(self, call: Call, use: StyleUse, seen: set[int]) -> None:
+    def _input(self, call: Visit, use: StyleUse, seen: set[int]) -> None:
         arrives, wanted = self._words(use.style.input)
         self._send(call, call.input_shape, arrives, wanted, call.begin)
         if not call.input_needs_grad:
@@ -110,7 +110,7 @@ class _Activations:
             seen.add(call.source)
         self._send(call, call.input_shape, gradient, arrives)
 
-    def _output(self, call: Call, use: StyleUse) -> None:
+    def _output(self, call: Visit, use: StyleUse) -> None:
         computed, leaves = self._words(use.style.output)
         self._send(call, call.output_shape, computed, leaves, call.end)
         if call.output_needs_grad and computed == "P":
@@ -119,13 +119,18 @@ class _Activations:
             self._send(call, call.output_shape, leaves, computed)
 
     def _send(
-        self, call: Call, shape: tuple[int, ...], source: str, target: str, event: int | None = None
+        self,
+        call: Visit,
+        shape: tuple[int, ...],
+        source: str,
+        target: str,
+        event: int | None = None,
     ) -> None:
         """Count a change of layout, in forward if it has an event there."""
         kind, cut = _change(source, target)
         if not kind:
             return
-        times = 1 + (event is not None and _is_repeated(self.plan, self.flow, call, event))
+        times = 1 + (event is not None and _is_repeated(self.plan, self.forward, call, event))
         weight = self.weights[call.fqn]
         num_bytes = math.prod(shape) * DTYPE_BYTES[weight.compute_dtype]
         if cut:

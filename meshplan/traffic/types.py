@@ -95,8 +95,8 @@ def differences(told: Forecast, counted: Counter[Route]) -> tuple[Difference, ..
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call of a module in the forward of one process, as `runtime.flow` records it.
+class Visit:
+    """One call of a module in the forward of one process, as `runtime.visits` records it.
 
     Args:
         fqn: The module, under its first name.
@@ -120,7 +120,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class Forward:
     """One forward of one process.
 
     Args:
@@ -128,10 +128,10 @@ class Flow:
         saves: The events at which autograd kept a tensor for backward.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[Visit, ...]
     saves: tuple[int, ...]
 
-    def of(self, fqn: str) -> tuple[Call, ...]:
+    def of(self, fqn: str) -> tuple[Visit, ...]:
         """The calls of one module."""
         return tuple(call for call in self.calls if call.fqn == fqn)
 

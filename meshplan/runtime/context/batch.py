@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -13,33 +12,12 @@ from torch import nn
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
+from meshplan.runtime.batch import mapped
 from meshplan.runtime.context.parts import Parts
+from meshplan.runtime.nest import tensors_in
 
 _IGNORED: Final = -100
 """The target that torch's cross-entropy leaves out."""
-
-
-def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`function` on every tensor in tuples, lists and mappings."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: map_tensors(item, function) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        items = [map_tensors(item, function) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
 
 
 def sequence_length(value: Any, stated: int | None) -> int:
@@ -55,7 +33,7 @@ def sequence_length(value: Any, stated: int | None) -> int:
     Raises:
         ApplyError: No tensor says, or they differ.
     """
-    tensors = list(_tensors(value))
+    tensors = [t for _, t in tensors_in(value)]
     tokens = [t for t in tensors if t.ndim == 2 and not t.is_floating_point()]
     found = {t.shape[1] for t in tokens or tensors if tokens or t.ndim == 3}
     if len(found) == 1:
@@ -129,7 +107,7 @@ def local_sequence(plan: Plan, batch: Any) -> Any:
             _warn_if_uneven(held)
         return torch.cat(held[rank], 1)
 
-    return map_tensors(batch, part)
+    return mapped(batch, part)
 
 
 def _warn_if_uneven(held: list[list[torch.Tensor]]) -> None:
@@ -177,7 +155,9 @@ class Feed:
         given = self._given(args, kwargs)
         if "position_ids" not in self._names or "position_ids" in given:
             return kwargs
-        tokens = next(t for t in _tensors((args, kwargs)) if t.ndim > 1 and t.shape[1] == length)
+        tokens = next(
+            t for _, t in tensors_in((args, kwargs)) if t.ndim > 1 and t.shape[1] == length
+        )
         positions = self._parts.positions(length, tokens.device)[None]
         out = {**kwargs, "position_ids": positions}
         has_gap = self._parts.num_local_chunks > 1

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshplan.errors import ApplyError, MeshplanError, Problem
+from meshplan.runtime.batch import mapped
 from meshplan.runtime.context.attention import SequenceMode, Site, Trial
-from meshplan.runtime.context.batch import map_tensors
 from meshplan.runtime.mesh import local_of
 
 _TOLERANCE: Final = (1e-3, 1e-1)
@@ -161,13 +161,13 @@ def prove(
         _as_in_evaluation(model),
         _nothing_equal(model),
     ):
-        whole_args, whole_kwargs = map_tensors((args, kwargs), whole)
+        whole_args, whole_kwargs = mapped((args, kwargs), whole)
         mode.trial = in_whole
         try:
             expected = model(*whole_args, **whole_kwargs)
             raise_told(None if in_whole.attentions else _UNSEEN)
             in_part = mode.trial = _Part(in_whole, length, local)
-            found = _run_part(model, *map_tensors((args, local_kwargs), one))
+            found = _run_part(model, *mapped((args, local_kwargs), one))
         finally:
             mode.trial = None
         problems = [*in_part.problems, *_call_problems(in_whole, in_part)]

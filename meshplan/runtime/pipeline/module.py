@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from meshplan.assign.types import Stages
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
-from meshplan.runtime.batch import chunked
+from meshplan.runtime.batch import as_arguments, chunked
 from meshplan.runtime.data import set_gradient_sync
 from meshplan.runtime.mesh import device, submesh
 from meshplan.runtime.nest import tensors_in
@@ -279,15 +279,6 @@ class PipelinedModule(nn.Module):
         for part in self._parts.values():
             part.module.train(mode)
         return self
-
-
-def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(arguments, keyword arguments) of inputs in any of the three forms."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    if isinstance(inputs, tuple | list):
-        return tuple(inputs), {}
-    return (inputs,), {}
 
 
 def _form_of(inputs: Any) -> Any:

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshplan.traffic import Call, Flow
+from meshplan.traffic import Forward, Visit
 
 
-def record_flow(model: nn.Module, run: Callable[[], Any]) -> Flow:
+def record_visits(model: nn.Module, run: Callable[[], Any]) -> Forward:
     """Record every call of every module while `run` runs the model once.
 
     Args:
         model: The model as one process has it.
         run: Calls it on one microbatch of one rank, with gradients.
     """
-    calls: list[Call] = []
+    calls: list[Visit] = []
     saves: list[int] = []
     sources: dict[int, int] = {}
     alive: list[torch.Tensor] = []
@@ -47,7 +47,7 @@ def record_flow(model: nn.Module, run: Callable[[], Any]) -> Flow:
                 return
             alive.append(source)  # So that its id is not given to another tensor.
             calls.append(
-                Call(
+                Visit(
                     fqn=fqn,
                     source=sources.setdefault(id(source), len(sources)),
                     input_shape=tuple(source.shape),
@@ -68,7 +68,7 @@ def record_flow(model: nn.Module, run: Callable[[], Any]) -> Flow:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(save, lambda kept: kept))
         run()
-    return Flow(tuple(sorted(calls, key=lambda call: call.begin)), tuple(saves))
+    return Forward(tuple(sorted(calls, key=lambda call: call.begin)), tuple(saves))
 
 
 def _first(values: tuple[Any, ...]) -> torch.Tensor | None:
