@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from meshplan.assign import Placed, StyleUse
 from meshplan.graph import DTYPE_BYTES, is_inside
 from meshplan.plan import Plan
-from meshplan.traffic.types import Forward, Route, Traffic, Visit, one, trainable
+from meshplan.traffic.forward import Forward, Visit
+from meshplan.traffic.types import Route, Traffic, one, trainable
 
 
 def partial_gradients(plan: Plan) -> Iterator[Traffic]:
@@ -38,7 +39,7 @@ def gathered_at_use(plan: Plan, forward: Forward) -> Iterator[Traffic]:
         num_bytes = _whole_bytes(placed.info.shape, dim, plan.mesh.size("tp"), placed)
         owners = {name.rpartition(".")[0] for name in placed.info.names}
         calls = [call for call in forward.calls if call.fqn in owners]
-        times = len(calls) + sum(_is_repeated(plan, forward, call, call.begin) for call in calls)
+        times = len(calls) + sum(is_repeated(plan, forward, call.fqn, call.begin) for call in calls)
         count = times * plan.accumulate
         yield one(plan.mesh, "all_gather", ("tp",), num_bytes, placed.info.fqn, count)
 
@@ -50,16 +51,17 @@ def _whole_bytes(shape: Sequence[int], dim: int, ranks: int, placed: Placed) -> 
     return math.prod(sizes) * DTYPE_BYTES[placed.compute_dtype]
 
 
-def _is_repeated(plan: Plan, forward: Forward, call: Visit, event: int) -> bool:
-    """Whether what a call does at this event is done again in backward.
+def is_repeated(plan: Plan, forward: Forward, fqn: str, event: int) -> bool:
+    """Whether what a module does at this event is done again in backward.
 
     A recomputed forward stops as soon as it has made the last tensor that autograd kept.
     """
-    around = next((fqn for fqn in plan.assignment.recompute if is_inside(call.fqn, fqn)), None)
+    recomputed = plan.assignment.recompute
+    around = next((outer for outer in recomputed if is_inside(fqn, outer)), None)
     if around is None:
         return False
     for outer in forward.of(around):
-        if outer.begin <= call.begin and call.end <= outer.end:
+        if outer.begin <= event <= outer.end:
             kept = [save for save in forward.saves if outer.begin < save < outer.end]
             return bool(kept) and event < kept[-1]
     return False
@@ -87,7 +89,7 @@ class _Activations:
         seen: set[int] = set()
         for call in self.forward.calls:
             use = self.plan.assignment.styles.get(call.fqn)
-            if use is not None:
+            if use is not None and call.inputs and call.outputs:
                 self._input(call, use, seen)
                 self._output(call, use)
         for (route, what), count in self.counted.items():
@@ -98,9 +100,10 @@ class _Activations:
         return first, second
 
     def _input(self, call: Visit, use: StyleUse, seen: set[int]) -> None:
+        given = call.inputs[0]
         arrives, wanted = self._words(use.style.input)
-        self._send(call, call.input_shape, arrives, wanted, call.begin)
-        if not call.input_needs_grad:
+        self._send(call, given.shape, arrives, wanted, call.begin)
+        if not given.needs_grad:
             return
         # A module that is cut along another dim than its input leaves addends in the gradient.
         gradient = "P" if wanted == "R" and use.style.cut_dim is not None else wanted
@@ -108,15 +111,14 @@ class _Activations:
             if call.source in seen:
                 return  # The gradients of all that read it are added before they are reduced.
             seen.add(call.source)
-        self._send(call, call.input_shape, gradient, arrives)
+        self._send(call, given.shape, gradient, arrives)
 
     def _output(self, call: Visit, use: StyleUse) -> None:
+        made = call.outputs[0]
         computed, leaves = self._words(use.style.output)
-        self._send(call, call.output_shape, computed, leaves, call.end)
-        if call.output_needs_grad and computed == "P":
-            self._send(call, call.output_shape, leaves, "R")
-        elif call.output_needs_grad:
-            self._send(call, call.output_shape, leaves, computed)
+        self._send(call, made.shape, computed, leaves, call.end)
+        if made.needs_grad:
+            self._send(call, made.shape, leaves, "R" if computed == "P" else computed)
 
     def _send(
         self,
@@ -130,7 +132,7 @@ class _Activations:
         kind, cut = _change(source, target)
         if not kind:
             return
-        times = 1 + (event is not None and _is_repeated(self.plan, self.forward, call, event))
+        times = 1 + (event is not None and is_repeated(self.plan, self.forward, call.fqn, event))
         weight = self.weights[call.fqn]
         num_bytes = math.prod(shape) * DTYPE_BYTES[weight.compute_dtype]
         if cut:
