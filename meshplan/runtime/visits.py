@@ -227,7 +227,8 @@ class _Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         if begin:
             self._attend(begin, args, kwargs)
-        if any(id(tensor) in self._logits for _, tensor in tensors_in((args, kwargs))):
+        given = tensors_in((args, kwargs)) if self._logits else ()
+        if any(id(tensor) in self._logits for _, tensor in given):
             self._follow(func, args, kwargs, result)
         return result
 

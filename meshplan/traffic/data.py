@@ -10,31 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from meshplan.assign import Placed, Unit
 from meshplan.graph import DTYPE_BYTES
 from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
-from meshplan.traffic.forward import Forward
 from meshplan.traffic.types import Route, Traffic, along, one, trainable
-
-
-@dataclass(frozen=True, slots=True)
-class Passes:
-    """What is done with the microbatches of one step.
-
-    Args:
-        order: "F" for a forward and "B" for a backward that needs the parameters, in order.
-        splits: Backwards come in halves: parameters stay gathered and gradients unreduced until
-            all are done.
-        settles: Something follows the last backward, or what stands in for it.
-    """
-
-    order: tuple[str, ...]
-    splits: bool = False
-    settles: bool = True
+from meshplan.traffic.units import Use
 
 
 def _numel(placed: Placed, plan: Plan, rank: int) -> int:
@@ -73,9 +56,7 @@ def ddp(plan: Plan) -> Iterator[Traffic]:
             yield one(mesh, "broadcast", GRADIENT_AXES, num_bytes, f"{dtype} buffers")
 
 
-def unit_traffic(
-    plan: Plan, unit: Unit, forward: Forward | None, rank: int, passes: Passes
-) -> Iterator[Traffic]:
+def unit_traffic(plan: Plan, unit: Unit, use: Use, rank: int) -> Iterator[Traffic]:
     """FSDP2: gathered for forward and again for backward, gradients reduced."""
     mesh = plan.mesh
     managed = [p for p in plan.assignment.tensors.values() if p.unit == unit.fqn]
@@ -92,30 +73,12 @@ def unit_traffic(
         return elements * DTYPE_BYTES[dtype]
 
     gathered = sum(num_bytes(p, p.compute_dtype) for p in managed)
-    is_reached = _is_reached(unit, trained, forward)
-    times = _gathers(bool(unit.reshard_after_forward), passes, is_reached)
-    yield one(mesh, "all_gather", unit.shard_axes, gathered, f"parameters of {what}", times)
+    parameters, gradients = f"parameters of {what}", f"gradients of {what}"
+    yield one(mesh, "all_gather", unit.shard_axes, gathered, parameters, use.gathers)
     reduced = sum(num_bytes(p, unit.precision.reduce or p.compute_dtype) for p in trained)
-    # As `runtime.data.set_gradient_sync` says it: shards are reduced after every microbatch, but
-    # a backward in two halves reduces nothing before the end.
-    is_at_once = "gradient" in plan.assignment.strategy.cuts and not passes.splits
-    scattered = passes.order.count("B") if is_at_once else 1
-    yield one(mesh, "reduce_scatter", unit.shard_axes, reduced, f"gradients of {what}", scattered)
-    part = reduced // shards
-    yield one(mesh, "all_reduce", unit.replicate_axes, part, f"gradients of {what}")
-
-
-def _gathers(reshards_after_forward: bool, passes: Passes, is_reached: bool) -> int:
-    """How often a unit is gathered that lies in shards when the step begins."""
-    count, is_whole = 0, False
-    for kind in passes.order:
-        if kind == "F" or is_reached:
-            count += not is_whole
-            is_whole = passes.splits if kind == "B" else not reshards_after_forward
-    return count
-
-
-def _is_reached(unit: Unit, trained: Sequence[Placed], forward: Forward | None) -> bool:
-    """Whether backward comes to the unit: it need not, if nothing in it or before it is trained."""
-    calls = forward.of(unit.fqn) if forward else ()
-    return bool(trained) or not calls or any(t.needs_grad for call in calls for t in call.outputs)
+    # As `runtime.data.set_gradient_sync` says it: shards are reduced after every microbatch.
+    is_at_once = "gradient" in plan.assignment.strategy.cuts
+    at_last = use.reductions[-1] if use.reductions else 0
+    times = sum(use.reductions) if is_at_once else at_last
+    yield one(mesh, "reduce_scatter", unit.shard_axes, reduced, gradients, times)
+    yield one(mesh, "all_reduce", unit.replicate_axes, reduced // shards, gradients, at_last)

@@ -7,7 +7,7 @@ Refuses to guess: what follows from no layout and no record is named in `Forecas
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from meshplan.mesh import DATA_AXES, EXPERT_SHARD, GRADIENT_AXES
@@ -16,13 +16,14 @@ from meshplan.restrict import restrict
 from meshplan.schedules import SCHEDULES
 from meshplan.traffic.batchnorm import statistics
 from meshplan.traffic.context import attention, unknown_heads
-from meshplan.traffic.data import Passes, agreement, ddp, unit_traffic
+from meshplan.traffic.data import agreement, ddp, unit_traffic
 from meshplan.traffic.experts import dispatch, unknown_experts
-from meshplan.traffic.forward import Forward, Seen
+from meshplan.traffic.forward import Forward
 from meshplan.traffic.loss import token_losses, unknown_losses
-from meshplan.traffic.pipeline import counted_once, crossings, pipeline, steps_of
+from meshplan.traffic.pipeline import Stretch, counted_once, pipeline, steps_of, stretches
 from meshplan.traffic.tensor_parallel import activations, gathered_at_use, partial_gradients
 from meshplan.traffic.types import Forecast, Traffic, one
+from meshplan.traffic.units import Passes, uses_of_units
 
 _KNOWN_AXES: Final = (*DATA_AXES, EXPERT_SHARD, "pp", "cp", "tp", "ep")
 _WORD: Final = re.compile(r"R|P|outside|S\(-?\d+\)")
@@ -41,12 +42,12 @@ def forecast(plan: Plan, forward: Forward | None = None, rank: int = 0) -> Forec
     if plan.assignment.stages is None:
         traffic += _compute(plan, forward, rank, Passes(("F", "B") * plan.accumulate))
     else:
-        crossing = crossings(plan, forward)
-        if isinstance(crossing, str):
-            unknown.append(f"what crosses the stages, {crossing}")
+        cut = stretches(plan, forward)
+        if isinstance(cut, str):
+            unknown.append(f"what the stages send, {cut}")
         else:
-            traffic += pipeline(plan, rank, crossing)
-            traffic += _stages(plan, forward, rank, crossing)
+            traffic += pipeline(plan, rank, cut)
+            traffic += _stages(plan, rank, cut)
     if forward is not None and _computes_loss(plan, rank):
         traffic += token_losses(plan, forward)
     kept = tuple(t for t in traffic if t.count and t.route.axes and t.route.num_bytes)
@@ -58,23 +59,21 @@ def _computes_loss(plan: Plan, rank: int) -> bool:
     return stages is None or stages.num - 1 in stages.of_rank(plan.mesh.index(rank, ("pp",)))
 
 
-def _stages(
-    plan: Plan, forward: Forward | None, rank: int, crossing: tuple[tuple[Seen, ...], ...]
-) -> Iterator[Traffic]:
+def _stages(plan: Plan, rank: int, cut: Sequence[Stretch]) -> Iterator[Traffic]:
     """What the stages of `rank` send within themselves."""
     stages, steps = plan.assignment.stages, steps_of(plan, rank)
     assert stages is not None
     splits = SCHEDULES[stages.schedule].splits_backward
     for stage in stages.of_rank(plan.mesh.index(rank, ("pp",))):
         # What comes from no input of the stage is left to the second half.
-        has_first_half = stage > 0 and any(t.needs_grad for t in crossing[stage - 1])
-        is_reached = stage == stages.num - 1 or any(t.needs_grad for t in crossing[stage])
+        has_first_half = stage > 0 and any(t.needs_grad for t in cut[stage - 1].sends)
+        is_reached = stage == stages.num - 1 or any(t.needs_grad for t in cut[stage].sends)
         words = {"F": "F"}
         if is_reached:
             words |= {"B": "B", ("I" if has_first_half else "W"): "B"}
         order = [words[s.kind] for s in steps if s.stage == stage and s.kind in words]
         passes = Passes(tuple(order) * plan.accumulate, splits, is_reached or splits)
-        yield from _compute(restrict(plan, stage), forward, rank, passes)
+        yield from _compute(restrict(plan, stage), cut[stage].forward, rank, passes)
 
 
 def _compute(plan: Plan, forward: Forward | None, rank: int, passes: Passes) -> Iterator[Traffic]:
@@ -87,8 +86,8 @@ def _compute(plan: Plan, forward: Forward | None, rank: int, passes: Passes) -> 
         yield from agreement(plan, rank)
     if plan.assignment.wrapper == "ddp":
         yield from ddp(plan)
-    for unit in plan.assignment.units.values():
-        yield from unit_traffic(plan, unit, forward, rank, passes)
+    for fqn, use in uses_of_units(plan, forward, passes).items():
+        yield from unit_traffic(plan, plan.assignment.units[fqn], use, rank)
     yield from partial_gradients(plan)
     if forward is not None:
         yield from activations(plan, forward)
@@ -125,6 +124,10 @@ def _unknown(plan: Plan, forward: Forward | None) -> list[str]:
     ]  # fmt: skip
     if plan.assignment.synchronized and forward is None:
         out.append("what BatchNorm sends for its statistics, without a record of the forward")
+    stages = decided.stages
+    if stages is not None:
+        cut = [fqn for fqn in decided.units if fqn and fqn in stages.opened]
+        out += [f"what the unit '{fqn}' sends, which several stages run" for fqn in cut]
     out += [f"what '{code}' does to '{fqn}'" for fqn, code, _ in decided.apply]
     if mesh.size("tp") > 1 and forward is None:
         out.append("what activations send along tp, without a record of the forward")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from meshplan.assign.types import Stages
 from meshplan.flow import Call, Flow
@@ -16,7 +17,7 @@ from meshplan.graph import DTYPE_BYTES
 from meshplan.plan import Plan
 from meshplan.relay import Cut, stages_of, unit_calls
 from meshplan.schedules import SCHEDULES, Action, actions
-from meshplan.traffic.forward import Forward, Seen
+from meshplan.traffic.forward import Forward, Seen, Visit
 from meshplan.traffic.types import Traffic, one
 
 FLAGS_BYTES = 2 * 4
@@ -34,8 +35,21 @@ def steps_of(plan: Plan, rank: int) -> tuple[Action, ...]:
     return rows[plan.mesh.index(rank, ("pp",))]
 
 
-def crossings(plan: Plan, forward: Forward | None) -> tuple[tuple[Seen, ...], ...] | str:
-    """What one microbatch sends over each cut, as each rank of tp holds it; or why none can say."""
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """One stage of a recorded forward.
+
+    Args:
+        forward: What runs in it.
+        sends: What one microbatch hands to the next stage, as each rank of tp holds it.
+    """
+
+    forward: Forward
+    sends: tuple[Seen, ...]
+
+
+def stretches(plan: Plan, forward: Forward | None) -> tuple[Stretch, ...] | str:
+    """A forward, cut into stages; or why it cannot be."""
     stages = plan.assignment.stages
     assert stages is not None
     if forward is None or forward.flow is None:
@@ -43,34 +57,49 @@ def crossings(plan: Plan, forward: Forward | None) -> tuple[tuple[Seen, ...], ..
     flow = forward.flow
     calls = unit_calls(flow, stages.opened, stages.free)
     places = [place for place in stages_of(calls, stages.units) if place is not None]
-    seen = _outputs(flow, calls, forward)
-    if len(places) < len(calls) or seen is None:
+    visits = _visits(flow, calls, forward)
+    if len(places) < len(calls) or visits is None:
         return "since the recorded forward took another way than the one that was cut"
-    out = []
+    seen = {
+        value: tensor
+        for call, visit in zip(calls, visits, strict=True)
+        for (_, value), tensor in zip(call.outputs, visit.outputs, strict=True)
+    }
     cuts = _Sequence(plan, flow)
-    for values in Cut(flow, calls).relay(places, stages.num).crossing:
-        crossing = []
-        for value in values:
-            tensor = cuts.local(value, seen[value])
-            if tensor is None:
-                return "since not every value that crosses is whole or cut along the sequence"
-            crossing.append(tensor)
-        out.append(tuple(crossing))
+    out = []
+    for stage, values in enumerate((*Cut(flow, calls).relay(places, stages.num).crossing, ())):
+        sends = [cuts.local(value, seen[value]) for value in values]
+        known = tuple(tensor for tensor in sends if tensor is not None)
+        if len(known) < len(sends):
+            return "since not every value that crosses is whole or cut along the sequence"
+        others = [v for v, place in zip(visits, places, strict=True) if place != stage]
+        out.append(Stretch(_without(forward, others), known))
     return tuple(out)
 
 
-def _outputs(flow: Flow, units: Sequence[Call], forward: Forward) -> dict[int, Seen] | None:
-    """What each output of a unit was, by value; None where flow and visits are not of one run."""
+def _visits(flow: Flow, units: Sequence[Call], forward: Forward) -> list[Visit] | None:
+    """The visit of each unit's call; None where flow and visits are not of one run."""
     visits = {fqn: iter(forward.of(fqn)) for fqn in {call.module for call in flow.calls}}
-    wanted = {call.id for call in units}
-    out: dict[int, Seen] = {}
-    for call in flow.calls:
-        visit = next(visits[call.module], None)
-        if visit is None or len(visit.outputs) != len(call.outputs):
-            return None
-        if call.id in wanted:
-            out |= zip((value for _, value in call.outputs), visit.outputs, strict=True)
-    return out
+    found = {call.id: next(visits[call.module], None) for call in flow.calls}
+    out = [found[call.id] for call in units]
+    pairs = zip(units, out, strict=True)
+    if any(visit is None or len(visit.outputs) != len(call.outputs) for call, visit in pairs):
+        return None
+    return [visit for visit in out if visit is not None]
+
+
+def _without(forward: Forward, visits: Sequence[Visit]) -> Forward:
+    """A forward without some of its calls and what is in them."""
+
+    def is_left(begin: int, end: int) -> bool:
+        return not any(visit.begin <= begin and end <= visit.end for visit in visits)
+
+    return replace(
+        forward,
+        calls=tuple(call for call in forward.calls if is_left(call.begin, call.end)),
+        saves=tuple(save for save in forward.saves if is_left(save, save)),
+        attentions=tuple(call for call in forward.attentions if is_left(call.begin, call.end)),
+    )
 
 
 class _Sequence:
@@ -110,11 +139,11 @@ class _Sequence:
         return self.flow.values[value].origin in ("op", "input")
 
 
-def pipeline(plan: Plan, rank: int, crossing: tuple[tuple[Seen, ...], ...]) -> Iterator[Traffic]:
+def pipeline(plan: Plan, rank: int, cut: Sequence[Stretch]) -> Iterator[Traffic]:
     """What `rank` sends along pp in one step.
 
     Args:
-        crossing: Over each cut, by one microbatch.
+        cut: The forward, by stage.
 
     Assumes: every parameter that several stages share gets a gradient in one of them.
     """
@@ -128,9 +157,10 @@ def pipeline(plan: Plan, rank: int, crossing: tuple[tuple[Seen, ...], ...]) -> I
         is_onward = way == "F"
         # Forwards are named by the stage that computes them; gradients go over the same cut.
         is_from_here = (direction == "SEND") == is_onward
-        cut = action.stage if is_from_here else action.stage - 1
-        what = f"{'activations' if is_onward else 'gradients'} between stages {cut} and {cut + 1}"
-        for tensor in crossing[cut]:
+        stage = action.stage if is_from_here else action.stage - 1
+        kind = "activations" if is_onward else "gradients"
+        what = f"{kind} between stages {stage} and {stage + 1}"
+        for tensor in cut[stage].sends:
             if is_onward or tensor.needs_grad:
                 num_bytes = math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
                 counted[direction.lower(), num_bytes, what] += 1
