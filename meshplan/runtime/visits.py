@@ -167,6 +167,9 @@ class _Recorder(TorchFunctionMode):
             strays=tuple(self._strays),
         )
 
+    def _source(self, tensor: torch.Tensor) -> int:
+        return self._sources.setdefault(id(tensor), len(self._sources))
+
     def _now(self) -> int:
         self._event += 1
         return self._event
@@ -192,7 +195,7 @@ class _Recorder(TorchFunctionMode):
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = [tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs))]
-            self._alive += given[:1]
+            self._alive += given
             self._running.append(fqn)
             begun.append((self._now(), given))
 
@@ -205,9 +208,7 @@ class _Recorder(TorchFunctionMode):
             self._calls.append(
                 Visit(
                     fqn=fqn,
-                    source=self._sources.setdefault(id(given[0]), len(self._sources))
-                    if given
-                    else -1,
+                    sources=tuple(map(self._source, given)),
                     inputs=tuple(map(_seen, given)),
                     outputs=tuple(map(_seen, made)),
                     begin=begin,

@@ -2,7 +2,8 @@
 
 Each call sends how many tokens go to each expert, the tokens and their weights, and brings back
 results; gradients go the way back. What a rank sends of its own tokens does not depend on the
-routing. What it sends of the tokens that came to it does: `Routed` says within which bounds.
+routing. What it sends of the tokens that came to it does: `Routed` says within which bounds, unless
+it is given how many came.
 
 Source: `runtime.expert`.
 """
@@ -10,7 +11,8 @@ Source: `runtime.expert`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from meshplan.graph import DTYPE_BYTES
 from meshplan.plan import Plan
@@ -20,13 +22,21 @@ from meshplan.traffic.types import Routed, Traffic, one
 
 COUNT_BYTES = DTYPE_BYTES["int64"]
 
+Arrivals = Mapping[str, Sequence[int]]
+"""By module of experts: how many slots come to a rank in each of its calls, in order, microbatch by
+microbatch."""
 
-def dispatch(plan: Plan, forward: Forward) -> Iterator[Traffic]:
+
+def dispatch(plan: Plan, forward: Forward, arrivals: Arrivals | None) -> Iterator[Traffic]:
     """What calls of spread experts send along ep, for all microbatches."""
     if plan.mesh.size("ep") == 1:
         return
     for fqn, use in plan.assignment.experts.items():
-        for call in forward.of(fqn):
+        calls = forward.of(fqn)
+        came = None if arrivals is None else arrivals[fqn]
+        if came is not None and len(came) != len(calls) * plan.accumulate:
+            raise ValueError(f"arrivals of {fqn}: {len(came)} for {len(calls)} calls a microbatch")
+        for number, call in enumerate(calls):
             arguments = _arguments(call)
             if arguments is None:
                 continue  # Named by `unknown_experts`.
@@ -37,7 +47,8 @@ def dispatch(plan: Plan, forward: Forward) -> Iterator[Traffic]:
             what = f"how many tokens go to each expert of {fqn}"
             num_bytes = use.num_experts * COUNT_BYTES
             yield one(plan.mesh, "all_to_all", ("ep",), num_bytes, what, times * plan.accumulate)
-            yield from _tokens(plan, call, arguments, times)
+            own = None if came is None else came[number :: len(calls)]
+            yield from _tokens(plan, call, arguments, times, own)
 
 
 def unknown_experts(plan: Plan, forward: Forward | None) -> Iterator[str]:
@@ -65,34 +76,34 @@ def _arguments(call: Visit) -> tuple[Seen, Seen, Seen] | None:
 
 
 def _tokens(
-    plan: Plan, call: Visit, arguments: tuple[Seen, Seen, Seen], times: int
+    plan: Plan,
+    call: Visit,
+    arguments: tuple[Seen, Seen, Seen],
+    times: int,
+    came: Sequence[int] | None,
 ) -> Iterator[Traffic]:
+    """Args: came: Slots that come to this rank, by microbatch; None where that is not known."""
     tokens, index, weights = arguments
     slots, result = math.prod(index.shape), call.outputs[0]
-    parts = [
-        (_row_bytes(tokens.shape[-1], tokens), tokens.needs_grad, f"tokens of {call.fqn}"),
-        (_row_bytes(1, weights), weights.needs_grad, f"weights of {call.fqn}"),
-    ]
-    for row_bytes, needs_grad, what in parts:
-        yield _sent(plan, slots, row_bytes, what, times)
-        yield _returned(plan, slots, row_bytes, f"gradients of {what}", int(needs_grad))
-    row_bytes, what = _row_bytes(result.shape[-1], result), f"results of {call.fqn}"
-    yield _returned(plan, slots, row_bytes, what, times)
-    yield _sent(plan, slots, row_bytes, f"gradients of {what}", int(result.needs_grad))
 
+    def sent(row_bytes: int, what: str, times: int) -> Traffic:
+        """One row for each slot of this rank's own tokens, wherever they go."""
+        count = times * plan.accumulate
+        return one(plan.mesh, "all_to_all", ("ep",), slots * row_bytes, what, count)
 
-def _row_bytes(width: int, tensor: Seen) -> int:
-    return width * DTYPE_BYTES[tensor.dtype]
+    def returned(row_bytes: int, what: str, times: int) -> Iterator[Traffic]:
+        """One row for each slot that came here: as many as left, if the routing is balanced."""
+        if came is not None:
+            for rows in came:
+                yield one(plan.mesh, "all_to_all", ("ep",), rows * row_bytes, what, times)
+            return
+        routed = Routed(row_bytes, plan.mesh.size("ep") * slots)
+        yield replace(sent(row_bytes, what, times), routed=routed)
 
-
-def _sent(plan: Plan, slots: int, row_bytes: int, what: str, times: int) -> Traffic:
-    """One row for each slot of this rank's own tokens, wherever they go."""
-    count = times * plan.accumulate
-    return one(plan.mesh, "all_to_all", ("ep",), slots * row_bytes, what, count)
-
-
-def _returned(plan: Plan, slots: int, row_bytes: int, what: str, times: int) -> Traffic:
-    """One row for each slot that came here: as many as left, if the routing is balanced."""
-    balanced = _sent(plan, slots, row_bytes, what, times)
-    routed = Routed(row_bytes, plan.mesh.size("ep") * slots)
-    return Traffic(route=balanced.route, count=balanced.count, what=what, routed=routed)
+    for tensor, width, name in ((tokens, tokens.shape[-1], "tokens"), (weights, 1, "weights")):
+        row_bytes, what = width * DTYPE_BYTES[tensor.dtype], f"{name} of {call.fqn}"
+        yield sent(row_bytes, what, times)
+        yield from returned(row_bytes, f"gradients of {what}", int(tensor.needs_grad))
+    row_bytes, what = result.shape[-1] * DTYPE_BYTES[result.dtype], f"results of {call.fqn}"
+    yield from returned(row_bytes, what, times)
+    yield sent(row_bytes, f"gradients of {what}", int(result.needs_grad))

@@ -17,11 +17,16 @@ from meshplan.schedules import SCHEDULES
 from meshplan.traffic.batchnorm import statistics
 from meshplan.traffic.context import attention, unknown_heads
 from meshplan.traffic.data import agreement, ddp, unit_traffic
-from meshplan.traffic.experts import dispatch, unknown_experts
+from meshplan.traffic.experts import Arrivals, dispatch, unknown_experts
 from meshplan.traffic.forward import Forward
 from meshplan.traffic.loss import token_losses, unknown_losses
 from meshplan.traffic.pipeline import Stretch, counted_once, pipeline, steps_of, stretches
-from meshplan.traffic.tensor_parallel import activations, gathered_at_use, partial_gradients
+from meshplan.traffic.tensor_parallel import (
+    activations,
+    gathered_at_use,
+    partial_gradients,
+    unknown_heads_together,
+)
 from meshplan.traffic.types import Forecast, Traffic, one
 from meshplan.traffic.units import Passes, uses_of_units
 
@@ -29,11 +34,18 @@ _KNOWN_AXES: Final = (*DATA_AXES, EXPERT_SHARD, "pp", "cp", "tp", "ep")
 _WORD: Final = re.compile(r"R|P|outside|S\(-?\d+\)")
 
 
-def forecast(plan: Plan, forward: Forward | None = None, rank: int = 0) -> Forecast:
+def forecast(
+    plan: Plan,
+    forward: Forward | None = None,
+    rank: int = 0,
+    *,
+    arrivals: Arrivals | None = None,
+) -> Forecast:
     """What `rank` sends and receives in one step.
 
     Args:
         forward: `runtime.visits.record_forward` of this rank; needed for what activations send.
+        arrivals: How the tokens of ep are routed; None tells balanced figures and their bounds.
 
     Assumes: every parameter gets a gradient.
     """
@@ -41,6 +53,7 @@ def forecast(plan: Plan, forward: Forward | None = None, rank: int = 0) -> Forec
     traffic = [*_step(plan), *_clipping(plan, rank)]
     if plan.assignment.stages is None:
         traffic += _compute(plan, forward, rank, Passes(("F", "B") * plan.accumulate))
+        traffic += dispatch(plan, forward, arrivals) if forward is not None else ()
     else:
         cut = stretches(plan, forward)
         if isinstance(cut, str):
@@ -50,8 +63,14 @@ def forecast(plan: Plan, forward: Forward | None = None, rank: int = 0) -> Forec
             traffic += _stages(plan, rank, cut)
     if forward is not None and _computes_loss(plan, rank):
         traffic += token_losses(plan, forward)
-    kept = tuple(t for t in traffic if t.count and t.route.axes and t.route.num_bytes)
-    return Forecast(kept, tuple(unknown))
+    return Forecast(tuple(filter(_is_sent, traffic)), tuple(unknown))
+
+
+def _is_sent(traffic: Traffic) -> bool:
+    """Whether it is a collective at all; an exchange of no rows is one."""
+    route = traffic.route
+    has_bytes = route.num_bytes > 0 or route.kind == "all_to_all"
+    return traffic.count > 0 and bool(route.axes) and has_bytes
 
 
 def _computes_loss(plan: Plan, rank: int) -> bool:
@@ -86,14 +105,14 @@ def _compute(plan: Plan, forward: Forward | None, rank: int, passes: Passes) -> 
         yield from agreement(plan, rank)
     if plan.assignment.wrapper == "ddp":
         yield from ddp(plan)
-    for fqn, use in uses_of_units(plan, forward, passes).items():
+    uses = uses_of_units(plan, forward, passes)
+    for fqn, use in uses.items():
         yield from unit_traffic(plan, plan.assignment.units[fqn], use, rank)
-    yield from partial_gradients(plan)
+    yield from partial_gradients(plan, passes, uses)
     if forward is not None:
         yield from activations(plan, forward)
         yield from gathered_at_use(plan, forward)
         yield from statistics(plan, forward)
-        yield from dispatch(plan, forward)
         if plan.assignment.context is not None:
             yield from attention(plan, forward)
 
@@ -120,7 +139,7 @@ def _unknown(plan: Plan, forward: Forward | None) -> list[str]:
     ]
     out += [
         *unknown_losses(plan, forward), *unknown_heads(plan, forward),
-        *unknown_experts(plan, forward),
+        *unknown_experts(plan, forward), *unknown_heads_together(plan, forward),
     ]  # fmt: skip
     if plan.assignment.synchronized and forward is None:
         out.append("what BatchNorm sends for its statistics, without a record of the forward")
@@ -128,6 +147,8 @@ def _unknown(plan: Plan, forward: Forward | None) -> list[str]:
     if stages is not None:
         cut = [fqn for fqn in decided.units if fqn and fqn in stages.opened]
         out += [f"what the unit '{fqn}' sends, which several stages run" for fqn in cut]
+        beside = [axis for axis in ("cp", "ep") if mesh.size(axis) > 1]
+        out += [f"what the axis {axis} sends within stages" for axis in beside]
     out += [f"what '{code}' does to '{fqn}'" for fqn, code, _ in decided.apply]
     if mesh.size("tp") > 1 and forward is None:
         out.append("what activations send along tp, without a record of the forward")

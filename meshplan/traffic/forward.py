@@ -28,7 +28,7 @@ class Visit:
 
     Args:
         fqn: The module, under its first name.
-        source: A number for the first input tensor: equal for calls that read the same one.
+        sources: A number for each input tensor: equal where calls read the same one.
         inputs: Every tensor it was given, in order.
         outputs: Every tensor it gave.
         begin: When it began, in events of the forward.
@@ -37,7 +37,7 @@ class Visit:
     """
 
     fqn: str
-    source: int
+    sources: tuple[int, ...]
     inputs: tuple[Seen, ...]
     outputs: tuple[Seen, ...]
     begin: int

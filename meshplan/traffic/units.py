@@ -150,9 +150,7 @@ def _events(plan: Plan, units: Mapping[str, Unit], forward: Forward) -> list[_Ev
 class _Play:
     """Plays steps until one is like the next."""
 
-    def __init__(
-        self, units: Mapping[str, Unit], events: Sequence[_Event], passes: Passes
-    ) -> None:
+    def __init__(self, units: Mapping[str, Unit], events: Sequence[_Event], passes: Passes) -> None:
         self._groups = {f: _Group(bool(u.reshard_after_forward)) for f, u in units.items()}
         self._events, self._passes = events, passes
         self._order: list[_Group] = []
