@@ -53,27 +53,36 @@ class Heads(nn.Module):
 
 
 OWN = {"twice": Twice, "heads": Heads, "batchnorms": test_batchnorm.net}
-FROZEN, MASKED = ", half frozen", ", masked"
+FROZEN = {", half frozen": 2, ", a third frozen": 3}
+MASKED = ", masked"
+
+
+def plain(name: str) -> str:
+    """The name without what is said of its inputs and parameters."""
+    return name.partition(",")[0] if name.endswith((MASKED, *FROZEN)) else name
 
 
 def build(name: str) -> nn.Module:
-    """A model of any page of the tests, by name; the first half of its parameters may be frozen."""
-    plain = name.removesuffix(FROZEN).removesuffix(MASKED)
+    """A model of any page of the tests, by name; its first parameters may be frozen."""
+    known = plain(name)
     torch.manual_seed(0)
-    model = OWN[plain]() if plain in OWN else moe.build(plain) if plain in moe.BUILDERS else None
-    model = model or models.build(plain)
+    if known in OWN:
+        model = OWN[known]()
+    else:
+        model = moe.build(known) if known in moe.BUILDERS else models.build(known)
     parameters = list(model.parameters())
-    for parameter in parameters[: len(parameters) // 2] if name.endswith(FROZEN) else ():
+    share = next((share for words, share in FROZEN.items() if name.endswith(words)), 0)
+    for parameter in parameters[: len(parameters) // share] if share else ():
         parameter.requires_grad_(False)
     return model
 
 
 def batch(name: str) -> tuple[Any, Tensor]:
     """A global batch of eight samples; it may have a mask that hides nothing."""
-    plain = name.removesuffix(FROZEN).removesuffix(MASKED)
-    if plain == "batchnorms":
+    known = plain(name)
+    if known == "batchnorms":
         return test_batchnorm.batch(0)
-    kind = "mixtral" if plain in moe.BUILDERS else "own_llama" if plain in OWN else plain
+    kind = "mixtral" if known in moe.BUILDERS else "own_llama" if known in OWN else known
     inputs, targets = models.batch(kind, 0)
     if name.endswith(MASKED):
         inputs = inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])}
