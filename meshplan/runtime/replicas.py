@@ -32,6 +32,14 @@ _ABSENT: Final = -1.0
 """In place of the norm of a gradient that is not there."""
 
 
+_UNUSED: Final = "say ddp: {find_unused_parameters: true}, or freeze what is never used"
+_LOOP: Final = (
+    "call the module that parallelize returned, and for each such call backward once before the "
+    "next; add losses up instead of going backward twice, and do not use torch.autograd.grad for "
+    "the gradients of a step"
+)
+
+
 @dataclass(slots=True)
 class _Watch:
     """A model whose gradients are compared."""
@@ -79,7 +87,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         for name, parameter in found.items():
             alike.setdefault(_replica_axes(name, parameter, watch.plan), {})[name] = parameter
         for axes in sorted(axes for axes in alike if axes):
-            _compare(alike[axes], axes, watch.mesh)
+            _compare(alike[axes], axes, watch)
 
 
 def _replica_axes(name: str, parameter: nn.Parameter, plan: Plan) -> tuple[str, ...]:
@@ -90,25 +98,28 @@ def _replica_axes(name: str, parameter: nn.Parameter, plan: Plan) -> tuple[str, 
     return plan.mesh.present(("dp_replicate",) if cut else GRADIENT_AXES)
 
 
-def _compare(found: dict[str, nn.Parameter], axes: tuple[str, ...], mesh: DeviceMesh) -> None:
+def _compare(found: dict[str, nn.Parameter], axes: tuple[str, ...], watch: _Watch) -> None:
     """Refuse gradients that differ; every rank along the axes comes to the same answer."""
     norms = torch.stack([_norm(parameter) for parameter in found.values()])
     both = torch.cat((norms, -norms))
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=submesh(mesh, axes, flat=True).get_group())
+    group = submesh(watch.mesh, axes, flat=True).get_group()
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     high, low = both[: len(norms)], -both[len(norms) :]
     differs = (high - low > _TOLERANCE * high.abs()) & (high > torch.finfo(high.dtype).tiny)
     if not differs.any():
         return
     wrong = [name for name, is_wrong in zip(found, differs.tolist(), strict=True) if is_wrong]
     others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    unused = next((name for name, parameter in found.items() if parameter.grad is None), None)
+    fix = _LOOP
+    if unused is not None and watch.plan.assignment.wrapper == "ddp":
+        fix = f"{unused} got no gradient, and DistributedDataParallel waits for it: {_UNUSED}"
     raise ApplyError(
         Problem(
             f"whole on every rank along {' and '.join(axes)}, but with gradients that differ "
             f"there: {wrong[0]}{others}; they were not averaged, so each rank would train on its "
             "own samples alone",
-            fix="call the module that parallelize returned, and for each such call backward once "
-            "before the next; add losses up instead of going backward twice, and do not use "
-            "torch.autograd.grad for the gradients of a step",
+            fix=fix,
         )
     )
 
