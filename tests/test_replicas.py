@@ -23,6 +23,13 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+STAGES = {
+    "mesh": {"pp": 2, "dp_shard": 2},
+    "pipeline": {"schedule": "1F1B", "microbatches": 2},
+    "strategy": "zero2",
+}
+
+
 def both(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return models.loss(model(x), y), models.loss(model(x.flip(1)), y.flip(1))
 
@@ -98,6 +105,51 @@ def test_gradients_that_go_past_the_wrapper_are_refused(pool, go):
         assert "with gradients that differ there: embed.weight and" in told
 
 
+def frozen(plan: dict[str, Any]) -> tuple[str, float]:
+    """(the wrapper, the largest difference of outputs) of a teacher, which nothing trains."""
+    alone = models.build("own_llama").requires_grad_(False)
+    model = models.build("own_llama").requires_grad_(False)
+    model = meshplan.parallelize(model, {"version": 1, **plan})
+    whole, _ = models.batch("own_llama", 0)
+    x = meshplan.local_batch(model, whole)
+    has_stages = "pp" in plan.get("mesh", {})
+    apart = 0.0
+    for is_graded in (True, False):
+        with torch.set_grad_enabled(is_graded and not has_stages):
+            found = model.eval_step(x) if has_stages else model(x)
+        if found is not None:
+            apart = max(apart, (found - alone(x)).abs().max().item())
+    return model.meshplan.plan.assignment.wrapper, apart
+
+
+@pytest.mark.parametrize("name", [*PLANS, "stages"])
+def test_a_model_that_nothing_trains(pool, name):
+    world, plan = PLANS.get(name, (4, STAGES))
+    for wrapper, difference in pool(world).run(frozen, plan):
+        assert wrapper == ("none" if name == "ddp" else "units")
+        assert difference <= 1e-5
+
+
+def called_with(plan: dict[str, Any], scale: float | None) -> str:
+    """What a forward with other parameters than the model's own says."""
+    model = meshplan.parallelize(models.build("own_llama"), {"version": 1, **plan})
+    own = dict(model.named_parameters())
+    given = own if scale is None else {name: p * scale for name, p in own.items()}
+    x, _ = meshplan.local_batch(model, models.batch("own_llama", 0))
+    try:
+        torch.func.functional_call(model, given, (x,))
+    except meshplan.ApplyError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "full_shard"])
+def test_parameters_that_would_be_left_unused_are_refused(pool, strategy):
+    for told in pool(2).run(called_with, {"strategy": strategy}, 0.5):
+        assert "was put in the place of the parameter that this forward gathers" in told
+    assert pool(2).run(called_with, {"strategy": strategy}, None) == ["", ""]
+
+
 def train_after(plan: dict[str, Any], kind: str) -> tuple[str, float]:
     """(what was refused, the difference) where the optimizer is made after a forward."""
     model = meshplan.parallelize(models.build("own_llama"), {"version": 1, **plan})
@@ -130,13 +182,6 @@ def train_after(plan: dict[str, Any], kind: str) -> tuple[str, float]:
     if dist.get_rank() == 0:
         apart += [(live[n] - t).abs().max().item() for n, t in state.items()]
     return "", max(apart)
-
-
-STAGES = {
-    "mesh": {"pp": 2, "dp_shard": 2},
-    "pipeline": {"schedule": "1F1B", "microbatches": 2},
-    "strategy": "zero2",
-}
 
 
 @pytest.mark.parametrize("name", ["zero2", "full_shard", "replicas x tp", "stages"])
