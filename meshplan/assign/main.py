@@ -83,7 +83,7 @@ def assign(
         (fqn, stated.value, Reason(stated.text, spec.origin(stated.path)))
         for fqn, stated in cascade.modules_with("apply")
     )
-    batchnorm = assign_batchnorm(spec, graph, mesh, recompute)
+    batchnorm = assign_batchnorm(spec, graph, mesh)
     compiled, compile_problems = _compiled(spec, graph)
     problems += compile_problems + batchnorm.problems + stage_problems
     check_reshards(spec, cascade, mesh, units, tensors)
