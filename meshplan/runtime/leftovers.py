@@ -7,6 +7,7 @@ first real forward. So what was put there is taken out again, and what cannot be
 
 from __future__ import annotations
 
+import builtins
 import functools
 import gc
 import sys
@@ -138,13 +139,13 @@ def _outside(model: nn.Module) -> list[Any]:
     containers in all of these.
     """
     found: dict[int, Any] = {}
-    seen: set[int] = set()
-    edge = list(_roots(model))
+    seen = {id(vars(builtins))}
+    edge: Iterable[Any] = _roots(model)
     for _ in range(_REACH):
-        edge = [item for item in edge if id(item) not in seen]
-        seen.update(map(id, edge))
-        found.update((id(item), item) for item in edge if _can_change(item))
-        edge = [part for item in edge for part in _parts(item)]
+        new = {id(item): item for item in edge if id(item) not in seen}
+        seen |= new.keys()
+        found.update((at, item) for at, item in new.items() if _can_change(item))
+        edge = [part for item in new.values() for part in _parts(item)]
     return list(found.values())
 
 
