@@ -12,6 +12,7 @@ from meshplan.plan import Plan
 from meshplan.runtime.materialize import Values
 from meshplan.runtime.mesh import submesh
 from meshplan.runtime.outside import watch_first_forward
+from meshplan.runtime.pipeline.hooks import hooks_of
 from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.pipeline.restrict import restrict
 from meshplan.runtime.pipeline.run import Part
@@ -36,13 +37,14 @@ def apply_pipeline(
     names = tuple(model.state_dict())
     for stage in stages.of_rank(place):
         module = make_stage(model, plan.graph, stages, stage)
+        hooks = hooks_of(module, dict.fromkeys(unit for unit, _ in stages.units))
         part = restrict(plan, stage)
         held = part.assignment.tensors
         wrap(module, part, mesh, Values({f: v for f, v in values.local.items() if f in held}))
         # An early end inside a unit of sharding would leave it gathered.
         is_plain = not any(unit in stages.opened for unit in part.assignment.units if unit)
         replay = Replay(stage, may_stop=is_plain)
-        watch_calls(module, stages, replay)
+        watch_calls(module, hooks, replay)
         watch_first_forward(module, part)
         parts[stage] = Part(module, part, replay)
     _empty(model)
