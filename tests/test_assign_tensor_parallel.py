@@ -184,3 +184,12 @@ def test_half_a_pair_is_told_once_per_rule() -> None:
         "module near it leaves one\n"
         "    fix: make the projections that feed it colwise, or use rowwise_split_input"
     )
+
+
+def test_no_stage_of_a_pipeline_can_compare_a_pair_at_the_root():
+    shapes = {"up.weight": (16, 8), "down.weight": (8, 16)}
+    model = graph(dict.fromkeys(("up", "down"), "linear"), shapes)
+    pair = [tp("up", "colwise"), tp("down", "rowwise")]
+    told = refusal({"mesh": {"pp": 2, "tp": 2}}, *pair, on=model)
+    assert "up leaves its output cut, and only the whole model holds what takes it up" in told
+    decide({"mesh": {"tp": 2}}, *pair, on=model)

@@ -110,7 +110,7 @@ def test_what_computes_something_else_is_refused(
 ) -> None:
     told = pool(4).run(first_forward, kind, mesh)
     assert len(set(told)) == 1, told
-    assert f"{at} computes something else once its heads or pieces are cut" in told[0]
+    assert f"{at} computes something else once its heads, pieces or features are cut" in told[0]
     assert "fix: leave its projections out of tp together, or try tp_plan: auto" in told[0]
 
 
@@ -124,6 +124,22 @@ def test_recomputation(pool: Any, policy: str) -> None:
     plan = {"version": 1, "mesh": {"dp_shard": 2, "tp": 2}, "rules": GPT2}
     plan["activation_checkpointing"] = policy
     assert_same(pool(4).run(parity.train, "gpt2", plan)[0])
+
+
+def whole_keys() -> str:
+    plan = {"version": 1, "mesh": {"tp": 2}}
+    plan["rules"] = [tp("**.q_proj", "colwise"), tp("**.o_proj", "rowwise")]
+    model = meshplan.parallelize(models.build("hf_llama"), plan)
+    try:
+        model(**models.batch("hf_llama", 0)[0])
+    except meshplan.ApplyError as error:
+        return str(error)
+    return ""
+
+
+def test_keys_left_whole_under_cut_queries(pool: Any) -> None:
+    for told in pool(2).run(whole_keys):
+        assert "self_attn (LlamaAttention) computes something else" in told
 
 
 def with_caches(precision: str) -> float:
@@ -232,3 +248,95 @@ def test_a_norm_of_heads_is_whole_again_although_it_is_sharded(pool: Any) -> Non
     """Between a forward and its proof the data axes have cut what tp leaves whole."""
     plan = {"mesh": {"dp_shard": 2, "tp": 2}, "tp_plan": "auto"}
     assert max(pool(4).run(one_kv_head, plan)) < 1e-5
+
+
+class Pair(nn.Module):
+    """A colwise and a rowwise projection, and code between them."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.between = between
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(()))
+        if between == "starts at zero":
+            nn.init.zeros_(self.down.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        self.seen.add_(1.0)
+        if self.between in BETWEEN:
+            h = BETWEEN[self.between](h)
+        elif self.between == "kept scalar":
+            self.penalty = h.square().mean()
+        elif self.between == "kept features":
+            self.features = h
+        elif self.between == "summed in place":
+            self.total.add_(h.detach().square().mean())
+        elif self.between == "kept mask":
+            self.mask = (x > 0).float()
+        return self.down(F.silu(h))
+
+
+BETWEEN = {
+    "softmax": lambda h: h.softmax(-1),
+    "order": lambda h: h * h.flip(-1),
+    "running sum": lambda h: h.cumsum(-1),
+    "width": lambda h: h / h.shape[-1] ** 0.5,
+    "mean": lambda h: h - h.mean(-1, keepdim=True),
+    "largest": lambda h: h * (h == h.amax(-1, keepdim=True)),
+    "neighbours": lambda h: h + h.roll(1, -1),
+    "groups of samples": lambda h: h / h.norm(),
+    "not a number": lambda h: h / (h.sum(-1, keepdim=True) > 1e9) * 0,
+    "starts at zero": lambda h: h.softmax(-1),
+    "tokens": lambda h: h - h.mean((0, 1)),
+}
+TOGETHER = [*list(BETWEEN)[:8], "starts at zero", "kept scalar", "summed in place"]
+APART = ["plain", "tokens", "kept mask"]
+PAIRS = [tp("**.up", "colwise"), tp("**.down", "rowwise")]
+
+
+def first_of_pairs(betweens: tuple[str, ...], **fields: Any) -> tuple[str, list[float]]:
+    """What the first forward says, and how often each pair counted."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*map(Pair, betweens)) if len(betweens) > 1 else Pair(*betweens)
+    counts = [pair for pair in model.modules() if isinstance(pair, Pair)]
+    plan = {"version": 1, "mesh": {"tp": 2}, "rules": PAIRS} | fields
+    model = meshplan.parallelize(model, plan)
+    try:
+        out = model(torch.randn(2, 5, 8))
+    except meshplan.ApplyError as error:
+        return str(error), []
+    masks = [pair.mask for pair in counts if pair.between == "kept mask"]
+    assert not any(mask.min() == mask.max() for mask in masks)
+    out.square().mean().backward()
+    return "", [pair.seen.item() for pair in counts]
+
+
+@pytest.mark.parametrize("between", TOGETHER)
+def test_code_between_a_pair_that_takes_features_together_is_refused(
+    pool: Any, between: str
+) -> None:
+    for told, _ in pool(2).run(first_of_pairs, ("plain", between)):
+        assert "1 (Pair) computes something else once its heads, pieces or features" in told
+
+
+@pytest.mark.parametrize("between", ["softmax", "width"])
+def test_a_pair_that_is_the_whole_model(pool: Any, between: str) -> None:
+    assert pool(2).run(first_of_pairs, ("plain",)) == [("", [1.0])] * 2
+    for told, _ in pool(2).run(first_of_pairs, (between,)):
+        assert "the model (Pair) computes something else" in told
+
+
+def test_features_that_are_kept_cut_are_refused(pool: Any) -> None:
+    for told, _ in pool(2).run(first_of_pairs, ("plain", "kept features")):
+        assert "1 (Pair) returns features that are cut along tp" in told
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "dp_shard": 2}])
+def test_code_between_a_pair_that_keeps_features_apart_passes(
+    pool: Any, mesh: dict[str, int]
+) -> None:
+    world = 2 * len(mesh)
+    answers = pool(world).run(first_of_pairs, (*APART, "plain"), mesh=mesh)
+    assert answers == [("", [1.0] * 4)] * world

@@ -44,9 +44,24 @@ class Gated(nn.Module):
         return self.down(self.gate(self.up(x)))
 
 
-def numbers() -> tuple[torch.Tensor, torch.Tensor]:
+class OneKey(nn.Module):
+    """Attention of many heads over the keys and values of one, as in multi-query attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.k, self.v = nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x).unflatten(-1, (-1, 4)).transpose(-2, -3)
+        k, v = (part(x).unsqueeze(-3).expand_as(q) for part in (self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(-2, -3).flatten(-2))
+
+
+def numbers(*length: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(8, 16, generator=generator) for _ in range(2))
+    return tuple(torch.randn(8, *length, 16, generator=generator) for _ in range(2))
 
 
 def squared(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -54,9 +69,11 @@ def squared(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 ZOO = ("own_llama", "hf_llama", "qwen3")
-BUILD = {name: lambda name=name: models.build(name) for name in ZOO} | {"gated": Gated}
-BATCH = {name: lambda name=name: models.batch(name, 0) for name in ZOO} | {"gated": numbers}
-LOSS = dict.fromkeys(ZOO, models.loss) | {"gated": squared}
+BUILD = {name: lambda name=name: models.build(name) for name in ZOO}
+BUILD |= {"gated": Gated, "one_key": OneKey}
+BATCH = {name: lambda name=name: models.batch(name, 0) for name in ZOO}
+BATCH |= {"gated": numbers, "one_key": lambda: numbers(4)}
+LOSS = dict.fromkeys(ZOO, models.loss) | dict.fromkeys(("gated", "one_key"), squared)
 
 _QWEN3 = [r for r in models.tp_rules("qwen3") if "norm" not in r["match"]]
 _NO_LAST_NORM = [*PLAIN, rule("**.{norm1,norm2}", tp="sequence_parallel")]
@@ -68,9 +85,9 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
         "gate.weight",
     ),
     "whole keys under cut queries": (
-        "hf_llama",
-        TP2 | {"rules": [rule("**.q_proj", tp="colwise"), rule("**.o_proj", tp="rowwise")]},
-        "self_attn.k_proj.weight",
+        "one_key",
+        TP2 | {"rules": [rule("q", tp="colwise"), rule("out", tp="rowwise")]},
+        "k.weight",
     ),
     "a norm on a part of the sequence": (
         "own_llama",

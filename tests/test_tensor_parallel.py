@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -155,6 +156,25 @@ def test_projections_that_read_one_tensor_share_the_gradient_all_reduce(pool):
     counts = pool(2).run(collectives, plan)[0]
     # Per block: one for q, k and v together, one for w1 and w3 together; and one for the head.
     assert counts == {"all_reduce": 2 * 4 + 1}
+
+
+def living(plan: dict[str, Any]) -> list[int]:
+    """How many tensors live after each of the steps from the second on."""
+    model = meshplan.parallelize(models.build("own_llama"), plan)
+    sgd = models.optimizer(model)
+    batch = meshplan.local_batch(model, models.batch("own_llama", 0))
+    counts = []
+    for _ in range(4):
+        meshplan.train_step(model, sgd, *batch, models.loss)
+        gc.collect()
+        counts.append(sum(isinstance(found, torch.Tensor) for found in gc.get_objects()))
+    return counts[1:]
+
+
+def test_a_step_leaves_no_tensor_behind(pool):
+    for plan in (TP2 | {"rules": PLAIN}, {"version": 1, "mesh": {"tp": 4}, "rules": PLAIN}):
+        for counts in pool(4).run(living, plan):
+            assert len(set(counts)) == 1, counts
 
 
 def ties(plan: dict[str, Any]) -> tuple[bool, bool]:

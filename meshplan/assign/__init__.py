@@ -9,6 +9,7 @@ dp_shard after that. Stored as `S(0)@tp,dp_shard`, computed with as `S(0)@tp`.
 """
 
 from meshplan.assign.main import assign
+from meshplan.assign.pairs import around_pair, leaves_cut
 from meshplan.assign.types import (
     Assignment,
     ContextParallel,
@@ -29,5 +30,7 @@ __all__ = [
     "Recompute",
     "StyleUse",
     "Unit",
+    "around_pair",
     "assign",
+    "leaves_cut",
 ]

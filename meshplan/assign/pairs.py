@@ -8,9 +8,11 @@ from typing import Final
 
 from meshplan.assign.pieces import out_width
 from meshplan.assign.tensor_cuts import TensorParallel, report
+from meshplan.assign.types import StyleUse
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph, TensorInfo
+from meshplan.graph import ModelGraph, TensorInfo, is_inside
 from meshplan.mesh import Mesh
+from meshplan.styles import LOGITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,15 @@ def check_pairs(mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()) -
     inside = _styles_inside(out)
     seen: set[object] = set()
     for fqn, use in out.styles.items():
+        is_split = mesh.size("pp") > 1 and leaves_cut(use) and fqn not in proved
+        if is_split and around_pair(fqn, out.styles) == "":
+            report(out, Problem(
+                f"{fqn} leaves its output cut, and only the whole model holds what takes it up: "
+                "the stages of a pipeline cannot compare it with itself whole",
+                use.reason.origin,
+                "put both projections and the code between them into one module, say tp_plan: "
+                "auto, or leave pp out",
+            ))  # fmt: skip
         name = use.style.name
         partner = _PARTNERS.get(name) if fqn not in proved else None
         if partner is None or use.style.kind in ("embedding", "mha") or use.reason in seen:
@@ -95,6 +106,32 @@ def check_pairs(mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()) -
             report(out, problem)
         else:
             out.warnings.append(problem)
+
+
+def leaves_cut(use: StyleUse) -> bool:
+    """Whether code after the module sees a part of its output features, as if they were all."""
+    return use.style.output[1] == "S(-1)" and use.style is not LOGITS
+
+
+def around_pair(fqn: str, styles: Mapping[str, StyleUse]) -> str | None:
+    """The smallest module that holds this projection and one that takes up what it leaves cut.
+
+    Args:
+        fqn: The projection.
+        styles: By module, in the order of definition.
+
+    Returns:
+        None where nothing takes it up. All blocks lie inside the root: what takes up the output
+        of a projection there stands beside it or is defined after it.
+    """
+    takers = [other for other, use in styles.items() if use.style.input[0] == "S(-1)"]
+    around = fqn
+    while around := around.rpartition(".")[0]:
+        if any(is_inside(taker, around) for taker in takers):
+            return around
+    order = list(styles)
+    later = order[order.index(fqn) :]
+    return "" if any("." not in taker or taker in later for taker in takers) else None
 
 
 def check_shared(

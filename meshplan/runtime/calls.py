@@ -7,12 +7,26 @@ activations, or moves its inputs. Such a call is turned into one of the module i
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
 
 from torch import nn
 
 from meshplan.plan import Plan
+
+_AS_WRITTEN: Final[ContextVar[bool]] = ContextVar("as_written", default=False)
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Let `forward(...)` be what it says: for code that has brought the parameters itself."""
+    token = _AS_WRITTEN.set(True)
+    try:
+        yield
+    finally:
+        _AS_WRITTEN.reset(token)
 
 
 def routable_units(model: nn.Module, plan: Plan) -> list[nn.Module]:
@@ -47,7 +61,7 @@ def _route(module: nn.Module) -> None:
     @functools.wraps(forward)
     def forward_or_call(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_called
-        if not is_called:
+        if not is_called and not _AS_WRITTEN.get():
             return module(*args, **kwargs)
         is_called = False
         return forward(*args, **kwargs)

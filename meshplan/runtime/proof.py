@@ -1,19 +1,21 @@
-"""The first forward proves that a module with its heads cut computes what it computed whole.
+"""The first forward proves that a module cut by rule computes what it computed whole.
 
-Names and sizes tell which attributes count heads and where the pieces of a fused weight lie; they
-cannot tell what the code does with them. An attention bias built from `num_heads`, a slice at the
-whole width, another order of the pieces: the loss falls all the same, only the numbers are wrong.
-So one module of each kind is run again after the first forward, on the inputs it got, once as it is
-and once whole, on every rank of tp; what differs is refused before anything is updated.
+Names and sizes tell which attributes count heads, where the pieces of a fused weight lie and which
+projections belong together; they cannot tell what the code does with them. An attention bias built
+from `num_heads`, a slice at the whole width, another order of the pieces, a softmax over features
+that are cut: the loss falls all the same, only the numbers are wrong. So one module of each kind is
+run again after the first forward, on the inputs it got, once as it is and once whole, on every rank
+of tp; what differs is refused before anything is updated.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Final
@@ -30,13 +32,19 @@ from meshplan.assign import StyleUse
 from meshplan.errors import ApplyError, Problem
 from meshplan.graph import is_inside
 from meshplan.plan import Plan
+from meshplan.runtime.aside import aside, is_aside, noise
+from meshplan.runtime.calls import as_written
+from meshplan.runtime.islands import Island, islands_of
 from meshplan.runtime.mesh import full, placement, submesh
 from meshplan.runtime.nest import tensors_in
+from meshplan.runtime.remembered import remembered
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF: Final = 5e-2
 """Relative differences that rounding does not make [Empirical]: a wrong head differs by 0.1 and
 more, and the same sum in another order by 1e-6 in single precision."""
+_INFINITE, _LEFT_CUT, _INCOMPARABLE = 2.0**98, 2.0**99, 2.0**100
+"""More than any difference: what cannot be told by one."""
 
 _Step = Callable[[torch.optim.Optimizer, Any, Any], None]
 _HOOKS: Final = (
@@ -46,23 +54,14 @@ _HOOKS: Final = (
 
 
 @dataclass(slots=True)
-class _Island:
-    """A module whose inner modules are cut by heads or by pieces, and its first inputs."""
-
-    fqn: str
-    kind: tuple[object, ...]
-    whole: dict[str, int]
-    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-
-
-@dataclass(slots=True)
 class _Proof:
     """What is still to be shown about one model."""
 
     plan: Plan
     mesh: DeviceMesh
     waiting: set[tuple[object, ...]] = field(default_factory=set)
-    captured: list[_Island] = field(default_factory=list)
+    captured: list[Island] = field(default_factory=list)
+    proved: set[tuple[object, ...] | None] = field(default_factory=set)
     undo: list[Callable[[], None]] = field(default_factory=list)
 
     def settle(self, model: nn.Module) -> None:
@@ -71,13 +70,13 @@ class _Proof:
         for island in captured:
             _prove(model, island, self)
         if not self.waiting:
-            for step in self.undo:
-                step()
+            while self.undo:
+                self.undo.pop()()
 
 
 def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Watch the model's first forward, and compare after it."""
-    islands = _islands(model, plan)
+    islands = islands_of(model, plan)
     if plan.mesh.size("tp") == 1 or not islands:
         return
     proof = _Proof(plan, mesh, {island.kind for island in islands})
@@ -132,31 +131,13 @@ def _before_steps(step: _Step) -> Callable[[], None]:
     return lambda: _steps.remove(step)
 
 
-def _islands(model: nn.Module, plan: Plan) -> list[_Island]:
-    """Modules whose attributes changed or that hold a module in pieces."""
-    changed: dict[str, dict[str, int]] = {}
-    styles = plan.assignment.styles
-    for attribute in plan.assignment.attributes:
-        if attribute.module not in styles:
-            changed.setdefault(attribute.module, {})[attribute.name] = attribute.whole
-    for fqn, use in styles.items():
-        if use.pieces and use.style.kind != "mha":
-            changed.setdefault(fqn.rpartition(".")[0], {})
-    unproved = {fqn for fqn, use in styles.items() if not use.is_proved}
-    return [
-        _Island(fqn, (type(model.get_submodule(fqn)), *sorted(whole)), whole)
-        for fqn, whole in changed.items()
-        if any(is_inside(inner, fqn) for inner in unproved)
-    ]
-
-
-def _capture(module: nn.Module, island: _Island, proof: _Proof) -> Callable[[], None]:
+def _capture(module: nn.Module, island: Island, proof: _Proof) -> Callable[[], None]:
     """Keep the first inputs; returns what makes the module forget about it."""
     forward, own = module.forward, vars(module).get("forward")
 
     @wraps(forward)
     def first(*args: Any, **kwargs: Any) -> Any:
-        if island.kind in proof.waiting:
+        if island.kind in proof.waiting and not is_aside():
             kept = _keep((args, kwargs))
             if kept is not None:
                 proof.waiting.discard(island.kind)
@@ -201,51 +182,56 @@ def _mapped(value: Any, change: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def _prove(model: nn.Module, island: _Island, proof: _Proof) -> None:
+def _prove(model: nn.Module, island: Island, proof: _Proof) -> None:
     """Compare one module with itself made whole; every rank takes part and every rank raises."""
     module = model.get_submodule(island.fqn)
     tp = submesh(proof.mesh, ("tp",))
     parts = _parts(model, island, proof.plan, tp)
     failure: Exception | None = None
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(_evaluating(module))
-        own = _run(module, island, {fqn: part for fqn, (part, _) in parts.items()})
-        stack.enter_context(_uncut(module, island, proof.plan, tp))
-        try:
-            every = _run(module, island, {fqn: whole for fqn, (_, whole) in parts.items()})
-            apart = _apart(own, every, tp)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            failure, apart = error, float("inf")
+    with torch.no_grad():
+        with aside(module):
+            own = _run(module, island, {fqn: part for fqn, (part, _) in parts.items()})
+        with aside(module), _uncut(module, island, proof.plan, tp):
+            try:
+                every = _run(module, island, {fqn: whole for fqn, (_, whole) in parts.items()})
+                apart = _apart(own, every, tp, may_be_cut=island.is_enclosed)
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                failure, apart = error, _INCOMPARABLE
     worst = torch.tensor(apart, device=proof.mesh.device_type)
     for axis in proof.mesh.mesh_dim_names or ():
         if axis != "pp":
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=proof.mesh.get_group(axis))
-    if worst.item() <= 1.0:
-        return
+    if worst <= 1.0:
+        proof.proved.add(island.family)
+    elif worst < _INCOMPARABLE or island.family not in proof.proved - {None}:
+        raise ApplyError(_problem(island, module, proof.plan, worst.item())) from failure
+
+
+def _problem(island: Island, module: nn.Module, plan: Plan, worst: float) -> Problem:
     changed = ", ".join(f"{name} {value}" for name, value in island.whole.items())
     cut = f" (of {changed})" if changed else ""
-    name = f"{island.fqn or 'the model'} ({type(module).__name__})"
-    what = f"{name} computes something else once its heads or pieces are cut{cut}"
-    if not worst.isfinite():
-        what = f"{name} cannot be compared with itself whole"
-    reason = next(
-        use.reason
-        for fqn, use in proof.plan.assignment.styles.items()
-        if is_inside(fqn, island.fqn)
-    )
+    what = f"{island.fqn or 'the model'} ({type(module).__name__}) "
+    if worst == _INCOMPARABLE:
+        what += "cannot be compared with itself whole"
+    elif worst == _LEFT_CUT:
+        what += "returns features that are cut along tp, and nothing that takes them up is near it"
+    else:
+        what += f"computes something else once its heads, pieces or features are cut{cut}"
+    inner = (use.reason for f, use in plan.assignment.styles.items() if is_inside(f, island.fqn))
     fix = "leave its projections out of tp together, or try tp_plan: auto"
-    raise ApplyError(Problem(what, reason.origin, fix)) from failure
+    return Problem(what, next(inner).origin, fix)
 
 
 def _parts(
-    model: nn.Module, island: _Island, plan: Plan, tp: DeviceMesh
+    model: nn.Module, island: Island, plan: Plan, tp: DeviceMesh
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Every parameter of the module as tp lays it out, and whole; data axes gathered."""
     out = {}
     for fqn, parameter in model.get_submodule(island.fqn).named_parameters():
         placed = plan.assignment.tensors.get(f"{island.fqn}.{fqn}".removeprefix("."))
         whole = full(parameter.detach())
+        telling = noise(fqn, whole, whole.shape[-1] if whole.ndim else 1)
+        whole = whole if telling is None else telling
         if placed is not None and whole.is_floating_point():
             whole = whole.to(getattr(torch, placed.compute_dtype))
         part = whole
@@ -260,56 +246,62 @@ def _parts(
     return out
 
 
-def _run(module: nn.Module, island: _Island, values: Mapping[str, torch.Tensor]) -> list[Any]:
-    """The tensors that the module returns when its parameters have these values."""
+def _run(module: nn.Module, island: Island, values: Mapping[str, torch.Tensor]) -> list[Any]:
+    """The tensors that the module returns, and those it keeps, when its parameters are these."""
+    assert island.inputs is not None
+    args, kwargs = _mapped(island.inputs, torch.Tensor.clone)
+    with _hidden(module, values), as_written():
+        before = {key: _stamp(value) for key, value in remembered(module).items()}
+        out = [tensor for _, tensor in tensors_in(module.forward(*args, **kwargs))]
+        # An auxiliary loss may be kept for later, or what one is made of.
+        for key, value in sorted(remembered(module).items(), key=lambda item: item[0]):
+            if isinstance(value, torch.Tensor) and _stamp(value) != before.get(key):
+                out.append(value.clone())
+    return out
+
+
+def _stamp(value: Any) -> tuple[int, int]:
+    """Which object it is, and how often it was written to."""
+    has_version = isinstance(value, torch.Tensor) and not value.is_inference()
+    return id(value), value._version if has_version else 0
+
+
+@contextmanager
+def _hidden(module: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """An instance attribute hides the parameter of the same name."""
     hidden = []
     try:
         for fqn, value in values.items():
             path, _, leaf = fqn.rpartition(".")
             holder = module.get_submodule(path)
-            # An instance attribute hides the parameter of the same name.
             vars(holder)[leaf] = value
             hidden.append((holder, leaf))
-        assert island.inputs is not None
-        args, kwargs = _mapped(island.inputs, torch.Tensor.clone)
-        return [tensor for _, tensor in tensors_in(module.forward(*args, **kwargs))]
+        yield
     finally:
         for holder, leaf in hidden:
             vars(holder).pop(leaf, None)
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Without dropout, whose random numbers differ between a part and the whole."""
-    modes = [(m, m.training) for m in module.modules()]
-    for m, _ in modes:
-        m.training = False
-    try:
-        yield
-    finally:
-        for m, mode in modes:
-            m.training = mode
-
-
-@contextmanager
-def _uncut(module: nn.Module, island: _Island, plan: Plan, tp: DeviceMesh) -> Iterator[None]:
+def _uncut(module: nn.Module, island: Island, plan: Plan, tp: DeviceMesh) -> Iterator[None]:
     """The module's code as one process runs it: no flows, no local compute, whole numbers."""
 
     def inside(fqn: str) -> nn.Module:
         return module.get_submodule(fqn[len(island.fqn) :].removeprefix("."))
 
     styled = [f for f in plan.assignment.styles if is_inside(f, island.fqn) and f != island.fqn]
-    kept = [(m, dict(vars(m))) for m in (module, *map(inside, styled))]
+    changed = [a for a in plan.assignment.attributes if is_inside(a.module, island.fqn)]
+    others = dict.fromkeys(a.module for a in changed if a.module not in (*styled, island.fqn))
+    kept = [(m, dict(vars(m))) for m in (module, *map(inside, (*styled, *others)))]
     try:
-        for fqn, (m, before) in zip(styled, kept[1:], strict=True):
+        for fqn, (m, before) in zip(styled, kept[1:], strict=False):
             vars(m).pop("forward", None)
             for hooks in _HOOKS:
                 vars(m)[hooks] = type(before[hooks])()
             if plan.assignment.sequence_parallel:
                 _pass_the_sequence(m, plan.assignment.styles[fqn], tp)
-        for attribute in plan.assignment.attributes:
-            if attribute.module in styled:
-                vars(inside(attribute.module))[attribute.name] = attribute.whole
+        for attribute in changed:
+            vars(inside(attribute.module))[attribute.name] = attribute.whole
         vars(module).update(island.whole)
         yield
     finally:
@@ -336,11 +328,14 @@ def _pass_the_sequence(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None
         module.register_forward_hook(leave)
 
 
-def _apart(own: list[torch.Tensor], every: list[torch.Tensor], tp: DeviceMesh) -> float:
+def _apart(
+    own: list[torch.Tensor], every: list[torch.Tensor], tp: DeviceMesh, *, may_be_cut: bool
+) -> float:
     """The largest difference of this rank's outputs from their place in the whole ones.
 
     Returns:
-        In units of the tolerance; infinity where nothing could be compared.
+        In units of the tolerance; `_LEFT_CUT` where features come out cut and may not, and
+        `_INCOMPARABLE` where nothing could be compared.
     """
     worst, compared = 0.0, 0
     for part, whole in zip(own, every, strict=True):
@@ -350,7 +345,12 @@ def _apart(own: list[torch.Tensor], every: list[torch.Tensor], tp: DeviceMesh) -
         if part.shape != whole.shape or not part.is_floating_point() or not part.numel():
             continue
         compared += 1
-        scale = whole.abs().max().clamp_min(torch.finfo(whole.dtype).tiny)
+        scale = whole.abs().nan_to_num(0, 0).max().clamp_min(torch.finfo(whole.dtype).tiny)
+        # Infinities and what is no number may stand in both, as behind a mask.
+        is_same = (part == whole) | (part.isnan() & whole.isnan())
+        share = ((part - whole).abs().masked_fill(is_same, 0).max() / scale).item()
         allowed = _TOLERANCE.get(whole.dtype, _HALF)
-        worst = max(worst, ((part - whole).abs().max() / scale).item() / allowed)
-    return worst if compared else float("inf")
+        worst = max(worst, share / allowed if math.isfinite(share) else _INFINITE)
+        if worst <= 1.0 and differs == [part.ndim - 1] and not may_be_cut:
+            return _LEFT_CUT
+    return worst if compared else _INCOMPARABLE

@@ -16,12 +16,16 @@ _PLAIN: Final = (bool, int, float, complex, str, type(None))
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 
 
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """What the module's own code put on it: neither parameters, buffers, modules nor hooks."""
+    return {n: v for n, v in vars(module).items() if n not in _OF_EVERY_MODULE}
+
+
 def remembered(model: nn.Module) -> dict[tuple[str, str], Any]:
     """By module and name: tensors and plain values that are no parameters."""
     out: dict[tuple[str, str], Any] = {}
     for fqn, module in model.named_modules():
-        own = {n: v for n, v in vars(module).items() if n not in _OF_EVERY_MODULE}
-        for name, value in (*module._buffers.items(), *own.items()):
+        for name, value in (*module._buffers.items(), *own_attributes(module).items()):
             if isinstance(value, _PLAIN):
                 out[fqn, name] = value
             else:

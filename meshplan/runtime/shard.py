@@ -6,6 +6,7 @@ before the data axes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -184,7 +185,7 @@ def _as_dtensor(
 
     q, k and v read the same tensor: they are given the same DTensor, so that their gradients
     are added before the one all-reduce, not after one each. Only where nothing is copied, since
-    the tensor keeps it alive.
+    the graph keeps it alive, and weakly: the DTensor holds its tensor, and neither would die.
     """
     if isinstance(x, DTensor):
         return x.redistribute(placements=[wanted])
@@ -197,11 +198,12 @@ def _as_dtensor(
     if torch.compiler.is_compiling() or x.is_inference():
         return DTensor.from_local(x, tp, [arrives], run_check=False)
     key = (tp, arrives, x._version, torch.is_grad_enabled())
-    made: tuple[Any, DTensor] | None = getattr(x, "_meshplan_dtensor", None)
-    if made is None or made[0] != key:
-        made = (key, DTensor.from_local(x, tp, [arrives], run_check=False))
-        x._meshplan_dtensor = made
-    return made[1]
+    before, kept = getattr(x, "_meshplan_dtensor", (None, lambda: None))
+    made: DTensor | None = kept() if before == key else None
+    if made is None:
+        made = DTensor.from_local(x, tp, [arrives], run_check=False)
+        x._meshplan_dtensor = (key, weakref.ref(made))
+    return made
 
 
 def _local_at_use(model: nn.Module, placed: Placed) -> None:

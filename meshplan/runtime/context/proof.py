@@ -8,7 +8,6 @@ start anew on each rank, attention that is written out, convolutions along the s
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshplan.errors import ApplyError, MeshplanError, Problem
+from meshplan.runtime.aside import aside, noise
 from meshplan.runtime.batch import mapped
 from meshplan.runtime.context.attention import SequenceMode, Site, Trial
 from meshplan.runtime.mesh import local_of
@@ -158,16 +158,17 @@ def prove(
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-        _as_in_evaluation(model),
         _nothing_equal(model),
     ):
         whole_args, whole_kwargs = mapped((args, kwargs), whole)
         mode.trial = in_whole
         try:
-            expected = model(*whole_args, **whole_kwargs)
+            with aside(model):
+                expected = model(*whole_args, **whole_kwargs)
             raise_told(None if in_whole.attentions else _UNSEEN)
             in_part = mode.trial = _Part(in_whole, length, local)
-            found = _run_part(model, *mapped((args, local_kwargs), one))
+            with aside(model):
+                found = _run_part(model, *mapped((args, local_kwargs), one))
         finally:
             mode.trial = None
         problems = [*in_part.problems, *_call_problems(in_whole, in_part)]
@@ -309,34 +310,15 @@ def _named(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @contextmanager
-def _as_in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Without dropout and without updating statistics, both of which would differ."""
-    modules = [module for module in model.modules() if module.training]
-    for module in modules:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.training = True
-
-
-@contextmanager
 def _nothing_equal(model: nn.Module) -> Iterator[None]:
-    """Weights of which all numbers are equal are noise for a while, the same on every replica.
-
-    Many are zeros at first, and nothing shows in zeros: not which position's row was added.
-    """
-    before: list[tuple[torch.Tensor, float]] = []
+    """Weights of which all numbers are equal are noise for a while, the same on every replica."""
+    before: list[tuple[torch.Tensor, torch.Tensor]] = []
     for name, parameter in model.named_parameters():
         local = local_of(parameter.detach())
-        if parameter.ndim < 2 or local.numel() < 2 or not local.is_floating_point():
-            continue
-        low, high = torch.aminmax(local)
-        if low == high:
-            generator = torch.Generator(local.device).manual_seed(zlib.crc32(name.encode()))
-            before.append((local, float(low)))
-            local.normal_(float(low), parameter.shape[-1] ** -0.5, generator=generator)
+        telling = noise(name, local, parameter.shape[-1]) if parameter.ndim > 1 else None
+        if telling is not None:
+            before.append((local, local.flatten()[0].clone()))
+            local.copy_(telling)
     try:
         yield
     finally:

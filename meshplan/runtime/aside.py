@@ -1,0 +1,91 @@
+"""Running modules beside the training, to compare them with themselves: nothing of it stays."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from meshplan.runtime.remembered import own_attributes
+
+_ASIDE: Final[ContextVar[bool]] = ContextVar("aside", default=False)
+
+
+def is_aside() -> bool:
+    """Whether a module runs beside the training: what it is fed then, nobody trains on."""
+    return _ASIDE.get()
+
+
+@contextmanager
+def aside(module: nn.Module) -> Iterator[None]:
+    """In evaluation, so that nothing is random, and with what the forwards leave taken back.
+
+    Buffers and attributes, also those written in place, are as they were afterwards. What lies
+    deeper than one list, tuple or dict inside an attribute is not looked at.
+    """
+    modes = [(m, m.training) for m in module.modules()]
+    kept = [(m, own_attributes(m), dict(m._buffers)) for m, _ in modes]
+    tensors = {id(t): (t, t._version, t.detach().clone()) for t in _tensors(kept)}
+    insides = [
+        (value, value.copy())
+        for _, own, _ in kept
+        for value in own.values()
+        if type(value) in (list, dict, set)
+    ]
+    token = _ASIDE.set(True)
+    for m, _ in modes:
+        m.training = False
+    try:
+        yield
+    finally:
+        _ASIDE.reset(token)
+        for m, mode in modes:
+            m.training = mode
+        for m, own, buffers in kept:
+            for name in own_attributes(m).keys() - own.keys():
+                del vars(m)[name]
+            vars(m).update(own)
+            m._buffers.update(buffers)
+        for value, before in insides:
+            value.clear()
+            value.extend(before) if isinstance(value, list) else value.update(before)
+        with torch.no_grad():
+            for tensor, version, before in tensors.values():
+                if tensor._version != version:
+                    tensor.copy_(before)
+
+
+def _tensors(kept: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> Iterator[Any]:
+    for _, own, buffers in kept:
+        for value in (*own.values(), *buffers.values()):
+            inside = value.values() if type(value) is dict else value
+            for each in inside if type(value) in (list, tuple, dict) else (value,):
+                # A tensor of inference mode has no version, and nothing here writes into it.
+                if isinstance(each, torch.Tensor) and not each.is_inference():
+                    yield each
+
+
+def noise(name: str, local: torch.Tensor, width: int) -> torch.Tensor | None:
+    """What tells more than a weight whose numbers are all equal, or None.
+
+    Many weights are zeros at first, and nothing shows in zeros: neither which position's row was
+    added, nor what they were multiplied with. The noise lies around the weight's number and is the
+    same wherever the name and the shape are the same.
+
+    Args:
+        name: The fqn of the weight.
+        local: Its numbers, or this rank's part of them.
+        width: Its last size, whole: the noise has the spread of a fresh projection.
+    """
+    if not local.numel() or not local.is_floating_point():
+        return None
+    low, high = torch.aminmax(local)
+    if low != high or (local.numel() == 1 and low):
+        return None
+    generator = torch.Generator(local.device).manual_seed(zlib.crc32(name.encode()))
+    return torch.empty_like(local).normal_(float(low), width**-0.5, generator=generator)
