@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import meshplan
 from meshplan.errors import MeshplanError
+from meshplan.runtime.pipeline.hooks import Hooks
 from tests.parity import TOLERANCE
 
 DIM, LAYERS, STEPS = 8, 4, 3
@@ -162,6 +163,16 @@ class Fewer(Features):
 
     def finish(self, out: Tensor, states: list[Tensor]) -> Any:
         return (out, states) if type(out).__name__ == "FakeTensor" else (out, states[:-1])
+
+
+def test_hooks_that_prepare_weights_are_left_alone() -> None:
+    """Their weights are not here, and their buffers must not move."""
+    module = torch.nn.utils.spectral_norm(nn.Linear(DIM, DIM))
+    before, seen = module.weight_u.clone(), []
+    module.register_forward_pre_hook(lambda module, args: seen.append(args))
+    Hooks(frozenset()).call(module, "unit", (before,), {}, before)
+    assert torch.equal(module.weight_u, before)
+    assert seen == [(before,)]
 
 
 def test_another_output_than_recorded_is_refused(pool: Any) -> None:

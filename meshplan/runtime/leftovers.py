@@ -99,7 +99,7 @@ def _holds(item: Any, ids: set[int]) -> bool:
         edge = [
             part
             for part in gc.get_referents(*edge)
-            if id(part) not in seen and not isinstance(part, _NAMESPACES)
+            if id(part) not in seen and not issubclass(type(part), _NAMESPACES)
         ]
         seen.update(map(id, edge))
     return not seen.isdisjoint(ids)
@@ -160,18 +160,19 @@ def _roots(model: nn.Module) -> Iterator[Any]:
 
 
 def _can_change(item: Any) -> bool:
-    if isinstance(item, type):
+    # By its type, not `isinstance`: a proxy may do anything when asked for its class.
+    if issubclass(type(item), type):
         return _is_foreign(item.__module__)
-    return type(item) in _CONTAINERS or isinstance(item, types.CellType)
+    return type(item) in (*_CONTAINERS, types.CellType)
 
 
 def _parts(item: Any) -> Iterable[Any]:
     if _can_change(item):
         now = _copied(item) or ()
         return tuple(now.values() if isinstance(now, dict) else now)
-    if isinstance(item, staticmethod | classmethod):
+    if type(item) in (staticmethod, classmethod):
         return (item.__func__,)
-    if isinstance(item, types.FunctionType):
+    if type(item) is types.FunctionType:
         defaults = (*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values())
         return (*(item.__closure__ or ()), *defaults)
     return ()

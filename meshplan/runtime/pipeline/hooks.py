@@ -38,9 +38,7 @@ class Hooks:
         Raises:
             ApplyError: A hook changes the result.
         """
-        for number, hook in tuple(module._forward_pre_hooks.items()):
-            if number in self.wrapping:
-                continue
+        for number, hook in self._called(module._forward_pre_hooks):
             if number in module._forward_pre_hooks_with_kwargs:
                 given = hook(module, args, kwargs)
                 args, kwargs = given if given is not None else (args, kwargs)
@@ -48,9 +46,7 @@ class Hooks:
                 given = hook(module, args)
                 if given is not None:
                     args = given if isinstance(given, tuple) else (given,)
-        for number, hook in tuple(module._forward_hooks.items()):
-            if number in self.wrapping:
-                continue
+        for number, hook in self._called(module._forward_hooks):
             if number in module._forward_hooks_with_kwargs:
                 given = hook(module, args, kwargs, output)
             else:
@@ -64,6 +60,15 @@ class Hooks:
                         fix="change it inside the module's forward, or leave pp out",
                     )
                 )
+
+    def _called(self, hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
+        # Those of torch itself prepare the module's own weights, which are not here.
+        return [
+            (number, hook)
+            for number, hook in hooks.items()
+            if number not in self.wrapping
+            and getattr(hook, "__module__", "").partition(".")[0] != "torch"
+        ]
 
 
 def numbers_of(module: nn.Module) -> frozenset[int]:
