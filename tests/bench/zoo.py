@@ -1,7 +1,7 @@
 """Every architecture of transformers under every kind of layout, against one process.
 
     python -m tests.bench.zoo [--only 'qwen*'] [--layouts full_shard pp] [--sample]
-                              [--jobs N] [--json FILE] [--write] [--dry]
+                              [--jobs N] [--timeout S] [--json FILE] [--write] [--dry]
 
 Each cell trains two steps of SGD in float32 and compares the losses and every parameter with one
 process on the same global batch. Its outcome is one of
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.bench import zoo_models as zoo
-from tests.bench.zoo_cell import LAYOUTS, OUTCOMES, Cell, run
+from tests.bench.zoo_cell import LAYOUTS, OUTCOMES, TIMEOUT_S, Cell, run
 from tests.bench.zoo_table import SHORT, TABLE, reasons, report, write
 from tests.pool import Pool
 
@@ -55,7 +55,9 @@ def done(path: Path | None) -> dict[tuple[str, str], Cell]:
     return {(cell.name, cell.layout): cell for cell in cells}
 
 
-def sweep(names: Sequence[str], layouts: Sequence[str], path: Path | None, jobs: int) -> list[Cell]:
+def sweep(
+    names: Sequence[str], layouts: Sequence[str], path: Path | None, jobs: int, timeout_s: float
+) -> list[Cell]:
     """Run what is not done yet, `jobs` architectures at a time; print each row as it is ready."""
     cells = done(path)
     todo = iter(names)
@@ -74,7 +76,7 @@ def sweep(names: Sequence[str], layouts: Sequence[str], path: Path | None, jobs:
                     if (name, layout) in cells:
                         continue
                     ranks = LAYOUTS[layout][0]
-                    cell = run(pools.setdefault(ranks, Pool(ranks)), name, layout)
+                    cell = run(pools.setdefault(ranks, Pool(ranks)), name, layout, timeout_s)
                     with lock:
                         cells[name, layout] = cell
                         if path is not None:
@@ -103,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--sample", action="store_true", help="the architectures of the test")
     parser.add_argument("--jobs", type=int, default=1, help="architectures at a time")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for a cell")
     parser.add_argument("--json", type=Path, help="append results here, skip what is there")
     parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
     parser.add_argument("--dry", action="store_true", help="run nothing, report what --json has")
@@ -117,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = done(asked.json)
         cells = [known[n, lay] for n in names for lay in asked.layouts if (n, lay) in known]
     else:
-        cells = sweep(names, asked.layouts, asked.json, asked.jobs)
+        cells = sweep(names, asked.layouts, asked.json, asked.jobs, asked.timeout)
     print(f"\n{len(cells)} cells in {time.monotonic() - began:.0f} s")
     print(*report(cells, asked.layouts), *reasons(cells), sep="\n")
     if asked.write:

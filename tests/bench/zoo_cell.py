@@ -198,10 +198,10 @@ def rounding(name: str, parts: int, expected: Reference) -> float:
     return max(difference(o.losses, o.state, expected)[0] for o in others)
 
 
-def run(pool: Pool, name: str, layout: str) -> Cell:
+def run(pool: Pool, name: str, layout: str, timeout_s: float = TIMEOUT_S) -> Cell:
     """One cell on a pool."""
     try:
-        results = pool.run(train, name, layout, timeout=TIMEOUT_S)
+        results = pool.run(train, name, layout, timeout=timeout_s)
     except PoolError as error:
         story = str(error).strip()
         failed = re.findall(r"^(\w[\w.]*(?:Error|Exception|NotBuilt|Interrupt)\b.*)$", story, re.M)
