@@ -206,8 +206,9 @@ def run(pool: Pool, name: str, layout: str, timeout_s: float = TIMEOUT_S) -> Cel
         story = str(error).strip()
         failed = re.findall(r"^(\w[\w.]*(?:Error|Exception|NotBuilt|Interrupt)\b.*)$", story, re.M)
         if not failed:
-            return Cell(name, layout, "timeout" if "hung" in story else "error", 0.0,
-                        story.split("\n")[-1][:300])  # fmt: skip
+            where = re.search(r"^ *File .*$", story, re.M)  # The innermost frame comes first.
+            why = where[0].strip() if where else story.split("\n")[-1]
+            return Cell(name, layout, "timeout" if "hung" in story else "error", 0.0, why[:300])
         return Cell(name, layout, "error", 0.0, failed[0][:300])
     outcomes = {result[0] for result in results}
     if outcomes == {"refused", "pass"} or outcomes == {"not yet", "pass"}:
