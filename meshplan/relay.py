@@ -76,6 +76,28 @@ def unit_calls(flow: Flow, opened: Iterable[str], free: Iterable[str] = ()) -> t
     return tuple(visit(flow.calls[0]))
 
 
+def stages_of(calls: Iterable[Call], planned: Iterable[tuple[str, int]]) -> list[int | None]:
+    """The stage of each call: the planned one, by how often its module ran before.
+
+    Args:
+        planned: (module, stage) of each unit, in execution order.
+
+    Returns:
+        Never falling; None for the call of a module that is not planned.
+    """
+    waiting: dict[str, list[int]] = {}
+    for module, stage in planned:
+        waiting.setdefault(module, []).append(stage)
+    out: list[int | None] = []
+    reached = 0
+    for call in calls:
+        found = waiting.get(call.module)
+        if found:
+            reached = max(reached, found.pop(0) if len(found) > 1 else found[0])
+        out.append(reached if found else None)
+    return out
+
+
 def _is_inside(fqn: str, module: str) -> bool:
     return fqn == module or fqn.startswith(f"{module}.")
 

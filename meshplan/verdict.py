@@ -59,7 +59,14 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What one rank found about itself."""
+    """What one rank found about itself.
+
+    Args:
+        held: Bytes of state; `predicted` is what the layouts say.
+        sent: Where the collectives of a step are others than predicted.
+        unknown: What no prediction was made of.
+        num_routed: Collectives whose size a router decides, compared with its bounds only.
+    """
 
     held: StateBytes
     predicted: StateBytes
@@ -67,6 +74,7 @@ class RankReport:
     num_collectives: int
     collective_bytes: int
     unknown: tuple[str, ...]
+    num_routed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

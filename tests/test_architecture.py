@@ -33,6 +33,7 @@ LEVELS = [
         solve sizing
         memory cost
         plan
+        restrict
         traffic
         verdict
         planner render runtime

@@ -7,14 +7,12 @@ from dataclasses import replace
 from typing import Any, Final
 
 import pytest
-import torch.distributed as dist
 
 import meshplan
-from meshplan.runtime.count import counting
 from meshplan.runtime.trace import graph_of
-from meshplan.runtime.visits import record_visits
 from meshplan.traffic import Difference, Forecast, Forward, Route, Traffic, differences, forecast
 from tests import models
+from tests.counted import told_and_counted
 from tests.test_tensor_parallel import NORMS, PLAIN
 
 DP2_TP2: Final = {"mesh": {"dp_shard": 2, "tp": 2}, "rules": PLAIN}
@@ -101,23 +99,6 @@ CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 }
 
 
-def told_and_counted(name: str, plan: dict[str, Any]) -> tuple[Forecast, Counter[Route]]:
-    """The forecast of this rank, and what its third step really sent."""
-    model = models.build(name)
-    spec = meshplan.load_spec({"version": 1, **plan})
-    decided = meshplan.make_plan(spec, graph_of(model), world_size=dist.get_world_size())
-    inputs, _ = models.batch(name, 0, 8 // decided.num_data_ranks // decided.accumulate)
-    forward = record_visits(model, lambda: models.call(model, inputs))
-    model = meshplan.parallelize(model, decided)
-    sgd = models.optimizer(model)
-    batch = meshplan.local_batch(model, models.batch(name, 0))
-    for _ in range(2):
-        meshplan.train_step(model, sgd, *batch, models.loss)
-    with counting(decided.mesh) as counted:
-        meshplan.train_step(model, sgd, *batch, models.loss)
-    return forecast(decided, forward, dist.get_rank()), counted
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_counted_equals_predicted(pool, case):
     for told, counted in pool(4).run(told_and_counted, *CASES[case]):
@@ -158,9 +139,9 @@ def test_an_axis_without_a_rule_is_named():
     spec = meshplan.load_spec({"version": 1, **DP2_TP2})
     plan = meshplan.make_plan(spec, graph_of(models.build("own_llama")))
     first, *others = plan.assignment.tensors.values()
-    odd = replace(first, stored=first.stored.cut("ep", 0))
+    odd = replace(first, stored=first.stored.cut("other", 0))
     tensors = {placed.info.fqn: placed for placed in (odd, *others)}
-    forward = Forward((), ())
+    forward = Forward(calls=())
     assert forecast(plan, forward).unknown == ()
     changed = replace(plan, assignment=replace(plan.assignment, tensors=tensors))
-    assert forecast(changed, forward).unknown == ("what the axis ep sends",)
+    assert forecast(changed, forward).unknown == ("what the axis other sends",)

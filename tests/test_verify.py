@@ -16,6 +16,7 @@ import meshplan
 from meshplan.cli import main
 from meshplan.errors import Origin
 from meshplan.memory import StateBytes
+from meshplan.render.verify import verdict_to_text
 from meshplan.runtime.shrink import Source, model_of_source, shrink
 from meshplan.runtime.tiny_config import shrink_layers, shrink_sizes
 from meshplan.traffic import Difference, Route
@@ -171,6 +172,17 @@ def test_a_model_that_stays_too_large_is_refused(run, monkeypatch):
     assert "no small model could be made: it has 0.0 GiB" in err
 
 
+def test_a_loss_over_parts_of_the_vocabulary_is_compared_too(run):
+    plan = {"version": 1, "mesh": {"tp": 2}, "loss_parallel": True,
+            "model": {"entry": "meshplan.runtime.demo_model:build"},
+            "rules": [{"match": "{embed,head}", "place": {"tp": "vocab"}}]}  # fmt: skip
+    code, out, _ = run(plan, "--json")
+    assert code == 0
+    for rank in json.loads(out)["result"]["by_rank"]:
+        assert rank["differences"] == rank["not_predicted"] == []
+        assert rank["sized_by_routing"] == 0
+
+
 def small(plan: dict[str, Any], source: Source, max_ranks: int = 16) -> Any:
     return shrink(meshplan.load_spec({"version": 1, **plan}), source, max_ranks)
 
@@ -270,3 +282,10 @@ def test_each_finding(changed, finding):
     verdict = replace(RIGHT, **changed)
     assert verdict.findings() == finding
     assert verdict.is_ok is not bool(finding)
+
+
+def test_what_the_routing_decides_is_said():
+    verdict = replace(RIGHT, ranks=(replace(RANK, num_routed=12),))
+    for told, end in ((RIGHT, "the one rank"), (verdict, "that the routing of tokens decides")):
+        line = next(x for x in verdict_to_text(told, "plan") if x.startswith("collectives"))
+        assert line.endswith(end)

@@ -68,7 +68,10 @@ def _collectives(verdict: Verdict) -> list[str]:
         return [f"{head}; not predicted:", *(f"    {what}" for what in first.unknown)]
     apart = [(n, r) for n, r in enumerate(verdict.ranks) if r.sent]
     if not apart:
-        return [f"{head}; kind by kind and byte by byte as predicted on {_ranks(verdict)}"]
+        told = f"{head}; kind by kind and byte by byte as predicted on {_ranks(verdict)}"
+        if first.num_routed:
+            told += f", but for the bytes of {first.num_routed} that the routing of tokens decides"
+        return [told]
     rank, report = apart[0]
     return [
         f"{head}; DIFFERENT on {len(apart)} ranks, on rank {rank}:",
@@ -122,6 +125,7 @@ def _rank_to_json(rank: RankReport) -> dict[str, Any]:
         "predicted_bytes": rank.predicted.total_bytes,
         "collectives": rank.num_collectives,
         "collective_bytes": rank.collective_bytes,
+        "sized_by_routing": rank.num_routed,
         "not_predicted": list(rank.unknown),
         "differences": [
             {

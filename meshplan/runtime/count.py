@@ -45,7 +45,8 @@ class _Count(TorchDispatchMode):
         kind = _kind(func)
         if kind:
             axes = _axes(dist.get_process_group_ranks(group_of(args, kwargs)), self.mesh)
-            self.counted[Route(kind, axes, _bytes(args, out))] += 1
+            if axes:  # Alone in its group, a rank sends nothing.
+                self.counted[Route(kind, axes, _bytes(kind, args, out))] += 1
         return out
 
 
@@ -80,10 +81,17 @@ def _axes(ranks: list[int], mesh: Mesh) -> tuple[str, ...]:
     return mesh.spread(differ - lenders if differ & lent else differ)
 
 
-def _bytes(args: tuple[Any, ...], out: Any) -> int:
-    """The bytes of the whole: what is gathered, or what is reduced or scattered."""
-    sizes = [_size(arg) for arg in (*args, out)]
-    return max(sizes)
+def _bytes(kind: str, args: tuple[Any, ...], out: Any) -> int:
+    """What is gathered, or what is reduced or scattered, whole; of an all_to_all what is sent."""
+    if kind == "all_to_all":
+        # torch's ops take (received, sent), its functional ones give back what is received.
+        return [_size(arg) for arg in args if _holds_tensors(arg)][-1]
+    return max(_size(arg) for arg in (*args, out))
+
+
+def _holds_tensors(arg: Any) -> bool:
+    parts = arg if isinstance(arg, tuple | list) else [arg]
+    return any(isinstance(part, torch.Tensor) for part in parts)
 
 
 def _size(value: Any) -> int:

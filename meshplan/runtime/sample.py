@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from meshplan.errors import Problem, SpecError
@@ -82,14 +83,33 @@ def results(output: Any) -> list[torch.Tensor]:
     return [t for _, t in tensors_in(output) if t.ndim and t.is_floating_point()]
 
 
-def sample_targets(shapes: Sequence[Sequence[int]], samples: int, step: int) -> tuple[Any, ...]:
-    """Random numbers of the shapes of `results`, for this many samples."""
+def sample_targets(
+    shapes: Sequence[Sequence[int]], samples: int, step: int, *, are_classes: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Targets for `results` of these shapes, for this many samples.
+
+    Args:
+        are_classes: Which entry along the last dim is right; else random numbers of each shape.
+    """
     generator = torch.Generator().manual_seed(2000 + step)
+    if are_classes:
+        return tuple(
+            torch.randint(shape[-1], (samples, *shape[1:-1]), generator=generator)
+            for shape in shapes
+        )
     return tuple(torch.randn(samples, *shape[1:], generator=generator) for shape in shapes)
 
 
 def sample_loss(output: Any, targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Mean squares, so that the mean of equal parts is the mean of the whole."""
-    found = results(output)
-    parts = [(o.float() - t).square().mean() for o, t in zip(found, targets, strict=True)]
-    return torch.stack(parts).sum()
+    """Mean squares, or cross-entropy where targets are classes.
+
+    The mean of equal parts is the mean of the whole.
+    """
+    pairs = zip(results(output), targets, strict=True)
+    return torch.stack([_distance(o.float(), target) for o, target in pairs]).sum()
+
+
+def _distance(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if target.is_floating_point():
+        return (output - target).square().mean()
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())

@@ -31,7 +31,7 @@ from meshplan.runtime.shrink import Small, Source, model_of_source
 from meshplan.runtime.state import full_state_dict
 from meshplan.runtime.trace import graph_of
 from meshplan.runtime.train import clip_grad_norm_, local_batch, train_step
-from meshplan.runtime.visits import record_visits
+from meshplan.runtime.visits import record_forward
 from meshplan.spec import Spec
 from meshplan.traffic import Forecast, differences, forecast
 from meshplan.verdict import HALF, SINGLE, Moved, RankReport, Tolerance, Training, Verdict
@@ -109,13 +109,14 @@ def _verify_rank(send: Send, spec: Spec, source: Source) -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     micro = int(spec.batch.micro or 1)
     inputs = sample_inputs(model, spec, micro, 0)
-    forward = record_visits(alone, lambda: call(alone, inputs))
     model = parallelize(model, spec, example_inputs=inputs)
     plan = applied(model).plan
     if applied(model).loss_scale != 1.0:
         applied(model).loss_scale = _SAFE_SCALE
     samples = micro * plan.accumulate * plan.num_data_ranks
     batches = _Batches(alone, plan, shapes, samples)
+    inputs, targets = local_batch(model, batches.of(0))
+    forward = record_forward(alone, plan, inputs, targets, sample_loss)
     told = forecast(plan, forward, dist.get_rank())
     training, report = _train_together(model, plan, told, batches, rate)
     state = full_state_dict(model)
@@ -175,7 +176,8 @@ def _prepare(model: nn.Module, spec: Spec) -> tuple[list[tuple[int, ...]], float
     if not all(torch.equal(a, b) for a, b in zip(first, again, strict=True)):
         raise ValueError("its forward draws random numbers, so that two runs differ anyway")
     shapes = [tuple(t.shape) for t in first]
-    sample_loss(first, sample_targets(shapes, 2, 0)).backward()
+    targets = sample_targets(shapes, 2, 0, are_classes=spec.loss_parallel)
+    sample_loss(first, targets).backward()
     moved = [p for p in model.parameters() if p.grad is not None]
     gradients = torch.stack([p.grad.norm() for p in moved if p.grad is not None]).norm()
     weights = torch.stack([p.detach().norm() for p in moved]).norm()
@@ -197,7 +199,8 @@ class _Batches:
     def of(self, step: int) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """(inputs, targets) of a step."""
         inputs = sample_inputs(self.model, self.plan.spec, self.samples, step)
-        return inputs, sample_targets(self.shapes, self.samples, step)
+        classes = self.plan.assignment.loss_parallel
+        return inputs, sample_targets(self.shapes, self.samples, step, are_classes=classes)
 
 
 def _train_together(
@@ -230,6 +233,7 @@ def _train_together(
         num_collectives=sum(counted.values()),
         collective_bytes=sum(route.num_bytes * times for route, times in counted.items()),
         unknown=told.unknown,
+        num_routed=sum(each.count for each in told.traffic if each.routed),
     )
     return Training(losses=tuple(losses), norms=tuple(norms)), report
 

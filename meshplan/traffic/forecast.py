@@ -1,59 +1,123 @@
-"""The traffic of parameters, gradients and buffers, and of `train_step` itself.
+"""Everything that one training step sends, put together axis by axis.
 
-Knows what FSDP2 and DistributedDataParallel do with a layout, call by call. Refuses to guess:
-what follows from no layout is named in `Forecast.unknown`.
-
-Source: torch 2.13: FSDPParamGroup.unshard and post_backward, foreach_all_gather, foreach_reduce;
-Reducer. `tests/test_traffic.py` counts on real runs and compares.
+Refuses to guess: what follows from no layout and no record is named in `Forecast.unknown`.
+`tests/test_traffic.py` counts on real runs and compares.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from meshplan.assign import Placed, Unit
-from meshplan.graph import DTYPE_BYTES
 from meshplan.mesh import DATA_AXES, EXPERT_SHARD, GRADIENT_AXES
 from meshplan.plan import Plan
-from meshplan.traffic.tensor_parallel import activations, gathered_at_use, partial_gradients
-from meshplan.traffic.types import Forecast, Forward, Route, Traffic, along, one, trainable
+from meshplan.restrict import restrict
+from meshplan.schedules import SCHEDULES
+from meshplan.traffic.batchnorm import statistics
+from meshplan.traffic.context import attention, unknown_heads
+from meshplan.traffic.data import agreement, ddp, unit_traffic
+from meshplan.traffic.experts import Arrivals, dispatch, unknown_experts
+from meshplan.traffic.forward import Forward
+from meshplan.traffic.loss import token_losses, unknown_losses
+from meshplan.traffic.pipeline import Stretch, counted_once, pipeline, steps_of, stretches
+from meshplan.traffic.tensor_parallel import (
+    activations,
+    gathered_at_use,
+    partial_gradients,
+    unknown_heads_together,
+)
+from meshplan.traffic.types import Forecast, Traffic, one
+from meshplan.traffic.units import Passes, uses_of_units
 
-_KNOWN_AXES: Final = (*DATA_AXES, EXPERT_SHARD, "tp")
+_KNOWN_AXES: Final = (*DATA_AXES, EXPERT_SHARD, "pp", "cp", "tp", "ep")
 _WORD: Final = re.compile(r"R|P|outside|S\(-?\d+\)")
 
 
-def forecast(plan: Plan, forward: Forward | None = None, rank: int = 0) -> Forecast:
+def forecast(
+    plan: Plan,
+    forward: Forward | None = None,
+    rank: int = 0,
+    *,
+    arrivals: Arrivals | None = None,
+) -> Forecast:
     """What `rank` sends and receives in one step.
 
     Args:
-        forward: A forward of the unparallelized model with one microbatch of one rank; needed for
-            what activations send, that is, for tp.
+        forward: `runtime.visits.record_forward` of this rank; needed for what activations send.
+        arrivals: How the tokens of ep are routed; None tells balanced figures and their bounds.
 
     Assumes: every parameter gets a gradient.
     """
-    mesh = plan.mesh
-    unknown = _unknown(plan)
-    traffic = [*_step(plan), *_clipping(plan), *_agreement(plan, rank)]
-    if plan.assignment.wrapper == "ddp":
-        traffic += _ddp(plan)
-    for unit in plan.assignment.units.values():
-        traffic += _unit(plan, unit, forward, rank)
-    if mesh.size("tp") > 1:
-        if forward is None:
-            unknown.append("what activations send along tp, without a record of the forward")
+    unknown = _unknown(plan, forward)
+    traffic = [*_step(plan), *_clipping(plan, rank)]
+    if plan.assignment.stages is None:
+        traffic += _compute(plan, forward, rank, Passes(("F", "B") * plan.accumulate))
+        traffic += dispatch(plan, forward, arrivals) if forward is not None else ()
+    else:
+        cut = stretches(plan, forward)
+        if isinstance(cut, str):
+            unknown.append(f"what the stages send, {cut}")
         else:
-            traffic += activations(plan, forward)
-            traffic += gathered_at_use(plan, forward)
-        traffic += partial_gradients(plan)
-    kept = tuple(t for t in traffic if t.count and t.route.axes and t.route.num_bytes)
-    return Forecast(kept, tuple(unknown))
+            traffic += pipeline(plan, rank, cut)
+            traffic += _stages(plan, rank, cut)
+    if forward is not None and _computes_loss(plan, rank):
+        traffic += token_losses(plan, forward)
+    return Forecast(tuple(filter(_is_sent, traffic)), tuple(unknown))
 
 
-def _unknown(plan: Plan) -> list[str]:
+def _is_sent(traffic: Traffic) -> bool:
+    """Whether it is a collective at all; an exchange of no rows is one."""
+    route = traffic.route
+    has_bytes = route.num_bytes > 0 or route.kind == "all_to_all"
+    return traffic.count > 0 and bool(route.axes) and has_bytes
+
+
+def _computes_loss(plan: Plan, rank: int) -> bool:
+    stages = plan.assignment.stages
+    return stages is None or stages.num - 1 in stages.of_rank(plan.mesh.index(rank, ("pp",)))
+
+
+def _stages(plan: Plan, rank: int, cut: Sequence[Stretch]) -> Iterator[Traffic]:
+    """What the stages of `rank` send within themselves."""
+    stages, steps = plan.assignment.stages, steps_of(plan, rank)
+    assert stages is not None
+    splits = SCHEDULES[stages.schedule].splits_backward
+    for stage in stages.of_rank(plan.mesh.index(rank, ("pp",))):
+        # What comes from no input of the stage is left to the second half.
+        has_first_half = stage > 0 and any(t.needs_grad for t in cut[stage - 1].sends)
+        is_reached = stage == stages.num - 1 or any(t.needs_grad for t in cut[stage].sends)
+        words = {"F": "F"}
+        if is_reached:
+            words |= {"B": "B", ("I" if has_first_half else "W"): "B"}
+        order = [words[s.kind] for s in steps if s.stage == stage and s.kind in words]
+        passes = Passes(tuple(order) * plan.accumulate, splits, is_reached or splits)
+        yield from _compute(restrict(plan, stage), cut[stage].forward, rank, passes)
+
+
+def _compute(plan: Plan, forward: Forward | None, rank: int, passes: Passes) -> Iterator[Traffic]:
+    """What forwards and backwards send, and what follows the last one.
+
+    Args:
+        plan: Of the model, or of one stage.
+    """
+    if passes.settles:
+        yield from agreement(plan, rank)
+    if plan.assignment.wrapper == "ddp":
+        yield from ddp(plan)
+    uses = uses_of_units(plan, forward, passes)
+    for fqn, use in uses.items():
+        yield from unit_traffic(plan, plan.assignment.units[fqn], use, rank)
+    yield from partial_gradients(plan, passes, uses)
+    if forward is not None:
+        yield from activations(plan, forward)
+        yield from gathered_at_use(plan, forward)
+        yield from statistics(plan, forward)
+        if plan.assignment.context is not None:
+            yield from attention(plan, forward)
+
+
+def _unknown(plan: Plan, forward: Forward | None) -> list[str]:
     """What this room has no rule for, whoever decided it."""
     mesh, decided = plan.mesh, plan.assignment
     axes = [name for name in mesh.names if mesh.size(name) > 1]
@@ -73,11 +137,22 @@ def _unknown(plan: Plan) -> list[str]:
         for word, name in words.items()
         if not _WORD.fullmatch(word)
     ]
-    if plan.spec.loss_parallel:
-        out.append("what a loss over parts of the vocabulary sends")
-    if plan.spec.sync_batchnorm:
-        out.append("what BatchNorm sends for its statistics")
-    return out + [f"what '{code}' does to '{fqn}'" for fqn, code, _ in decided.apply]
+    out += [
+        *unknown_losses(plan, forward), *unknown_heads(plan, forward),
+        *unknown_experts(plan, forward), *unknown_heads_together(plan, forward),
+    ]  # fmt: skip
+    if plan.assignment.synchronized and forward is None:
+        out.append("what BatchNorm sends for its statistics, without a record of the forward")
+    stages = decided.stages
+    if stages is not None:
+        cut = [fqn for fqn in decided.units if fqn and fqn in stages.opened]
+        out += [f"what the unit '{fqn}' sends, which several stages run" for fqn in cut]
+        beside = [axis for axis in ("cp", "ep") if mesh.size(axis) > 1]
+        out += [f"what the axis {axis} sends within stages" for axis in beside]
+    out += [f"what '{code}' does to '{fqn}'" for fqn, code, _ in decided.apply]
+    if mesh.size("tp") > 1 and forward is None:
+        out.append("what activations send along tp, without a record of the forward")
+    return out
 
 
 def _step(plan: Plan) -> Iterator[Traffic]:
@@ -90,82 +165,13 @@ def _step(plan: Plan) -> Iterator[Traffic]:
         yield one(mesh, "all_reduce", mesh.names, 4, "whether a gradient overflowed")
 
 
-def _clipping(plan: Plan) -> Iterator[Traffic]:
+def _clipping(plan: Plan, rank: int) -> Iterator[Traffic]:
     """One number per group of gradients that are cut alike, along each axis that cuts them."""
     if plan.spec.clip_grad_norm is None:
         return
-    mesh = plan.mesh
-    cut_alike = {frozenset(p.stored.axes) for p in trainable(plan)}
+    mesh, tensors = plan.mesh, plan.assignment.tensors
+    cut_alike = {frozenset(tensors[fqn].stored.axes) for fqn in counted_once(plan, rank)}
     for axes in cut_alike:
         for axis in sorted(axes):
             yield one(mesh, "all_reduce", (axis,), 4, "the norm of the gradients")
-
-
-def _numel(placed: Placed, plan: Plan, rank: int) -> int:
-    return math.prod(placed.local_shape(plan.mesh, rank))
-
-
-def _agreement(plan: Plan, rank: int) -> Iterator[Traffic]:
-    """What data ranks settle after the last backward: scalars, and which gradients there are."""
-    if plan.assignment.wrapper != "units":
-        return
-    trained = [placed for placed in trainable(plan) if placed.info.numel]
-    for placed in trained:
-        if placed.reduced_alone:
-            num_bytes = _numel(placed, plan, rank) * DTYPE_BYTES[placed.dtype]
-            yield one(plan.mesh, "all_reduce", GRADIENT_AXES, num_bytes, placed.info.fqn)
-    notes = 8 * (len(trained) + 2)
-    what = "which parameters have a gradient, and which units were reduced"
-    yield one(plan.mesh, "all_reduce", GRADIENT_AXES, notes, what)
-
-
-def _ddp(plan: Plan) -> Iterator[Traffic]:
-    """Gradients in buckets once a step; buffers from rank 0, joined by dtype."""
-    mesh, options = plan.mesh, plan.spec.ddp
-    total = sum(p.info.numel * DTYPE_BYTES[p.dtype] for p in trainable(plan))
-    route = Route("all_reduce", along(mesh, GRADIENT_AXES), total)
-    yield Traffic(route=route, count=1, what="gradients, in buckets", is_split=True)
-    if options.get("find_unused_parameters"):
-        flags = 4 * len(trainable(plan))
-        yield one(mesh, "all_reduce", GRADIENT_AXES, flags, "which parameters were used")
-    if options.get("broadcast_buffers", True):
-        by_dtype: Counter[str] = Counter()
-        for placed in plan.assignment.tensors.values():
-            if placed.info.is_buffer:
-                by_dtype[placed.dtype] += placed.info.numel * DTYPE_BYTES[placed.dtype]
-        for dtype, num_bytes in by_dtype.items():
-            yield one(mesh, "broadcast", GRADIENT_AXES, num_bytes, f"{dtype} buffers")
-
-
-def _unit(plan: Plan, unit: Unit, forward: Forward | None, rank: int) -> Iterator[Traffic]:
-    """FSDP2: gathered for forward and again for backward, gradients reduced."""
-    mesh, k = plan.mesh, plan.accumulate
-    managed = [p for p in plan.assignment.tensors.values() if p.unit == unit.fqn]
-    trained = [p for p in managed if p.info.trainable]
-    what = f"unit '{unit.fqn}'" if unit.fqn else "the root unit"
-    shards = mesh.size(*unit.shard_axes)
-
-    def num_bytes(placed: Placed, dtype: str) -> int:
-        elements = _numel(placed, plan, rank)
-        if shards > 1:  # Every rank sends as much as the one with most.
-            elements = shards * placed.stored.padded_numel(
-                placed.info.shape, mesh, unit.shard_axes, rank
-            )
-        return elements * DTYPE_BYTES[dtype]
-
-    gathered = sum(num_bytes(p, p.compute_dtype) for p in managed)
-    again = unit.reshard_after_forward and _is_reached(unit, trained, forward)
-    times = k * (2 if again else 1)
-    yield one(mesh, "all_gather", unit.shard_axes, gathered, f"parameters of {what}", times)
-    reduced = sum(num_bytes(p, unit.precision.reduce or p.compute_dtype) for p in trained)
-    # As `runtime.data.set_gradient_sync` says it: shards are reduced after every microbatch.
-    scattered = k if "gradient" in plan.assignment.strategy.cuts else 1
-    yield one(mesh, "reduce_scatter", unit.shard_axes, reduced, f"gradients of {what}", scattered)
-    part = reduced // shards
-    yield one(mesh, "all_reduce", unit.replicate_axes, part, f"gradients of {what}")
-
-
-def _is_reached(unit: Unit, trained: Sequence[Placed], forward: Forward | None) -> bool:
-    """Whether backward comes to the unit: it need not, if nothing in it or before it is trained."""
-    calls = forward.of(unit.fqn) if forward else ()
-    return bool(trained) or not calls or any(call.output_needs_grad for call in calls)
+    yield one(mesh, "all_reduce", ("pp",), 4, "the norm of the gradients of other stages")

@@ -13,20 +13,65 @@ from collections.abc import Iterator, Mapping, Sequence
 from meshplan.assign import Placed, StyleUse
 from meshplan.graph import DTYPE_BYTES, is_inside
 from meshplan.plan import Plan
-from meshplan.traffic.types import Forward, Route, Traffic, Visit, one, trainable
+from meshplan.styles import dims_of
+from meshplan.traffic.forward import Forward, Visit
+from meshplan.traffic.types import Route, Traffic, one, trainable
+from meshplan.traffic.units import Passes, Use
+
+HEADS_TOGETHER = "mha"
+"""torch's own attention module, whose inputs are reduced one by one, a tensor that is several of
+them once; FSDP2 makes several of it."""
 
 
-def partial_gradients(plan: Plan) -> Iterator[Traffic]:
-    """Modules that keep whole parameters and compute on parts: each rank has an addend."""
-    once = plan.assignment.wrapper == "units" and "gradient" not in plan.assignment.strategy.cuts
-    count = 1 if once else plan.accumulate
+def unknown_heads_together(plan: Plan, forward: Forward | None) -> Iterator[str]:
+    """What calls of `nn.MultiheadAttention` send beyond what this room can tell."""
     for fqn, use in plan.assignment.styles.items():
-        if use.style.cut_dim is not None or use.style.input[1] == "R":
+        if use.style.kind != HEADS_TOGETHER or forward is None:
             continue
-        for placed in trainable(plan):
-            if any(name.rpartition(".")[0] == fqn for name in placed.info.names):
-                num_bytes = placed.info.numel * DTYPE_BYTES[placed.compute_dtype]
-                yield one(plan.mesh, "all_reduce", ("tp",), num_bytes, placed.info.fqn, count)
+        if plan.assignment.sequence_parallel or any(len(v.outputs) > 1 for v in forward.of(fqn)):
+            yield f"what '{fqn}' sends for its attention weights or for parts of the sequence"
+
+
+def partial_gradients(plan: Plan, passes: Passes, uses: Mapping[str, Use]) -> Iterator[Traffic]:
+    """Parameters that are whole and computed with on parts: each rank has an addend.
+
+    Args:
+        passes: Backwards, after each of which a parameter outside of every unit is added up.
+        uses: Of the units, which add up what they reduce.
+    """
+    cuts = "gradient" in plan.assignment.strategy.cuts and not passes.splits
+    for placed in trainable(plan):
+        if not _has_addends(plan, placed):
+            continue
+        count = passes.order.count("B")
+        if placed.unit is not None:
+            # Of several reductions in one backward, autograd has the gradient for the last.
+            ready = [times > 0 for times in uses[placed.unit].reductions]
+            is_at_once = cuts and plan.assignment.units[placed.unit].is_sharded
+            count = sum(ready if is_at_once else ready[-1:])
+        num_bytes = placed.info.numel * DTYPE_BYTES[placed.compute_dtype]
+        yield one(plan.mesh, "all_reduce", ("tp",), num_bytes, placed.info.fqn, count)
+
+
+def _has_addends(plan: Plan, placed: Placed) -> bool:
+    """Whether a parameter's gradient is a sum over tp."""
+    if placed.stored.dim_of("tp") is not None:
+        return False
+    if placed.is_local:
+        return True
+    for name in placed.info.names:
+        fqn, _, leaf = name.rpartition(".")
+        use = plan.assignment.styles.get(fqn)
+        if use is None:
+            continue
+        style = use.style
+        dims = dims_of(style.kind, leaf, len(placed.info.shape))
+        is_cut = style.cut_dim in dims or style.kind == HEADS_TOGETHER
+        if style.gradient == "P" or (use.pieces and is_cut):
+            return True  # A part of a whole one, or a result of which each rank has an addend.
+        if style.cut_dim is None and style.input[1] != "R":
+            return True
+    return False
 
 
 def gathered_at_use(plan: Plan, forward: Forward) -> Iterator[Traffic]:
@@ -38,7 +83,7 @@ def gathered_at_use(plan: Plan, forward: Forward) -> Iterator[Traffic]:
         num_bytes = _whole_bytes(placed.info.shape, dim, plan.mesh.size("tp"), placed)
         owners = {name.rpartition(".")[0] for name in placed.info.names}
         calls = [call for call in forward.calls if call.fqn in owners]
-        times = len(calls) + sum(_is_repeated(plan, forward, call, call.begin) for call in calls)
+        times = len(calls) + sum(is_repeated(plan, forward, call.fqn, call.begin) for call in calls)
         count = times * plan.accumulate
         yield one(plan.mesh, "all_gather", ("tp",), num_bytes, placed.info.fqn, count)
 
@@ -50,16 +95,17 @@ def _whole_bytes(shape: Sequence[int], dim: int, ranks: int, placed: Placed) -> 
     return math.prod(sizes) * DTYPE_BYTES[placed.compute_dtype]
 
 
-def _is_repeated(plan: Plan, forward: Forward, call: Visit, event: int) -> bool:
-    """Whether what a call does at this event is done again in backward.
+def is_repeated(plan: Plan, forward: Forward, fqn: str, event: int) -> bool:
+    """Whether what a module does at this event is done again in backward.
 
     A recomputed forward stops as soon as it has made the last tensor that autograd kept.
     """
-    around = next((fqn for fqn in plan.assignment.recompute if is_inside(call.fqn, fqn)), None)
+    recomputed = plan.assignment.recompute
+    around = next((outer for outer in recomputed if is_inside(fqn, outer)), None)
     if around is None:
         return False
     for outer in forward.of(around):
-        if outer.begin <= call.begin and call.end <= outer.end:
+        if outer.begin <= event <= outer.end:
             kept = [save for save in forward.saves if outer.begin < save < outer.end]
             return bool(kept) and event < kept[-1]
     return False
@@ -81,42 +127,60 @@ class _Activations:
             for placed in plan.assignment.tensors.values()
             for name in placed.info.names
         }
+        owners = {placed.unit for placed in plan.assignment.tensors.values()}
+        self.units = [call for call in forward.calls if call.fqn in owners]
         self.counted: Counter[tuple[Route, str]] = Counter()
 
     def traffic(self) -> Iterator[Traffic]:
-        seen: set[int] = set()
+        seen: set[tuple[int, int]] = set()
         for call in self.forward.calls:
             use = self.plan.assignment.styles.get(call.fqn)
-            if use is not None:
+            if use is not None and call.inputs and call.outputs:
                 self._input(call, use, seen)
                 self._output(call, use)
         for (route, what), count in self.counted.items():
             yield Traffic(route=route, count=count * self.plan.accumulate, what=what)
 
+    def _unit(self, call: Visit) -> int:
+        """When the innermost unit around a call began."""
+        around = (u.begin for u in self.units if u.begin <= call.begin and call.end <= u.end)
+        return max(around, default=0)
+
     def _words(self, pair: tuple[str, str]) -> tuple[str, str]:
         first, second = (self.outside if word == "outside" else word for word in pair)
         return first, second
 
-    def _input(self, call: Visit, use: StyleUse, seen: set[int]) -> None:
+    def _input(self, call: Visit, use: StyleUse, seen: set[tuple[int, int]]) -> None:
+        given = call.inputs[0]
         arrives, wanted = self._words(use.style.input)
-        self._send(call, call.input_shape, arrives, wanted, call.begin)
-        if not call.input_needs_grad:
+        self._send(call, given.shape, arrives, wanted, call.begin)
+        if not given.needs_grad:
+            return
+        if use.style.kind == HEADS_TOGETHER:
+            distinct = dict(zip(call.sources, call.inputs, strict=True)).values()
+            is_unit = any(unit.begin == call.begin for unit in self.units)
+            for tensor in call.inputs if is_unit else distinct:
+                if tensor.needs_grad:
+                    self._send(call, tensor.shape, "P", "R")
             return
         # A module that is cut along another dim than its input leaves addends in the gradient.
-        gradient = "P" if wanted == "R" and use.style.cut_dim is not None else wanted
+        adds_up = use.style.cut_dim is not None or use.style.gradient == "P"
+        gradient = "P" if wanted == "R" and adds_up else wanted
         if arrives == wanted:
-            if call.source in seen:
-                return  # The gradients of all that read it are added before they are reduced.
-            seen.add(call.source)
-        self._send(call, call.input_shape, gradient, arrives)
+            # The gradients of all that read a tensor are added before they are reduced, within a
+            # unit: to each unit FSDP2 hands a tensor of its own.
+            source = (call.sources[0], self._unit(call))
+            if source in seen:
+                return
+            seen.add(source)
+        self._send(call, given.shape, gradient, arrives)
 
     def _output(self, call: Visit, use: StyleUse) -> None:
+        made = call.outputs[0]
         computed, leaves = self._words(use.style.output)
-        self._send(call, call.output_shape, computed, leaves, call.end)
-        if call.output_needs_grad and computed == "P":
-            self._send(call, call.output_shape, leaves, "R")
-        elif call.output_needs_grad:
-            self._send(call, call.output_shape, leaves, computed)
+        self._send(call, made.shape, computed, leaves, call.end)
+        if made.needs_grad:
+            self._send(call, made.shape, leaves, "R" if computed == "P" else computed)
 
     def _send(
         self,
@@ -130,7 +194,7 @@ class _Activations:
         kind, cut = _change(source, target)
         if not kind:
             return
-        times = 1 + (event is not None and _is_repeated(self.plan, self.forward, call, event))
+        times = 1 + (event is not None and is_repeated(self.plan, self.forward, call.fqn, event))
         weight = self.weights[call.fqn]
         num_bytes = math.prod(shape) * DTYPE_BYTES[weight.compute_dtype]
         if cut:

@@ -18,12 +18,30 @@ class Route:
     Args:
         kind: all_gather, all_reduce, reduce_scatter, all_to_all, broadcast, send or recv.
         axes: The mesh axes along which its ranks differ.
-        num_bytes: Of the whole tensor: what is gathered, or what is reduced or scattered.
+        num_bytes: Of the whole tensor: what is gathered, or what is reduced or scattered. Of an
+            all_to_all what this rank sends.
     """
 
     kind: str
     axes: tuple[str, ...]
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Bounds of what a router decides.
+
+    Args:
+        row_bytes: Sent for each slot that came to this rank.
+        most_rows: Every slot of every rank; none may come as well.
+    """
+
+    row_bytes: int
+    most_rows: int
+
+    def allows(self, num_bytes: int) -> bool:
+        """Whether some routing sends this much."""
+        return not num_bytes % self.row_bytes and num_bytes <= self.row_bytes * self.most_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +53,15 @@ class Traffic:
         count: How often.
         what: The cause.
         is_split: torch cuts `num_bytes` into pieces that no layout tells.
+        routed: `num_bytes` is what a balanced routing sends, and what is really sent lies within
+            these bounds; None where it is exact.
     """
 
     route: Route
     count: int
     what: str
     is_split: bool = False
+    routed: Routed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +94,43 @@ class Difference:
 
 
 def differences(told: Forecast, counted: Counter[Route]) -> tuple[Difference, ...]:
-    """Where a forecast and a count differ; () when they are equal, byte by byte."""
+    """Where a forecast and a count differ; () when they are equal, byte by byte.
+
+    What a router decides is equal when it lies within its bounds, as often as predicted.
+    """
     predicted = told.routes()
+    found = _joined(told, predicted, _balanced(told, predicted, counted))
+    return tuple(
+        Difference(route, predicted[route], found[route])
+        for route in sorted(predicted.keys() | found.keys())
+        if predicted[route] != found[route]
+    )
+
+
+def _balanced(told: Forecast, predicted: Counter[Route], counted: Counter[Route]) -> Counter[Route]:
+    """A count in which what lies within the bounds of a routing is what a balanced one sends."""
+    routed = [(each, each.routed) for each in told.traffic if each.routed]
+    exact = predicted - Counter({})
+    for each, _ in routed:
+        exact[each.route] -= each.count
+    found, free = Counter(counted), Counter(counted)
+    free.subtract(exact)
+    # Wide rows first: what they may be, narrow ones may be too, seldom the other way round.
+    for each, bounds in sorted(routed, key=lambda pair: -pair[1].row_bytes):
+        left = each.count
+        for route in sorted(free, reverse=True):
+            is_alike = (route.kind, route.axes) == (each.route.kind, each.route.axes)
+            if is_alike and bounds.allows(route.num_bytes):
+                taken = max(0, min(left, free[route]))
+                left -= taken
+                free[route] -= taken
+                found[route] -= taken
+                found[each.route] += taken
+    return found
+
+
+def _joined(told: Forecast, predicted: Counter[Route], counted: Counter[Route]) -> Counter[Route]:
+    """A count in which the pieces of what torch splits are one."""
     found = Counter(counted)
     for whole in (t.route for t in told.traffic if t.is_split):
         pieces = Counter(
@@ -87,53 +143,7 @@ def differences(told: Forecast, counted: Counter[Route]) -> tuple[Difference, ..
         )
         if sum(route.num_bytes * times for route, times in pieces.items()) == whole.num_bytes:
             found = found - pieces + Counter([whole])
-    return tuple(
-        Difference(route, predicted[route], found[route])
-        for route in sorted(predicted.keys() | found.keys())
-        if predicted[route] != found[route]
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Visit:
-    """One call of a module in the forward of one process, as `runtime.visits` records it.
-
-    Args:
-        fqn: The module, under its first name.
-        source: A number for the input tensor: equal for calls that read the same one.
-        input_shape: Of one microbatch of one rank, whole.
-        output_shape: Likewise.
-        input_needs_grad: Whether backward goes on to what made the input.
-        output_needs_grad: Whether backward reaches this call.
-        begin: When it began, in events of the forward.
-        end: When it ended.
-    """
-
-    fqn: str
-    source: int
-    input_shape: tuple[int, ...]
-    output_shape: tuple[int, ...]
-    input_needs_grad: bool
-    output_needs_grad: bool
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """One forward of one process.
-
-    Args:
-        calls: In the order in which they began.
-        saves: The events at which autograd kept a tensor for backward.
-    """
-
-    calls: tuple[Visit, ...]
-    saves: tuple[int, ...]
-
-    def of(self, fqn: str) -> tuple[Visit, ...]:
-        """The calls of one module."""
-        return tuple(call for call in self.calls if call.fqn == fqn)
+    return found
 
 
 def along(mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:

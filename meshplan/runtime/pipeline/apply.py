@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.plan import Plan
+from meshplan.restrict import restrict
 from meshplan.runtime.materialize import Values
 from meshplan.runtime.mesh import submesh
 from meshplan.runtime.outside import watch_first_forward
 from meshplan.runtime.pipeline.hooks import hooks_of
 from meshplan.runtime.pipeline.module import PipelinedModule
-from meshplan.runtime.pipeline.restrict import restrict
 from meshplan.runtime.pipeline.run import Part
 from meshplan.runtime.pipeline.stage import Replay, make_stage, watch_calls
 

@@ -10,7 +10,7 @@ from torch import nn
 from meshplan.assign.types import Stages
 from meshplan.errors import ApplyError, Problem
 from meshplan.flow import Call
-from meshplan.relay import Cut, unit_calls
+from meshplan.relay import Cut, stages_of, unit_calls
 from meshplan.runtime.nest import opaque_in
 from meshplan.runtime.pipeline.stage import Program
 from meshplan.runtime.record import record
@@ -47,14 +47,10 @@ def make_program(skeleton: nn.Module, stages: Stages, inputs: Any) -> Program:
 
 
 def _stages_of(calls: tuple[Call, ...], stages: Stages) -> list[int]:
-    """The stage of each call: the plan's, by how often the module ran before."""
-    planned: dict[str, list[int]] = {}
-    for module, stage in stages.units:
-        planned.setdefault(module, []).append(stage)
-    out: list[int] = []
-    for call in calls:
-        found = planned.get(call.module)
-        if not found:
+    """The stage of each call."""
+    places = stages_of(calls, stages.units)
+    for call, place in zip(calls, places, strict=True):
+        if place is None:
             raise ApplyError(
                 Problem(
                     f"'{call.module}' runs here, but did not when the plan was decided",
@@ -62,9 +58,7 @@ def _stages_of(calls: tuple[Call, ...], stages: Stages) -> list[int]:
                     "pass example_inputs to parallelize that take the same way through the model",
                 )
             )
-        stage = found.pop(0) if len(found) > 1 else found[0]
-        out.append(max(stage, out[-1]) if out else stage)
-    return out
+    return [place for place in places if place is not None]
 
 
 def _problems(

@@ -15,8 +15,8 @@ def restrict(plan: Plan, stage: int) -> Plan:
     """The plan of one stage, as if it were the whole model.
 
     Returns:
-        The tensors that the stage holds, the units, styles and recomputed modules that run in
-        it; as many microbatches as backwards per optimizer step.
+        The tensors that the stage holds, the units, styles and other decisions on modules that
+        run in it; as many microbatches as backwards per optimizer step.
     """
     whole = plan.assignment
     stages = whole.stages
@@ -38,6 +38,7 @@ def restrict(plan: Plan, stage: int) -> Plan:
         styles=here(whole.styles),
         recompute=here(whole.recompute),
         attributes=tuple(a for a in whole.attributes if runs(a.module, stages, stage)),
+        synchronized=tuple(f for f in whole.synchronized if runs(f, stages, stage)),
         apply=(),
     )
     return replace(plan, assignment=part, accumulate=plan.accumulate * stages.microbatches)

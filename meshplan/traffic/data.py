@@ -1,0 +1,84 @@
+"""The traffic of parameters, gradients and buffers along the data axes.
+
+Knows what FSDP2 and DistributedDataParallel do with a layout, call by call.
+
+Source: torch 2.13: FSDPParamGroup.unshard and post_backward, foreach_all_gather, foreach_reduce;
+Reducer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from meshplan.assign import Placed, Unit
+from meshplan.graph import DTYPE_BYTES
+from meshplan.mesh import GRADIENT_AXES
+from meshplan.plan import Plan
+from meshplan.traffic.types import Route, Traffic, along, one, trainable
+from meshplan.traffic.units import Use
+
+
+def _numel(placed: Placed, plan: Plan, rank: int) -> int:
+    return math.prod(placed.local_shape(plan.mesh, rank))
+
+
+def agreement(plan: Plan, rank: int) -> Iterator[Traffic]:
+    """What data ranks settle after the last backward: scalars, and which gradients there are."""
+    if plan.assignment.wrapper != "units":
+        return
+    trained = [placed for placed in trainable(plan) if placed.info.numel]
+    for placed in trained:
+        if placed.reduced_alone:
+            num_bytes = _numel(placed, plan, rank) * DTYPE_BYTES[placed.dtype]
+            yield one(plan.mesh, "all_reduce", GRADIENT_AXES, num_bytes, placed.info.fqn)
+    notes = 8 * (len(trained) + 2)
+    what = "which parameters have a gradient, and which units were reduced"
+    yield one(plan.mesh, "all_reduce", GRADIENT_AXES, notes, what)
+
+
+def ddp(plan: Plan) -> Iterator[Traffic]:
+    """Gradients in buckets once a step; buffers from rank 0, joined by dtype."""
+    mesh, options = plan.mesh, plan.spec.ddp
+    total = sum(p.info.numel * DTYPE_BYTES[p.dtype] for p in trainable(plan))
+    route = Route("all_reduce", along(mesh, GRADIENT_AXES), total)
+    yield Traffic(route=route, count=1, what="gradients, in buckets", is_split=True)
+    if options.get("find_unused_parameters"):
+        flags = 4 * len(trainable(plan))
+        yield one(mesh, "all_reduce", GRADIENT_AXES, flags, "which parameters were used")
+    if options.get("broadcast_buffers", True):
+        by_dtype: Counter[str] = Counter()
+        for placed in plan.assignment.tensors.values():
+            if placed.info.is_buffer:
+                by_dtype[placed.dtype] += placed.info.numel * DTYPE_BYTES[placed.dtype]
+        for dtype, num_bytes in by_dtype.items():
+            yield one(mesh, "broadcast", GRADIENT_AXES, num_bytes, f"{dtype} buffers")
+
+
+def unit_traffic(plan: Plan, unit: Unit, use: Use, rank: int) -> Iterator[Traffic]:
+    """FSDP2: gathered for forward and again for backward, gradients reduced."""
+    mesh = plan.mesh
+    managed = [p for p in plan.assignment.tensors.values() if p.unit == unit.fqn]
+    trained = [p for p in managed if p.info.trainable]
+    what = f"unit '{unit.fqn}'" if unit.fqn else "the root unit"
+    shards = mesh.size(*unit.shard_axes)
+
+    def num_bytes(placed: Placed, dtype: str) -> int:
+        elements = _numel(placed, plan, rank)
+        if shards > 1:  # Every rank sends as much as the one with most.
+            elements = shards * placed.stored.padded_numel(
+                placed.info.shape, mesh, unit.shard_axes, rank
+            )
+        return elements * DTYPE_BYTES[dtype]
+
+    gathered = sum(num_bytes(p, p.compute_dtype) for p in managed)
+    parameters, gradients = f"parameters of {what}", f"gradients of {what}"
+    yield one(mesh, "all_gather", unit.shard_axes, gathered, parameters, use.gathers)
+    reduced = sum(num_bytes(p, unit.precision.reduce or p.compute_dtype) for p in trained)
+    # As `runtime.data.set_gradient_sync` says it: shards are reduced after every microbatch.
+    is_at_once = "gradient" in plan.assignment.strategy.cuts
+    at_last = use.reductions[-1] if use.reductions else 0
+    times = sum(use.reductions) if is_at_once else at_last
+    yield one(mesh, "reduce_scatter", unit.shard_axes, reduced, gradients, times)
+    yield one(mesh, "all_reduce", unit.replicate_axes, reduced // shards, gradients, at_last)

@@ -1,0 +1,109 @@
+"""The traffic of experts that are spread over ranks.
+
+Each call sends how many tokens go to each expert, the tokens and their weights, and brings back
+results; gradients go the way back. What a rank sends of its own tokens does not depend on the
+routing. What it sends of the tokens that came to it does: `Routed` says within which bounds, unless
+it is given how many came.
+
+Source: `runtime.expert`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from meshplan.graph import DTYPE_BYTES
+from meshplan.plan import Plan
+from meshplan.traffic.forward import Forward, Seen, Visit
+from meshplan.traffic.tensor_parallel import is_repeated
+from meshplan.traffic.types import Routed, Traffic, one
+
+COUNT_BYTES = DTYPE_BYTES["int64"]
+
+Arrivals = Mapping[str, Sequence[int]]
+"""By module of experts: how many slots come to a rank in each of its calls, in order, microbatch by
+microbatch."""
+
+
+def dispatch(plan: Plan, forward: Forward, arrivals: Arrivals | None) -> Iterator[Traffic]:
+    """What calls of spread experts send along ep, for all microbatches."""
+    if plan.mesh.size("ep") == 1:
+        return
+    for fqn, use in plan.assignment.experts.items():
+        calls = forward.of(fqn)
+        came = None if arrivals is None else arrivals[fqn]
+        if came is not None and len(came) != len(calls) * plan.accumulate:
+            raise ValueError(f"arrivals of {fqn}: {len(came)} for {len(calls)} calls a microbatch")
+        for number, call in enumerate(calls):
+            arguments = _arguments(call)
+            if arguments is None:
+                continue  # Named by `unknown_experts`.
+            # Whatever comes before the last thing that autograd keeps is done again, and the
+            # order in which tokens came is kept last.
+            again = bool(call.outputs and call.outputs[0].needs_grad)
+            times = 1 + (again and is_repeated(plan, forward, fqn, call.begin))
+            what = f"how many tokens go to each expert of {fqn}"
+            num_bytes = use.num_experts * COUNT_BYTES
+            yield one(plan.mesh, "all_to_all", ("ep",), num_bytes, what, times * plan.accumulate)
+            own = None if came is None else came[number :: len(calls)]
+            yield from _tokens(plan, call, arguments, times, own)
+
+
+def unknown_experts(plan: Plan, forward: Forward | None) -> Iterator[str]:
+    """Why this cannot be told."""
+    if plan.mesh.size("ep") == 1:
+        return
+    for fqn in plan.assignment.experts:
+        if forward is None:
+            yield f"what the experts of '{fqn}' are sent, without a record of the forward"
+        elif any(_arguments(call) is None for call in forward.of(fqn)):
+            yield f"what '{fqn}' is sent: which of its arguments are weights cannot be told"
+
+
+def _arguments(call: Visit) -> tuple[Seen, Seen, Seen] | None:
+    """Tokens, expert indices and weights among what the module was given; None if unclear."""
+    indices = [tensor for tensor in call.inputs if tensor.dtype.startswith("int")]
+    others = [tensor for tensor in call.inputs if not tensor.dtype.startswith("int")]
+    if len(indices) != 1 or len(others) != 2 or not call.outputs:
+        return None
+    (index,), (tokens, weights) = indices, others
+    if tokens.shape == index.shape:
+        tokens, weights = weights, tokens
+    is_clear = weights.shape == index.shape and tokens.shape != index.shape
+    return (tokens, index, weights) if is_clear else None
+
+
+def _tokens(
+    plan: Plan,
+    call: Visit,
+    arguments: tuple[Seen, Seen, Seen],
+    times: int,
+    came: Sequence[int] | None,
+) -> Iterator[Traffic]:
+    """Args: came: Slots that come to this rank, by microbatch; None where that is not known."""
+    tokens, index, weights = arguments
+    slots, result = math.prod(index.shape), call.outputs[0]
+
+    def sent(row_bytes: int, what: str, times: int) -> Traffic:
+        """One row for each slot of this rank's own tokens, wherever they go."""
+        count = times * plan.accumulate
+        return one(plan.mesh, "all_to_all", ("ep",), slots * row_bytes, what, count)
+
+    def returned(row_bytes: int, what: str, times: int) -> Iterator[Traffic]:
+        """One row for each slot that came here: as many as left, if the routing is balanced."""
+        if came is not None:
+            for rows in came:
+                yield one(plan.mesh, "all_to_all", ("ep",), rows * row_bytes, what, times)
+            return
+        routed = Routed(row_bytes, plan.mesh.size("ep") * slots)
+        yield replace(sent(row_bytes, what, times), routed=routed)
+
+    for tensor, width, name in ((tokens, tokens.shape[-1], "tokens"), (weights, 1, "weights")):
+        row_bytes, what = width * DTYPE_BYTES[tensor.dtype], f"{name} of {call.fqn}"
+        yield sent(row_bytes, what, times)
+        yield from returned(row_bytes, f"gradients of {what}", int(tensor.needs_grad))
+    row_bytes, what = result.shape[-1] * DTYPE_BYTES[result.dtype], f"results of {call.fqn}"
+    yield from returned(row_bytes, what, times)
+    yield sent(row_bytes, f"gradients of {what}", int(result.needs_grad))

@@ -1,0 +1,39 @@
+"""The traffic of a loss over parts of the vocabulary.
+
+Source: `runtime.loss`: the highest logit of each token, then three sums per token; its backward
+needs nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshplan.graph import DTYPE_BYTES
+from meshplan.plan import Plan
+from meshplan.traffic.forward import Forward
+from meshplan.traffic.types import Traffic, one
+
+SUMS = 3
+SINGLE_BYTES = DTYPE_BYTES["float32"]
+"""Statistics are taken in single precision at least."""
+
+
+def token_losses(plan: Plan, forward: Forward) -> Iterator[Traffic]:
+    """What the losses of one microbatch send along tp, for all microbatches."""
+    stages = plan.assignment.stages
+    times = plan.accumulate * (stages.microbatches if stages else 1)
+    for loss in forward.losses:
+        highest = loss.count * max(DTYPE_BYTES[loss.dtype], SINGLE_BYTES)
+        for num_bytes, what in ((highest, "highest logits"), (SUMS * highest, "sums over logits")):
+            yield one(plan.mesh, "all_reduce", ("tp",), num_bytes, what, times)
+
+
+def unknown_losses(plan: Plan, forward: Forward | None) -> Iterator[str]:
+    """Why this cannot be told."""
+    if not plan.assignment.loss_parallel:
+        return
+    what = "what a loss over parts of the vocabulary sends"
+    if forward is None or not (forward.losses or forward.strays):
+        yield f"{what}, without a record of the loss"
+    elif forward.strays:
+        yield f"{what}, which does {' and '.join(forward.strays)} with its logits"

@@ -1,0 +1,194 @@
+"""The traffic of a pipeline: what crosses its cuts, and what its ranks tell one another.
+
+Source: `runtime.pipeline`, which plays the actions of `schedules`; a value that skips stages is
+relayed through each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from meshplan.assign.types import Stages
+from meshplan.flow import Call, Flow
+from meshplan.graph import DTYPE_BYTES
+from meshplan.plan import Plan
+from meshplan.relay import Cut, stages_of, unit_calls
+from meshplan.schedules import SCHEDULES, Action, actions
+from meshplan.traffic.forward import Forward, Seen, Visit
+from meshplan.traffic.types import Traffic, one
+
+FLAGS_BYTES = 2 * 4
+LOSS_BYTES = 8
+IS_THERE_BYTES = 4
+
+
+def steps_of(plan: Plan, rank: int) -> tuple[Action, ...]:
+    """What `rank` does with one batch of microbatches."""
+    stages = plan.assignment.stages
+    assert stages is not None
+    rows = actions(
+        SCHEDULES[stages.schedule], stages.num_ranks, stages.virtual, stages.microbatches
+    )
+    return rows[plan.mesh.index(rank, ("pp",))]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """One stage of a recorded forward.
+
+    Args:
+        forward: What runs in it.
+        sends: What one microbatch hands to the next stage, as each rank of tp holds it.
+    """
+
+    forward: Forward
+    sends: tuple[Seen, ...]
+
+
+def stretches(plan: Plan, forward: Forward | None) -> tuple[Stretch, ...] | str:
+    """A forward, cut into stages; or why it cannot be."""
+    stages = plan.assignment.stages
+    assert stages is not None
+    if forward is None or forward.flow is None:
+        return "without a record of the forward"
+    flow = forward.flow
+    calls = unit_calls(flow, stages.opened, stages.free)
+    places = [place for place in stages_of(calls, stages.units) if place is not None]
+    visits = _visits(flow, calls, forward)
+    if len(places) < len(calls) or visits is None:
+        return "since the recorded forward took another way than the one that was cut"
+    seen = {
+        value: tensor
+        for call, visit in zip(calls, visits, strict=True)
+        for (_, value), tensor in zip(call.outputs, visit.outputs, strict=True)
+    }
+    cuts = _Sequence(plan, flow)
+    out = []
+    for stage, values in enumerate((*Cut(flow, calls).relay(places, stages.num).crossing, ())):
+        sends = [cuts.local(value, seen[value]) for value in values]
+        known = tuple(tensor for tensor in sends if tensor is not None)
+        if len(known) < len(sends):
+            return "since not every value that crosses is whole or cut along the sequence"
+        others = [v for v, place in zip(visits, places, strict=True) if place != stage]
+        out.append(Stretch(_without(forward, others), known))
+    return tuple(out)
+
+
+def _visits(flow: Flow, units: Sequence[Call], forward: Forward) -> list[Visit] | None:
+    """The visit of each unit's call; None where flow and visits are not of one run."""
+    visits = {fqn: iter(forward.of(fqn)) for fqn in {call.module for call in flow.calls}}
+    found = {call.id: next(visits[call.module], None) for call in flow.calls}
+    out = [found[call.id] for call in units]
+    pairs = zip(units, out, strict=True)
+    if any(visit is None or len(visit.outputs) != len(call.outputs) for call, visit in pairs):
+        return None
+    return [visit for visit in out if visit is not None]
+
+
+def _without(forward: Forward, visits: Sequence[Visit]) -> Forward:
+    """A forward without some of its calls and what is in them."""
+
+    def is_left(begin: int, end: int) -> bool:
+        return not any(visit.begin <= begin and end <= visit.end for visit in visits)
+
+    return replace(
+        forward,
+        calls=tuple(call for call in forward.calls if is_left(call.begin, call.end)),
+        saves=tuple(save for save in forward.saves if is_left(save, save)),
+        attentions=tuple(call for call in forward.attentions if is_left(call.begin, call.end)),
+    )
+
+
+class _Sequence:
+    """Which values are cut along the sequence under `sequence_parallel`."""
+
+    def __init__(self, plan: Plan, flow: Flow) -> None:
+        self.flow, self.tp = flow, plan.mesh.size("tp")
+        self.is_on = plan.assignment.sequence_parallel and self.tp > 1
+        self._known: dict[int, bool | None] = {}
+        for call in flow.calls if self.is_on else ():
+            use = plan.assignment.styles.get(call.module)
+            if use is not None:
+                is_cut = use.style.output[1] == "outside"
+                self._known |= {value: is_cut or None for _, value in call.outputs}
+
+    def local(self, value: int, whole: Seen) -> Seen | None:
+        """A value as each rank of tp holds it; None where that cannot be told."""
+        if not self.is_on:
+            return whole
+        if self._is_cut(value) is not True:
+            return None
+        before, length, *after = whole.shape
+        return Seen((before, -(-length // self.tp), *after), whole.dtype, whole.needs_grad)
+
+    def _is_cut(self, value: int) -> bool | None:
+        """Sums and products of what is cut are cut; of anything else it cannot be told."""
+        if value not in self._known:
+            place = self.flow.producer(value)
+            op = None if place is None else self.flow.ops[place]
+            self._known[value] = None
+            if op is not None and op.is_pointwise:
+                found = [self._is_cut(v) for v in op.inputs if self._is_activation(v)]
+                self._known[value] = True if found and all(found) else None
+        return self._known[value]
+
+    def _is_activation(self, value: int) -> bool:
+        return self.flow.values[value].origin in ("op", "input")
+
+
+def pipeline(plan: Plan, rank: int, cut: Sequence[Stretch]) -> Iterator[Traffic]:
+    """What `rank` sends along pp in one step.
+
+    Args:
+        cut: The forward, by stage.
+
+    Assumes: every parameter that several stages share gets a gradient in one of them.
+    """
+    stages, mesh, times = plan.assignment.stages, plan.mesh, plan.accumulate
+    assert stages is not None
+    counted: Counter[tuple[str, int, str]] = Counter()
+    for action in steps_of(plan, rank):
+        direction, _, way = action.kind.partition("_")
+        if not way:
+            continue
+        is_onward = way == "F"
+        # Forwards are named by the stage that computes them; gradients go over the same cut.
+        is_from_here = (direction == "SEND") == is_onward
+        stage = action.stage if is_from_here else action.stage - 1
+        kind = "activations" if is_onward else "gradients"
+        what = f"{kind} between stages {stage} and {stage + 1}"
+        for tensor in cut[stage].sends:
+            if is_onward or tensor.needs_grad:
+                num_bytes = math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
+                counted[direction.lower(), num_bytes, what] += 1
+    for (kind, num_bytes, what), count in counted.items():
+        yield one(mesh, kind, ("pp",), num_bytes, what, count * times)
+    yield one(mesh, "all_reduce", ("pp",), FLAGS_BYTES, "whether every stage went well", times)
+    yield one(mesh, "all_reduce", ("pp",), LOSS_BYTES, "the loss of the last stage", times)
+    yield from _shared(plan, stages, rank)
+
+
+def _shared(plan: Plan, stages: Stages, rank: int) -> Iterator[Traffic]:
+    """Gradients of what stages of several ranks hold."""
+    place = plan.mesh.index(rank, ("pp",))
+    for fqn, holders in stages.tensors.items():
+        placed = plan.assignment.tensors[fqn]
+        places = {stages.rank_of(stage) for stage in holders}
+        if len(places) > 1 and place in places and placed.info.trainable:
+            num_bytes = math.prod(placed.local_shape(plan.mesh, rank)) * DTYPE_BYTES[placed.dtype]
+            what = f"the gradient of {fqn}, shared between stages"
+            yield one(plan.mesh, "all_reduce", ("pp",), IS_THERE_BYTES, what)
+            yield one(plan.mesh, "all_reduce", ("pp",), num_bytes, what)
+
+
+def counted_once(plan: Plan, rank: int) -> set[str]:
+    """Parameters of `rank` whose gradients a norm over the whole model counts there."""
+    stages = plan.assignment.stages
+    held = {p.info.fqn for p in plan.assignment.tensors.values() if p.info.trainable}
+    if stages is None:
+        return held
+    place = plan.mesh.index(rank, ("pp",))
+    return {fqn for fqn in held if stages.rank_of(stages.tensors[fqn][0]) == place}

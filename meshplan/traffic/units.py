@@ -1,0 +1,231 @@
+"""How often FSDP2 gathers and reduces each unit in one step: its rules, played on one forward.
+
+Backward goes through the calls of a forward in reverse. Before a unit's own it gathers the unit,
+and begins to gather the one that ran before it, whether or not backward comes there.
+
+Source: torch 2.13, FSDPParamGroup: pre_forward, post_forward, pre_backward, _backward_prefetch,
+post_backward; FSDPState._root_post_backward_final_callback. Reduction: `runtime.gradients`, which
+lets a unit with a missing gradient reduce zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from meshplan.assign import Unit
+from meshplan.graph import is_inside
+from meshplan.plan import Plan
+from meshplan.traffic.forward import Forward
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """What is done with the microbatches of one step.
+
+    Args:
+        order: "F" for a forward and "B" for a backward that needs the parameters, in order.
+        splits: Backwards come in halves: parameters stay gathered and gradients unreduced until
+            all are done.
+        settles: Something follows the last backward, or what stands in for it.
+    """
+
+    order: tuple[str, ...]
+    splits: bool = False
+    settles: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """One moment of a forward: a unit's call begins or ends, or a recomputed module's call ends.
+
+    Args:
+        units: The unit; of a recomputation all that it goes through.
+        needs_grad: Whether a gradient comes to what went in or out.
+    """
+
+    kind: Literal["enter", "leave", "redo"]
+    units: tuple[str, ...]
+    needs_grad: bool
+
+
+@dataclass(slots=True)
+class _Group:
+    """The parameters of one unit, as FSDP2 keeps them.
+
+    Attributes:
+        phase: What it last did.
+        is_whole: They are gathered.
+        is_coming: They are being gathered.
+        places: Where the unit stands in the order of forwards, once for each that waits for its
+            backward.
+        gathers: How often it was gathered.
+        reductions: By microbatch of the step, how often its gradients were ready to be reduced.
+    """
+
+    reshards: bool
+    phase: Literal["", "forward", "pre", "post"] = ""
+    is_whole: bool = False
+    is_coming: bool = False
+    places: list[int] = field(default_factory=list)
+    gathers: int = 0
+    reductions: list[int] = field(default_factory=list)
+
+    def begin_gather(self) -> None:
+        if not self.is_whole and not self.is_coming:
+            self.gathers += 1
+            self.is_coming = True
+
+    def gather(self) -> None:
+        self.begin_gather()
+        self.is_whole, self.is_coming = True, False
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What one step does with a unit.
+
+    Args:
+        gathers: How often it is gathered.
+        reductions: By backward, how often its gradients are ready to be reduced.
+    """
+
+    gathers: int
+    reductions: tuple[int, ...]
+
+
+def uses_of_units(plan: Plan, forward: Forward | None, passes: Passes) -> Mapping[str, Use]:
+    """Every unit that has parameters.
+
+    Args:
+        forward: None takes each unit to be called once, with gradients.
+    """
+    owners = {placed.unit for placed in plan.assignment.tensors.values()}
+    units = {fqn: unit for fqn, unit in plan.assignment.units.items() if fqn in owners}
+    out: dict[str, Use] = {}
+    for root in _roots(plan.assignment.units):
+        inside = {fqn: unit for fqn, unit in units.items() if is_inside(fqn, root)}
+        events = _events(plan, inside, forward) if forward else _once(inside)
+        out |= dict(_Play(inside, events, passes).uses())
+    return out
+
+
+def _roots(units: Mapping[str, Unit]) -> list[str]:
+    """Units in no other one: each orders for itself what is in it."""
+    return [u for u in units if not any(o != u and is_inside(u, o) for o in units)]
+
+
+def _once(units: Mapping[str, Unit]) -> list[_Event]:
+    """A forward that calls each unit once, in the order of the plan."""
+    out: list[_Event] = []
+    for fqn in units:  # Inner ones come first.
+        first = next((n for n, e in enumerate(out) if is_inside(e.units[0], fqn)), len(out))
+        out.insert(first, _Event("enter", (fqn,), fqn != ""))
+        out.append(_Event("leave", (fqn,), True))
+    return out
+
+
+def _events(plan: Plan, units: Mapping[str, Unit], forward: Forward) -> list[_Event]:
+    found: list[tuple[int, int, _Event]] = []
+    recomputed = plan.assignment.recompute
+    for call in forward.calls:
+        has_gradient = any(tensor.needs_grad for tensor in call.outputs)
+        if call.fqn in units:
+            is_fed = any(tensor.needs_grad for tensor in call.inputs)
+            found.append((call.begin, 0, _Event("enter", (call.fqn,), is_fed)))
+            found.append((call.end, 1, _Event("leave", (call.fqn,), has_gradient)))
+        if call.fqn in recomputed and has_gradient:
+            # It runs again until the last tensor that autograd kept.
+            last = max((save for save in forward.saves if save < call.end), default=0)
+            again = tuple(
+                inner.fqn
+                for inner in forward.calls
+                if inner.fqn in units and call.begin < inner.begin < min(last, call.end)
+            )
+            found.append((call.end, 0, _Event("redo", again, True)))
+    return [event for _, _, event in sorted(found, key=lambda item: item[:2])]
+
+
+class _Play:
+    """Plays steps until one is like the next."""
+
+    def __init__(self, units: Mapping[str, Unit], events: Sequence[_Event], passes: Passes) -> None:
+        self._groups = {f: _Group(bool(u.reshard_after_forward)) for f, u in units.items()}
+        self._events, self._passes = events, passes
+        self._order: list[_Group] = []
+
+    def uses(self) -> Iterator[tuple[str, Use]]:
+        """(unit, what a step does with it), once the first step has left its traces."""
+        self._step()
+        for group in self._groups.values():
+            group.gathers, group.reductions = 0, []
+        self._step()
+        for fqn, group in self._groups.items():
+            yield fqn, Use(group.gathers, tuple(group.reductions))
+
+    def _step(self) -> None:
+        last = max((n for n, kind in enumerate(self._passes.order) if kind == "B"), default=-1)
+        for number, kind in enumerate(self._passes.order):
+            if kind == "F":
+                self._forward()
+            else:
+                self._backward(number == last and not self._passes.splits)
+        if self._passes.splits and self._passes.settles:
+            for group in self._groups.values():
+                group.is_whole = False
+                group.reductions = [1]
+            self._forget()
+
+    def _forward(self) -> None:
+        for event in self._events:
+            for group in (self._groups[fqn] for fqn in event.units):
+                if event.kind == "enter":
+                    group.phase = "forward"
+                    group.gather()
+                elif event.kind == "leave":
+                    group.is_whole = not group.reshards
+                    group.places.append(len(self._order))
+                    self._order.append(group)
+                    group.phase = ""
+
+    def _backward(self, is_last: bool) -> None:
+        for group in self._groups.values():
+            group.reductions.append(0)
+        for event in reversed(self._events):
+            if not event.needs_grad:
+                continue
+            for group in (self._groups[fqn] for fqn in event.units):
+                if event.kind == "redo":
+                    group.gather()
+                    group.phase = ""
+                elif event.kind == "leave":
+                    self._before(group)
+                else:
+                    self._after(group)
+        for group in self._groups.values():
+            if group.phase != "post":
+                self._after(group)
+            group.phase = ""
+        if is_last:
+            self._forget()
+
+    def _before(self, group: _Group) -> None:
+        if group.phase == "pre":
+            return
+        group.phase = "pre"
+        group.gather()
+        place = group.places.pop() if group.places else 0
+        if place > 0:
+            self._order[place - 1].begin_gather()
+
+    def _after(self, group: _Group) -> None:
+        group.phase = "post"
+        group.reductions[-1] += 1
+        group.is_whole = group.is_whole and self._passes.splits
+
+    def _forget(self) -> None:
+        self._order.clear()
+        for group in self._groups.values():
+            group.is_coming = False
+            group.places.clear()
