@@ -215,6 +215,41 @@ def test_stages_of_a_pipeline(pool: Any) -> None:
     assert all("(Slopes) computes something else once its heads" in text for text in told), told
 
 
+class NormedAttention(own.SeparateAttention):
+    """One kv head, which every rank of tp keeps, and a norm of its own for each head's features."""
+
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__(kv_heads)
+        self.norm = nn.RMSNorm(own.HEAD_DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q = self.norm(self.q(x).view(b, s, self.heads, self.head_dim)).transpose(1, 2)
+        k = self.k(x).view(b, s, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = self.v(x).view(b, s, self.kv_heads, self.head_dim).transpose(1, 2)
+        k, v = (t.repeat_interleave(self.n_rep, dim=1) for t in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(out.transpose(1, 2).reshape(b, s, -1))
+
+
+def one_kv_head(plan: dict[str, Any]) -> float:
+    """Largest difference of a first forward from one process."""
+    inputs, _ = own.batch(0)
+    torch.manual_seed(0)
+    expected = own.Decoder(NormedAttention, 1)(inputs)
+    torch.manual_seed(0)
+    model = own.Decoder(NormedAttention, 1)
+    cut = meshplan.parallelize(model, {"version": 1, **plan}, example_inputs=inputs[:2])
+    assert cut.meshplan.plan.assignment.attributes
+    return float((cut(inputs) - expected).detach().abs().max())
+
+
+def test_a_norm_of_heads_is_whole_again_although_it_is_sharded(pool: Any) -> None:
+    """Between a forward and its proof the data axes have cut what tp leaves whole."""
+    plan = {"mesh": {"dp_shard": 2, "tp": 2}, "tp_plan": "auto"}
+    assert max(pool(4).run(one_kv_head, plan)) < 1e-5
+
+
 class Pair(nn.Module):
     """A colwise and a rowwise projection, and code between them."""
 

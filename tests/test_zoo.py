@@ -9,33 +9,35 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench import zoo
+from tests.bench import zoo_cell
+from tests.bench.zoo import SAMPLE
+from tests.bench.zoo_table import kept
 
 TWO_RANKS = ("full_shard", "tp", "pp")
 FOUR_RANKS = ("hybrid_shard", "tp_full_shard")
-CELLS = [(name, layout) for name in zoo.SAMPLE for layout in TWO_RANKS] + [
+CELLS = [(name, layout) for name in SAMPLE for layout in TWO_RANKS] + [
     # Every fifth: what four ranks add is the same for all, and the bench runs every one.
     (name, layout)
-    for name in zoo.SAMPLE[::5]
+    for name in SAMPLE[::5]
     for layout in FOUR_RANKS
 ]
 
 
 @pytest.mark.parametrize(("name", "layout"), CELLS)
 def test_one_cell(pool, name, layout):
-    cell = zoo.run(pool(zoo.LAYOUTS[layout][0]), name, layout)
+    cell = zoo_cell.run(pool(zoo_cell.LAYOUTS[layout][0]), name, layout)
     assert cell.outcome in ("pass", "refused", "not yet"), cell
-    if zoo.kept().get((name, layout)) == "ok":
+    if kept().get((name, layout)) == "ok":
         assert cell.outcome == "pass", cell
 
 
 def test_a_wrong_number_shows():
     """One parameter off by less than its update is wrong; so is a NaN."""
-    expected = zoo.reference("llama", 1)
-    assert zoo.difference(expected.losses, expected.state, expected) == (0.0, "loss of step 0")
+    expected = zoo_cell.reference("llama", 1)
+    assert zoo_cell.difference(expected.losses, expected.state, expected) == (0.0, "loss of step 0")
     for bad in (2e-5, float("nan")):
         state = {key: value.clone() for key, value in expected.state.items()}
         state["model.norm.weight"][0] += bad
-        apart, worst = zoo.difference(expected.losses, state, expected)
-        assert apart > zoo.TOLERANCE
+        apart, worst = zoo_cell.difference(expected.losses, state, expected)
+        assert apart > zoo_cell.TOLERANCE
         assert worst == "model.norm.weight"

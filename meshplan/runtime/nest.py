@@ -33,7 +33,12 @@ def _parts(item: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(item, tuple | list):
         yield from ((str(place), part) for place, part in enumerate(item))
     elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-        yield from ((f.name, getattr(item, f.name)) for f in dataclasses.fields(item))
+        for f in dataclasses.fields(item):
+            try:
+                # Past a `__getattribute__` of its own: a configuration may guard its fields.
+                yield f.name, object.__getattribute__(item, f.name)
+            except AttributeError:  # A field without a default that nobody has set yet.
+                continue
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
@@ -80,7 +85,7 @@ def shape_of(item: Any, value_of: Callable[[torch.Tensor], int]) -> Any:
     if isinstance(item, tuple | list):
         return Form(lambda found: cls(found), parts)
     if dataclasses.is_dataclass(item) and all(f.init for f in dataclasses.fields(item)):
-        names = [f.name for f in dataclasses.fields(item)]
+        names = [name for name, _ in _parts(item)]
         return Form(lambda found: cls(**dict(zip(names, found, strict=True))), parts)
     return Opaque(cls.__name__)
 

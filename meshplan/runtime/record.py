@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshplan.errors import ApplyError, Problem
 from meshplan.flow import UPDATE, Call, Flow, Op, Ref, Value
 from meshplan.runtime.batch import as_arguments, mapped
+from meshplan.runtime.leftovers import Trace, nothing_left
 from meshplan.runtime.nest import shape_of, tensors_in
 from meshplan.runtime.private import bytes_of, fake_mode
 from meshplan.runtime.remembered import changes, remembered
@@ -48,12 +50,16 @@ def record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None = None) -
     """
     try:
         return _record(model, inputs, forms, is_fake=True)
+    except ApplyError:
+        raise
     except Exception as error:  # The user's forward may raise anything.
         if not _is_small_and_real(model):
             raise ApplyError(_problem(model, error)) from error
     try:
         with torch.random.fork_rng(devices=[]):
             return _record(model, inputs, forms, is_fake=False)
+    except ApplyError:
+        raise
     except Exception as error:
         raise ApplyError(_problem(model, error)) from error
 
@@ -75,10 +81,17 @@ def _is_small_and_real(model: nn.Module) -> bool:
 
 
 def _record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None, *, is_fake: bool) -> Flow:
+    with nothing_left(model) as trace:
+        return _run_copy(model, inputs, forms, trace, is_fake=is_fake)
+
+
+def _run_copy(
+    model: nn.Module, inputs: Any, forms: dict[int, Any] | None, trace: Trace, *, is_fake: bool
+) -> Flow:
     mode: AbstractContextManager[object] = fake_mode() if is_fake else nullcontext()
     with torch.no_grad():
         twin, args, kwargs = twin_of(model, inputs, mode, is_fake=is_fake)
-        recorder = Recorder(twin)
+        recorder = Recorder(twin, trace)
         with mode, recorder:
             recorder.begin(args, kwargs)
             twin(*args, **kwargs)
@@ -138,8 +151,10 @@ def _arguments(inputs: Any, *, is_fake: bool) -> tuple[tuple[Any, ...], dict[str
 class Recorder(TorchDispatchMode):
     """Writes down operations as they are dispatched and module calls as hooks see them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, trace: Trace) -> None:
         super().__init__()
+        self._trace = trace
+        trace.watch(model)
         self._values: list[Value] = []
         self._ops: list[Op] = []
         self._calls: list[Call] = []
@@ -155,7 +170,8 @@ class Recorder(TorchDispatchMode):
             self._new(buffer, "buffer", name)
         for fqn, module in model.named_modules():
             self._watch(fqn, module)
-        self._model, self._remembered = model, remembered(model)
+        # The model's hooks hold the recorder: neither may outlive the run through the other.
+        self._model, self._remembered = weakref.ref(model), remembered(model)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Name the model's inputs."""
@@ -176,7 +192,9 @@ class Recorder(TorchDispatchMode):
 
     def flow(self) -> Flow:
         """What was recorded."""
-        changed = tuple(changes(self._remembered, remembered(self._model), self._value))
+        model = self._model()
+        assert model is not None
+        changed = tuple(changes(self._remembered, remembered(model), self._value))
         return Flow(
             values=tuple(self._values),
             ops=tuple(self._ops),
@@ -284,6 +302,8 @@ class Recorder(TorchDispatchMode):
             digest=_digest(tensor) if origin == "constant" else "",
         )
         self._values.append(value)
+        if origin == "op" and id(tensor) not in self._known:
+            self._trace.watch(tensor)
         self._known[id(tensor)] = (tensor, value.id)
         self._sharing.setdefault(_storage(tensor), {})[id(tensor)] = tensor
         return value.id

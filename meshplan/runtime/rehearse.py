@@ -13,6 +13,7 @@ from torch import nn
 
 from meshplan.flow import Flow
 from meshplan.rehearsal import Rehearsal, Rehearse, Stopped
+from meshplan.runtime.leftovers import Trace, nothing_left
 from meshplan.runtime.private import fake_mode, quiet_fakes
 from meshplan.runtime.record import Recorder, twin_of
 
@@ -27,12 +28,17 @@ def rehearser(model: nn.Module, inputs: Any) -> Rehearse:
 
 
 def _rehearse(model: nn.Module, inputs: Any, what: Rehearsal) -> Flow | Stopped:
+    with nothing_left(model) as trace:
+        return _run_copy(model, inputs, what, trace)
+
+
+def _run_copy(model: nn.Module, inputs: Any, what: Rehearsal, trace: Trace) -> Flow | Stopped:
     mode = fake_mode()
     with torch.no_grad():
         twin, args, kwargs = twin_of(model, inputs, mode)
         for (fqn, name), value in what.attributes.items():
             setattr(twin.get_submodule(fqn), name, value)
-        recorder = Recorder(twin)
+        recorder = Recorder(twin, trace)
         for fqn, module in twin.named_modules():
             _at_the_border(recorder, module, fqn, what)
         for fqn, dim in what.parts.items():
@@ -78,10 +84,10 @@ def _part_inside(recorder: Recorder, twin: nn.Module, fqn: str, dim: int, size: 
 
     def enter(module: nn.Module, args: Any) -> None:
         # An instance attribute hides the parameter of the same name from `self.<leaf>`.
-        vars(owner)[leaf] = recorder.stand_in(parameter, shape)
+        vars(module)[leaf] = recorder.stand_in(parameter, shape)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        vars(owner).pop(leaf, None)
+        vars(module).pop(leaf, None)
 
     owner.register_forward_pre_hook(enter)
     owner.register_forward_hook(leave)

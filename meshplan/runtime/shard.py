@@ -6,6 +6,7 @@ before the data axes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Final
 
@@ -219,42 +220,38 @@ def _forget_entered(*unused: Any) -> None:
 
 
 def _local_at_use(model: nn.Module, placed: Placed) -> None:
-    """Plain code computes with what this rank holds: its part, or all, adding up its gradient.
-
-    Inside each forward, as for `_gather_at_use`.
-    """
-    fqn, _, leaf = placed.info.fqn.rpartition(".")
-    owner = model.get_submodule(fqn)
-    forward = owner.forward
+    """Plain code computes with what this rank holds: its part, or all, adding up its gradient."""
     gradient = None if placed.computed.axes else [Partial()]
-
-    @wraps(forward)
-    def local(*args: Any, **kwargs: Any) -> Any:
-        vars(owner)[leaf] = owner._parameters[leaf].to_local(grad_placements=gradient)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            vars(owner).pop(leaf, None)
-
-    owner.forward = local
+    _at_use(model, placed.info.fqn, lambda value: value.to_local(grad_placements=gradient))
 
 
 def _gather_at_use(model: nn.Module, name: str) -> None:
-    """Stored cut, computed whole: gather inside each forward of the module that holds it.
+    """Stored cut, computed whole: gather inside each forward of the module that holds it."""
+    _at_use(model, name, DTensor.full_tensor)
 
-    Inside, and not in a hook before it, so that a recomputed forward gathers again.
+
+def _at_use(model: nn.Module, name: str, see: Callable[[Any], torch.Tensor]) -> None:
+    """The module that holds a parameter computes with what `see` makes of it.
+
+    Inside each forward, and not in a hook before it, so that a recomputed forward does it again.
     """
     fqn, _, leaf = name.rpartition(".")
     owner = model.get_submodule(fqn)
     forward = owner.forward
 
     @wraps(forward)
-    def gathered(*args: Any, **kwargs: Any) -> Any:
-        # An instance attribute hides the parameter of the same name from `self.<leaf>`.
-        vars(owner)[leaf] = owner._parameters[leaf].full_tensor()
+    def seeing(*args: Any, **kwargs: Any) -> Any:
+        # An instance attribute hides the parameter of the same name from `self.<leaf>`. Where one
+        # does so already, it is meant: data parallelism may have taken the parameter apart again.
+        hidden = vars(owner).get(leaf)
+        value = owner._parameters[leaf] if hidden is None else hidden
+        vars(owner)[leaf] = see(value) if hidden is None or isinstance(hidden, DTensor) else hidden
         try:
             return forward(*args, **kwargs)
         finally:
-            vars(owner).pop(leaf, None)
+            if hidden is None:
+                vars(owner).pop(leaf, None)
+            else:
+                vars(owner)[leaf] = hidden
 
-    owner.forward = gathered
+    owner.forward = seeing

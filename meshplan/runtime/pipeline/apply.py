@@ -13,6 +13,7 @@ from meshplan.restrict import restrict
 from meshplan.runtime.materialize import Values
 from meshplan.runtime.mesh import submesh
 from meshplan.runtime.outside import watch_first_forward
+from meshplan.runtime.pipeline.hooks import hooks_of
 from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.pipeline.run import Part
 from meshplan.runtime.pipeline.stage import Replay, make_stage, watch_calls
@@ -36,11 +37,12 @@ def apply_pipeline(
     names = tuple(model.state_dict())
     for stage in stages.of_rank(place):
         module = make_stage(model, plan.graph, stages, stage)
+        hooks = hooks_of(module, dict.fromkeys(unit for unit, _ in stages.units))
         part = restrict(plan, stage)
         held = part.assignment.tensors
         wrap(module, part, mesh, Values({f: v for f, v in values.local.items() if f in held}))
         replay = Replay(stage)  # Its early end is inside of no unit: `restrict` leaves none there.
-        watch_calls(module, stages, replay)
+        watch_calls(module, hooks, replay)
         watch_first_forward(module, part)
         parts[stage] = Part(module, part, replay)
     _empty(model)

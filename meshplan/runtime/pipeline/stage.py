@@ -29,7 +29,10 @@ from meshplan.graph import ModelGraph
 from meshplan.relay import Relay
 from meshplan.runtime.mesh import device
 from meshplan.runtime.nest import fill, tensors_in
+from meshplan.runtime.pipeline.hooks import Hooks, numbers_of
 from meshplan.runtime.private import intercept_calls
+
+_HooksOf = tuple[nn.Module, Hooks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +110,9 @@ class Replay:
             if self._place < len(program.calls):
                 raise self._strayed(program.calls[self._place].module, "it was not called")
         if self.stage == program.last:
+            paths = [path for path, _ in tensors_in(output)]
+            if paths != [path for path, _ in program.flow.outputs]:
+                raise self._strayed("the end", "it returned other tensors")
             return output
         return tuple(self._outgoing(value) for value in program.sent(self.stage))
 
@@ -114,7 +120,9 @@ class Replay:
         """Hold no tensor of a run that is over."""
         self.kept, self._given = {}, {}
 
-    def call(self, fqn: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self, fqn: str, hooks: _HooksOf, run: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """A call of a unit's module."""
         program = self.program
         if program is None or self._is_inside:  # Recomputed in backward, or inside a unit.
@@ -135,7 +143,10 @@ class Replay:
         self._place += 1
         call = program.calls[place]
         if program.stages[place] != self.stage:
-            return fill(program.forms[place], self._stand_ins(call, args, kwargs))
+            output = fill(program.forms[place], self._stand_ins(call, args, kwargs))
+            module, found = hooks
+            found.call(module, fqn, args, kwargs, output)
+            return output
         self._is_inside = True
         output = run(*args, **kwargs)
         self._is_inside = False
@@ -260,11 +271,16 @@ def make_stage(model: nn.Module, graph: ModelGraph, stages: Stages, stage: int) 
     return part
 
 
-def watch_calls(part: nn.Module, stages: Stages, replay: Replay) -> None:
+def watch_calls(part: nn.Module, own: Mapping[str, frozenset[int]], replay: Replay) -> None:
     """Let the replay decide what the calls of the units do.
+
+    Args:
+        own: Per unit, the hooks that it had before it was wrapped.
 
     Assumes: everything else is applied: what leaves a unit is what its last wrapper returns.
     """
-    for fqn in dict.fromkeys(module for module, _ in stages.units):
-        intercept_calls(part.get_submodule(fqn), partial(replay.call, fqn))
+    for fqn, numbers in own.items():
+        module = part.get_submodule(fqn)
+        hooks = Hooks(numbers_of(module) - numbers)
+        intercept_calls(module, partial(replay.call, fqn, (module, hooks)))
     part.forward = partial(replay.forward, part.forward)

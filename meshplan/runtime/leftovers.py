@@ -1,0 +1,208 @@
+"""A forward that is run on a copy leaves nothing behind: no tensor of it in a cache.
+
+A copy of the model does not copy what lies outside of it: `functools.lru_cache` on a function,
+tables in globals and classes, closures of hooks. A fake tensor left there would be found by the
+first real forward. So what was put there is taken out again, and what cannot be is refused.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import gc
+import sys
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from meshplan.errors import ApplyError, Problem
+
+_LruCache: Final = type(functools.lru_cache(lambda: None))
+_DEPTH: Final = 4
+"""How many containers lie around a tensor at most: `cache[device][size] = (cos, sin)`."""
+_REACH: Final = 7
+"""How far from a module's names: class, method, variable of its decorator, table, `[a][b]`."""
+_CONTAINERS: Final = (dict, OrderedDict, defaultdict, list, deque, set)
+_NAMESPACES: Final = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)
+"""Beyond these lies everything."""
+_KNOWN: Final = sys.stdlib_module_names | {"torch"}
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one run made, by weak references, and what stood outside of the model before it."""
+
+    made: list[weakref.ref[Any]] = field(default_factory=list)
+    before: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def watch(self, item: Any) -> None:
+        """Something that is to be gone after the run."""
+        self.made.append(weakref.ref(item))
+
+    def alive(self) -> list[Any]:
+        """What is still there."""
+        return [item for ref in self.made if (item := ref()) is not None]
+
+
+@contextmanager
+def nothing_left(model: nn.Module) -> Iterator[Trace]:
+    """Run a copy of `model` inside; what is watched is out of all caches afterwards.
+
+    Assumes: what made the watched things has returned, or raised, when the block ends.
+
+    Raises:
+        ApplyError: Something watched is kept where it cannot be taken out.
+    """
+    trace = Trace(before=[(at, _copied(at)) for at in _outside(model)])
+    try:
+        yield trace
+    except BaseException:
+        # The traceback holds everything: what is elsewhere, too, cannot be told from the rest.
+        _take_out(trace)
+        raise
+    if not trace.alive():
+        return
+    gc.collect()  # Modules may hold each other.
+    if not trace.alive():
+        return
+    _take_out(trace)
+    gc.collect()
+    left = trace.alive()
+    if left:
+        raise ApplyError(_problem(model, left[0]))
+
+
+def _take_out(trace: Trace) -> None:
+    ids = {id(item) for item in trace.alive()}
+    if not ids:
+        return
+    for item in gc.get_objects():
+        if type(item) is _LruCache and _holds(item, ids):
+            item.cache_clear()
+    for at, old in trace.before:
+        _put_back(at, old, ids)
+
+
+def _holds(item: Any, ids: set[int]) -> bool:
+    """Whether one of these is inside, however it is wrapped."""
+    edge, seen = [item], {id(item)}
+    for _ in range(_DEPTH):
+        if not seen.isdisjoint(ids):
+            return True
+        edge = [
+            part
+            for part in gc.get_referents(*edge)
+            if id(part) not in seen and not issubclass(type(part), _NAMESPACES)
+        ]
+        seen.update(map(id, edge))
+    return not seen.isdisjoint(ids)
+
+
+def _put_back(at: Any, old: Any, ids: set[int]) -> None:
+    """Undo what brought one of these into a container, and only that."""
+    if isinstance(at, types.CellType):
+        now = _copied(at)
+        if now is not None and (old is None or now[0] is not old[0]) and _holds(now[0], ids):
+            if old is None:
+                del at.cell_contents
+            else:
+                at.cell_contents = old[0]
+    elif isinstance(at, dict | type):
+        now = dict(vars(at)) if isinstance(at, type) else dict(at)
+        for key, value in now.items():
+            if (key in old and old[key] is value) or not _holds((key, value), ids):
+                continue
+            if isinstance(at, type):
+                type.__setattr__(at, key, old[key]) if key in old else type.__delattr__(at, key)
+            elif key in old:
+                at[key] = old[key]
+            else:
+                del at[key]
+    else:
+        known = set(map(id, old))
+        if any(id(part) not in known and _holds(part, ids) for part in at):
+            at.clear()
+            at.extend(old) if isinstance(at, list | deque) else at.update(old)
+
+
+def _outside(model: nn.Module) -> list[Any]:
+    """What the code of the model can reach and a copy of the model shares with it, each once.
+
+    The names of its modules and classes, what its hooks and functions close over, and the plain
+    containers in all of these.
+    """
+    found: dict[int, Any] = {}
+    seen = {id(vars(builtins))}
+    edge: Iterable[Any] = _roots(model)
+    for _ in range(_REACH):
+        new = {id(item): item for item in edge if id(item) not in seen}
+        seen |= new.keys()
+        found.update((at, item) for at, item in new.items() if _can_change(item))
+        edge = [part for item in new.values() for part in _parts(item)]
+    return list(found.values())
+
+
+def _roots(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        for cls in type(module).__mro__:
+            if _is_foreign(cls.__module__) and cls.__module__ in sys.modules:
+                yield cls
+                yield vars(sys.modules[cls.__module__])
+        for value in vars(module).values():  # The model's own containers are copied with it.
+            yield from value.values() if isinstance(value, dict) else (value,)
+
+
+def _can_change(item: Any) -> bool:
+    # By its type, not `isinstance`: a proxy may do anything when asked for its class.
+    if issubclass(type(item), type):
+        return _is_foreign(item.__module__)
+    return type(item) in (*_CONTAINERS, types.CellType)
+
+
+def _parts(item: Any) -> Iterable[Any]:
+    if _can_change(item):
+        now = _copied(item) or ()
+        return tuple(now.values() if isinstance(now, dict) else now)
+    if type(item) in (staticmethod, classmethod):
+        return (item.__func__,)
+    if type(item) is types.FunctionType:
+        defaults = (*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values())
+        return (*(item.__closure__ or ()), *defaults)
+    return ()
+
+
+def _is_foreign(module: str) -> bool:
+    """Neither Python's nor torch's: those keep no tensors of a model."""
+    return module.partition(".")[0] not in _KNOWN
+
+
+def _copied(item: Any) -> Any:
+    """A container as it is now; a cell as a tuple of what is in it, None where it is empty."""
+    if isinstance(item, type):
+        return dict(vars(item))
+    if isinstance(item, types.CellType):
+        try:
+            return (item.cell_contents,)
+        except ValueError:
+            return None
+    return item.copy()
+
+
+def _problem(model: nn.Module, item: Any) -> Problem:
+    shape = f" of shape {tuple(item.shape)}" if isinstance(item, torch.Tensor) else ""
+    kept = next(
+        (f" in a {type(holder).__name__}" for holder in gc.get_referrers(item)
+         if not isinstance(holder, types.FrameType)), ""
+    )  # fmt: skip
+    return Problem(
+        f"the forward of {type(model).__name__} keeps a {type(item).__name__}{shape} outside of "
+        f"the model{kept}, where a trial run on a copy would leave its own",
+        fix="keep it in a buffer or an attribute of a module, or compute it anew",
+    )
