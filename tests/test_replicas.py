@@ -66,6 +66,13 @@ def by_hand(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         parameter.grad = gradient
 
 
+def by_hand_of_copies(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    loss = sum(both(model, x, y))
+    parameters = list(model.parameters())  # Those that are gathered for backward.
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+
+
 def train(plan: dict[str, Any], go: Callable[..., None]) -> tuple[str, float]:
     """(what was refused, the largest difference from one process) of a loop of one's own."""
     model = meshplan.parallelize(models.build("own_llama"), {"version": 1, **plan})
@@ -103,6 +110,12 @@ def test_a_loop_of_ones_own_is_right_or_refused(pool, name, go):
 def test_gradients_that_go_past_the_wrapper_are_refused(pool, go):
     for told, _ in pool(2).run(train, {"strategy": "ddp"}, go):
         assert "with gradients that differ there: embed.weight and" in told
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_gradients_of_gathered_copies_are_refused(pool, strategy):
+    for told, _ in pool(2).run(train, {"strategy": strategy}, by_hand_of_copies):
+        assert "no parameter that the optimizer holds has a gradient" in told
 
 
 def frozen(plan: dict[str, Any]) -> tuple[str, float]:

@@ -47,6 +47,8 @@ class _Watch:
     model: weakref.ref[nn.Module]
     plan: Plan
     mesh: DeviceMesh
+    own: frozenset[int]
+    """Ids of its parameters: while a unit is gathered, the model has others in their place."""
     steps: int = 0
 
 
@@ -61,7 +63,8 @@ def watch_replicas(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """
     if plan.mesh.size(*GRADIENT_AXES) > 1:
         _register()
-        _watches.append(_Watch(weakref.ref(model), plan, mesh))
+        own = frozenset(id(p) for p in model.parameters() if p.requires_grad)
+        _watches.append(_Watch(weakref.ref(model), plan, mesh, own))
 
 
 @functools.cache
@@ -76,7 +79,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if model is None:
             _watches.remove(watch)
             continue
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        own = [held[each] for each in watch.own if each in held]
+        has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
+        if own and not has_closure and all(p.grad is None for p in own):
+            raise ApplyError(_without_gradients())
         found = {n: p for n, p in model.named_parameters() if id(p) in held and p.requires_grad}
         if not found:
             continue
@@ -88,6 +95,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             alike.setdefault(_replica_axes(name, parameter, watch.plan), {})[name] = parameter
         for axes in sorted(axes for axes in alike if axes):
             _compare(alike[axes], axes, watch)
+
+
+def _without_gradients() -> Problem:
+    return Problem(
+        "no parameter that the optimizer holds has a gradient, so the step would change nothing: "
+        "gradients were taken of gathered copies, or none were taken",
+        fix=_LOOP,
+    )
 
 
 def _replica_axes(name: str, parameter: nn.Parameter, plan: Plan) -> tuple[str, ...]:
