@@ -25,7 +25,7 @@ def restrict(plan: Plan, stage: int) -> Plan:
     units = {
         fqn: _without_cast(unit) if not fqn and stage < stages.num - 1 else unit
         for fqn, unit in whole.units.items()
-        if runs(fqn, stages, stage) and (not fqn or _owns(fqn, tensors))
+        if not fqn or (_is_whole(fqn, stages, stage) and _owns(fqn, tensors))
     }
 
     def here(items: Any) -> Any:
@@ -48,6 +48,18 @@ def runs(fqn: str, stages: Stages, stage: int) -> bool:
     """Whether the forward of a module runs in a stage, rather than being stood in for."""
     around = [s for module, s in stages.units if is_inside(fqn, module)]
     return stage in around if around else True
+
+
+def _is_whole(unit: str, stages: Stages, stage: int) -> bool:
+    """Whether a unit runs in a stage, and not only modules inside it.
+
+    A unit gathers for its backward when a gradient comes to its output. Where modules inside it
+    are cut apart, or its forward is called by name so that only what it calls is known, what is
+    sent on is not its output; that of the stage always is.
+    """
+    return runs(unit, stages, stage) and not any(
+        module != unit and is_inside(module, unit) for module, _ in stages.units
+    )
 
 
 def _owns(unit: str, tensors: dict[str, Placed]) -> bool:

@@ -126,10 +126,3 @@ def test_nothing_trainable_needs_no_wrapper():
     model = two_blocks().requires_grad_(False)
     spec = load_spec({"version": 1, "strategy": "ddp"})
     assert make_plan(spec, graph_of(model), world_size=4).assignment.wrapper == "none"
-
-
-def test_a_recomputed_batchnorm_is_warned_about():
-    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)))
-    plan = SHARD | rule("0", activation_checkpointing="full")
-    decided = make_plan(load_spec(plan), graph_of(model), world_size=4)
-    assert any("updated twice a step" in w.what for w in decided.assignment.warnings)

@@ -172,7 +172,7 @@ def watched() -> tuple[float, str]:
     with meshplan.guarded():
         dist.barrier()
     guard.watch(guard._job)
-    guard.close_between_ranks = lambda tables: 0
+    guard.close_between_ranks = lambda tables, spared_port: 0
     began = time.monotonic()
     try:
         with meshplan.guarded():

@@ -128,6 +128,31 @@ def test_other_uses_of_the_logits_are_right(pool):
     assert max(pool(4).run(entropy)) <= 1e-6
 
 
+def penalty(keepdim: bool) -> tuple[float, float]:
+    """z-loss: differences of the value and of the gradient, where a rank has no part."""
+    mesh = init_device_mesh("cpu", (4,))
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64).requires_grad_()
+    cut = distribute_tensor(whole.detach(), mesh, [Shard(2)]).requires_grad_()
+    values = []
+    for logits in (whole, cut):
+        with LossParallel():
+            found = torch.logsumexp(logits * 3, dim=-1, keepdim=keepdim)
+        assert found.shape == ((2, 3, 1) if keepdim else (2, 3))
+        assert not isinstance(found, DTensor)
+        found.square().sum().backward()
+        values.append(found.detach())
+    apart = (cut.grad.full_tensor() - whole.grad).abs().max().item()
+    return (values[0] - values[1]).abs().max().item(), apart
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_logsumexp_of_cut_logits(pool, keepdim):
+    for value, gradient in pool(4).run(penalty, keepdim):
+        assert value <= 1e-6
+        assert gradient <= 1e-5
+
+
 class Uneven(nn.Module):
     """A vocabulary that 4 ranks cannot share equally."""
 
@@ -196,6 +221,8 @@ def refused(kind: str) -> str:
             return F.cross_entropy(rows, targets.flatten(), weight=torch.ones(131))
         if kind == "probabilities":
             return F.cross_entropy(rows, torch.ones(8, 131) / 131)
+        if kind == "in backward":
+            return F.cross_entropy(rows, targets.flatten()) + rows.max(-1).values.mean()
         return -F.log_softmax(rows, -1).gather(1, targets.flatten()[:, None]).mean()
 
     try:
@@ -214,6 +241,7 @@ def refused(kind: str) -> str:
         ("weight", "loss_parallel does not compute cross_entropy with weight"),
         ("probabilities", "cross_entropy with a target of probabilities"),
         ("gathered by hand", "the loss does something else with logits that are cut"),
+        ("in backward", "the loss does something else with logits that are cut"),
         ("not stated", "this model's plan does not say loss_parallel: true"),
     ],
 )

@@ -168,9 +168,9 @@ def reductions(plan: dict[str, Any]) -> dict[str, int]:
         # Four blocks and the root: ZeRO-1 reduces them once a step, ZeRO-2 once a microbatch.
         ({"strategy": "zero1"}, "_reduce_scatter_base_", 5),
         ({"strategy": "zero2"}, "_reduce_scatter_base_", 10),
-        # Across replicas of shards only the last time; two more are the loss and the notes on
-        # which gradients there are.
-        ({"strategy": "hybrid_shard", "mesh": [2, 2]}, "allreduce_", 5 + 2),
+        # Across replicas of shards only the last time; three more are the loss, the notes on which
+        # gradients there are, and the first comparison of the replicas.
+        ({"strategy": "hybrid_shard", "mesh": [2, 2]}, "allreduce_", 5 + 3),
     ],
 )
 def test_what_waits_for_the_last_microbatch(pool, plan, kind, times):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshplan.assign.types import Recompute
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph, ModuleInfo, is_inside
+from meshplan.graph import ModelGraph, ModuleInfo
 from meshplan.mesh import GRADIENT_AXES, Mesh
 from meshplan.spec import Spec
 
@@ -21,9 +19,7 @@ class BatchNorm:
     warnings: list[Problem] = field(default_factory=list)
 
 
-def assign_batchnorm(
-    spec: Spec, graph: ModelGraph, mesh: Mesh, recompute: Mapping[str, Recompute]
-) -> BatchNorm:
+def assign_batchnorm(spec: Spec, graph: ModelGraph, mesh: Mesh) -> BatchNorm:
     """Synchronize statistics where the plan says so; tell what differs from one process."""
     out = BatchNorm()
     found = [info for info in graph.modules.values() if _is_batchnorm(info)]
@@ -39,18 +35,6 @@ def assign_batchnorm(
                 "say sync_batchnorm: true, or use GroupNorm or LayerNorm",
             )
         )
-    for info in found:
-        around = next((fqn for fqn in recompute if is_inside(info.fqn, fqn)), None)
-        if around is not None:
-            out.warnings.append(
-                Problem(
-                    f"{info.fqn} lies in '{around}', which is recomputed: its running statistics "
-                    "are updated twice a step",
-                    recompute[around].reason.origin,
-                    "leave that module out of activation_checkpointing",
-                )
-            )
-            break
     return out
 
 

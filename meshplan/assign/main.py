@@ -83,7 +83,7 @@ def assign(
         (fqn, stated.value, Reason(stated.text, spec.origin(stated.path)))
         for fqn, stated in cascade.modules_with("apply")
     )
-    batchnorm = assign_batchnorm(spec, graph, mesh, recompute)
+    batchnorm = assign_batchnorm(spec, graph, mesh)
     compiled, compile_problems = _compiled(spec, graph)
     problems += compile_problems + batchnorm.problems + stage_problems
     check_reshards(spec, cascade, mesh, units, tensors)
@@ -178,12 +178,12 @@ def _wrapper(
     through units even where nothing is sharded.
     """
     mixed = any(unit.precision.is_mixed for unit in units.by_fqn.values())
-    if not mesh.present(GRADIENT_AXES) or not any(t.trainable for t in graph.parameters):
+    if not mesh.present(GRADIENT_AXES):
         return "none"
     sharded = any(unit.is_sharded for unit in units.by_fqn.values())
     if sharded or mixed or tp.cuts or tp.styles or strategy.cuts or mesh.size("pp") > 1:
         return "units"
-    return "ddp"
+    return "ddp" if any(t.trainable for t in graph.parameters) else "none"
 
 
 def _place(

@@ -5,8 +5,10 @@ Applied last, after tensor parallelism and activation checkpointing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +21,7 @@ from meshplan.assign import Placed, Unit
 from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import device, submesh, unit_mesh
-from meshplan.runtime.private import replicate_unit
+from meshplan.runtime.private import intercept_calls, replicate_unit
 from meshplan.spec import Precision
 
 _DDP_WORDS = {"bucket_mb": "bucket_cap_mb"}
@@ -99,6 +101,42 @@ def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
         reduce_dtype=dtype(precision.reduce),
         output_dtype=dtype(precision.output),
     )
+
+
+def reshard_units(model: nn.Module, plan: Plan) -> None:
+    """Let every unit hold its own part only; a backward that still comes gathers again.
+
+    Assumes: no forward is running.
+    """
+    if plan.assignment.wrapper != "units":
+        return
+    for unit in plan.assignment.units.values():
+        module = model.get_submodule(unit.fqn)
+        assert isinstance(module, FSDPModule)
+        module.reshard()
+
+
+def keep_evaluation_apart(model: nn.Module, plan: Plan) -> None:
+    """Let a forward that has no backward leave nothing behind that training would meet, in place.
+
+    The outermost unit, and all of zero2's, otherwise stay gathered until a backward: the memory is
+    not given back, and an optimizer made then would hold copies that are never trained. What
+    units gather into they keep for the next forward, so it must not be made in inference mode,
+    where a training step could not write to it: such a forward runs under `no_grad`.
+    """
+    if plan.assignment.wrapper != "units":
+        return
+
+    def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                return call(*args, **kwargs)
+        finally:
+            reshard_units(model, plan)
+
+    intercept_calls(model, around)
 
 
 def set_gradient_sync(model: nn.Module, plan: Plan, is_last: bool) -> AbstractContextManager[None]:

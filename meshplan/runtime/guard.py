@@ -10,19 +10,27 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final
 
 import torch.distributed as dist
 
 from meshplan.errors import ApplyError, MeshplanError, Problem
-from meshplan.runtime.private import abort_groups, group_sequences, group_store, num_groups
+from meshplan.runtime.private import (
+    abort_groups,
+    group_sequences,
+    group_store,
+    num_groups,
+    store_port,
+)
 from meshplan.runtime.sockets import close_between_ranks, own_ends, spell
 
 GRACE_S: Final = 3.0
@@ -44,6 +52,7 @@ class _Job:
         epoch: How many times all ranks failed together, and went on.
         cause: Why the group is dead; "" while it lives.
         groups: How many groups there were when the connections were last published.
+        partings: By ranks, how often they were asked whether they fail together.
         store: A connection to the store of the group.
     """
 
@@ -52,6 +61,7 @@ class _Job:
     epoch: int = 0
     cause: str = ""
     groups: int = -1
+    partings: Counter[str] = field(default_factory=Counter)
 
     def key(self, name: str) -> str:
         return f"meshplan/{self.epoch}/{name}"
@@ -97,6 +107,8 @@ def guarded() -> Iterator[None]:
 _RESTART: Final = "start the job again"
 _SETTLED: Final = "_meshplan_settled"
 """Marks an exception that a guard has dealt with, so that those around it let it pass."""
+_ALONE: Final = "_meshplan_alone"
+"""Marks an exception that is known not to be raised on all ranks."""
 
 
 def _failed(cause: str) -> Problem:
@@ -133,27 +145,74 @@ def _publish(job: _Job) -> None:
         job.store.set(f"meshplan/ends/{dist.get_rank()}", spell(ends.values()))
 
 
+def fails_together(error: Exception, ranks: Sequence[int]) -> bool:
+    """Whether these ranks, of which this is one, all fail here, so that none waits for another.
+
+    Where it is False the error must be raised: the guard around then ends the group at once.
+    """
+    job = _current()
+    if job is None or len(ranks) == 1:
+        return True
+    name = ",".join(map(str, ranks))
+    key = job.key(f"together/{name}/{job.partings[name]}")
+    job.partings[name] += 1
+    deadline = time.monotonic() + GRACE_S
+    with contextlib.suppress(RuntimeError, OSError):  # Where the store has gone already.
+        count = job.store.add(key, 1)
+        while count < len(ranks) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            count = job.store.add(key, 0)
+        if count == len(ranks):
+            return True
+    setattr(error, _ALONE, True)
+    return False
+
+
 def _settle(job: _Job, error: BaseException) -> ApplyError | None:
     """Agree with the others on what the failure of this rank means.
 
     Returns:
         What to raise instead; None where the error is this rank's own.
     """
-    is_lost = _is_lost_connection(error)
-    own = f"rank {dist.get_rank()} "
+    is_lost = is_lost_connection(error)
+    own = f"rank {dist.get_rank()} failed: {_spell(error)}"
+    if is_lost:
+        own = _lost("another rank")
     try:
         if is_lost:
-            own += f"lost its connection to {_peer(job, str(error))}, which died or was ended"
-        else:
-            own += f"failed: {_spell(error)}"
+            own = _lost(_peer(job, str(error)))
         cause = _claim(job, own)
-        if is_lost or not isinstance(error, Exception) or not _all_failed_alike(job):
+        is_alone = is_lost or not isinstance(error, Exception) or hasattr(error, _ALONE)
+        if is_alone or not _all_failed_alike(job):
             _bury(job, cause)
+            _wait_for_readers(job, num_gone=int(is_lost))
         else:
             job.epoch += 1
     except (RuntimeError, OSError):  # The store has gone with the process that held it.
         job.cause = job.cause or own
     return ApplyError(_failed(job.cause)) if is_lost else None
+
+
+def _lost(peer: str) -> str:
+    return f"rank {dist.get_rank()} lost its connection to {peer}, which died or was ended"
+
+
+def _wait_for_readers(job: _Job, num_gone: int = 0) -> None:
+    """Stay until the others have read the cause, if the store goes with this process.
+
+    Rank 0 holds it, unless torchrun does.
+
+    Args:
+        num_gone: How many others are known to read no more.
+    """
+    key = "meshplan/readers"
+    job.store.add(key, 1)
+    if dist.get_rank() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    deadline = time.monotonic() + GRACE_S
+    wanted = dist.get_world_size() - num_gone
+    while job.store.add(key, 0) < wanted and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def _spell(error: BaseException) -> str:
@@ -162,7 +221,7 @@ def _spell(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _is_lost_connection(error: BaseException) -> bool:
+def is_lost_connection(error: BaseException) -> bool:
     """Whether torch raised this because another rank went away."""
     if isinstance(error, ApplyError) or not isinstance(error, RuntimeError):
         return False
@@ -238,7 +297,7 @@ def _bury(job: _Job, cause: str) -> None:
         abort_groups()
         return
     others = {rank: table for rank, table in _tables(job).items() if rank != dist.get_rank()}
-    close_between_ranks(others.values())
+    close_between_ranks(others.values(), store_port(job.store))
 
 
 def watch(job: _Job) -> threading.Thread:
@@ -277,6 +336,7 @@ def _report_uncaught() -> None:
             return
         with contextlib.suppress(RuntimeError, OSError):  # Where the store has gone already.
             _bury(job, _claim(job, f"rank {dist.get_rank()} failed: {_spell(error)}"))
+            _wait_for_readers(job)
 
     report._is_meshplan = True  # type: ignore[attr-defined]
     sys.excepthook = report

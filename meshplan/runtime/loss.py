@@ -34,6 +34,17 @@ _DEFAULTS: Final[dict[str, Any]] = {
 }
 
 
+_LOGSUMEXP: Final = (torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp)
+_MIXED: Final = "mixed torch.Tensor and DTensor"
+"""Words in what DTensor raises when it meets a plain tensor."""
+_MIXES: Final = Problem(
+    "the loss does something else with logits that are cut over the vocabulary than cross_entropy "
+    "and logsumexp (see the traceback above)",
+    fix="use torch.nn.functional.cross_entropy, call .full_tensor() on the logits first, or say "
+    "loss_parallel: false",
+)
+
+
 class LossParallel(TorchFunctionMode):
     """On while a model and its loss are computed."""
 
@@ -44,14 +55,19 @@ class LossParallel(TorchFunctionMode):
         LossParallel.num_on += 1
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         LossParallel.num_on -= 1
-        super().__exit__(*raised)
+        super().__exit__(kind, error, trace)
+        # Also of a backward, which torch computes with whole tensors of its own here and there.
+        if isinstance(error, RuntimeError) and _MIXED in str(error):
+            raise ApplyError(_MIXES) from error
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _LOGSUMEXP:
+            return _logsumexp(func, *args, **kwargs)
         if func is not F.cross_entropy:
             return func(*args, **kwargs)
         given = dict(zip(_NAMES, args, strict=False)) | kwargs
@@ -158,6 +174,43 @@ class _Losses(torch.autograd.Function):
         return out.to(ctx.dtype), None, None, None, None
 
 
+def _logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False, **kwargs: Any) -> Any:
+    """`torch.logsumexp` over the cut dim, as a penalty on logits takes it: a plain tensor.
+
+    Source: Chowdhery et al. 2022 (PaLM), section 5, for the penalty (z-loss).
+    """
+    dims = dim if isinstance(dim, tuple | list) else (dim,)
+    is_cut = isinstance(input, DTensor) and input.device_mesh.ndim == 1 and len(dims) == 1
+    cut = dims[0] % input.ndim if is_cut and isinstance(dims[0], int) else None
+    if cut is None or input.placements != (Shard(cut),) or kwargs:
+        return func(input, dim, keepdim, **kwargs)
+    local = input.to_local(grad_placements=input.placements).movedim(cut, -1)
+    out = _LogSumExp.apply(local, input.device_mesh.get_group())
+    return out.unsqueeze(cut) if keepdim else out
+
+
+class _LogSumExp(torch.autograd.Function):
+    """log(sum(exp(x))) over the last dim of all parts; its derivative is softmax(x)."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Shape: local (..., part) -> (...)."""
+        x = local.to(torch.promote_types(local.dtype, torch.float32))
+        highest = x.new_full(x.shape[:-1], -torch.inf) if not x.shape[-1] else x.amax(-1)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        total = (x - highest[..., None]).exp().sum(-1)
+        dist.all_reduce(total, group=group)
+        out = total.log() + highest
+        ctx.save_for_backward(local, out)
+        return out.to(local.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        local, out = ctx.saved_tensors
+        own = (local.to(out.dtype) - out[..., None]).exp() * gradient[..., None].to(out.dtype)
+        return own.to(local.dtype), None
+
+
 def take_loss(
     loss_fn: Callable[[Any, Any], torch.Tensor], output: Any, targets: Any
 ) -> torch.Tensor:
@@ -169,16 +222,9 @@ def take_loss(
     try:
         loss = loss_fn(output, targets)
     except RuntimeError as error:
-        if not is_on() or "mixed torch.Tensor and DTensor" not in str(error):
+        if not is_on() or _MIXED not in str(error):
             raise
-        raise ApplyError(
-            Problem(
-                "the loss does something else with logits that are cut over the vocabulary than "
-                "cross_entropy (see the traceback above)",
-                fix="use torch.nn.functional.cross_entropy, call .full_tensor() on the logits "
-                "first, or say loss_parallel: false",
-            )
-        ) from error
+        raise ApplyError(_MIXES) from error
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 

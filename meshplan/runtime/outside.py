@@ -89,6 +89,14 @@ def _problem_of_gradients(operation: str) -> Problem:
     )
 
 
+def _problem_of_others(fqn: str) -> Problem:
+    return Problem(
+        f"{fqn} was put in the place of the parameter that this forward gathers (as "
+        "torch.func.functional_call does), so it would be left unused and nothing be trained",
+        fix="use strategy: ddp, or call the model with its own parameters",
+    )
+
+
 def guard_loss(model: nn.Module, plan: Plan) -> AbstractContextManager[object]:
     """The same for a loss function; to be made while no unit is gathered."""
     is_at_work = plan.assignment.wrapper == "units" and plan.assignment.stages is None
@@ -102,6 +110,12 @@ def watch_first_forward(model: nn.Module, plan: Plan) -> None:
     watch = OutsideUse(model, plan)
     begun: list[bool] = []  # Hooks cannot be removed while they run.
 
+    def look(*_: Any) -> None:
+        live = {} if begun else dict(model.named_parameters(remove_duplicate=False))
+        for fqn, _unit in watch.lying.values() if live else ():
+            if id(live.get(fqn)) not in watch.lying:
+                raise ApplyError(_problem_of_others(fqn))
+
     def begin(*_: Any) -> None:
         if not begun:
             begun.append(True)
@@ -112,5 +126,6 @@ def watch_first_forward(model: nn.Module, plan: Plan) -> None:
             watch.__exit__(None, None, None)
             begun.append(False)
 
+    model.register_forward_pre_hook(look, prepend=True)  # Before the outermost unit gathers.
     model.register_forward_pre_hook(begin)
     model.register_forward_hook(end, always_call=True)

@@ -30,7 +30,7 @@ from meshplan.runtime.calls import routable_units, route_direct_calls
 from meshplan.runtime.check import check_live
 from meshplan.runtime.compiled import apply_compile
 from meshplan.runtime.context.apply import ContextParallelism
-from meshplan.runtime.data import apply_data_parallel
+from meshplan.runtime.data import apply_data_parallel, keep_evaluation_apart
 from meshplan.runtime.example import find_example
 from meshplan.runtime.expert import apply_expert_parallel
 from meshplan.runtime.expert_protocol import expert_problems
@@ -47,6 +47,7 @@ from meshplan.runtime.randomness import give_own_stream
 from meshplan.runtime.recompute import apply_recompute
 from meshplan.runtime.record import record
 from meshplan.runtime.rehearse import rehearser
+from meshplan.runtime.replicas import watch_replicas
 from meshplan.runtime.selftest import watch_first_step
 from meshplan.runtime.shard import apply_tensor_parallel, lay_gradients
 from meshplan.runtime.trace import graph_of
@@ -154,7 +155,9 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.
     check_live(wrapped, plan)
     lay_gradients(wrapped, plan)
     agree_on_gradients(wrapped, plan, mesh)
+    keep_evaluation_apart(model, plan)
     watch_first_step(wrapped, plan, mesh)
+    watch_replicas(model, plan, mesh)
     prove_first_forward(wrapped, plan, mesh)
     give_own_stream(model, plan)
     context.watch(wrapped)

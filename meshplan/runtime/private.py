@@ -150,6 +150,16 @@ def group_store() -> dist.Store:
     return store.clone()
 
 
+def store_port(store: dist.Store) -> int | None:
+    """The port at which a store is served, None where it is not a TCP store.
+
+    Public names, but undocumented: stores of process groups are wrapped in prefixes.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.port if isinstance(store, dist.TCPStore) else None
+
+
 def num_groups() -> int:
     """How many process groups this rank knows. torch counts them in a private table only."""
     return len(dist.distributed_c10d._world.pg_map)

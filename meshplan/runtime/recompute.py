@@ -51,17 +51,81 @@ def apply_recompute(model: nn.Module, plan: Plan) -> None:
             context["context_fn"] = partial(
                 create_selective_checkpoint_contexts, partial(_policy, saved)
             )
-        module.forward = _recomputed(module.forward, context)
+        module.forward = _recomputed(module, context)
 
 
-def _recomputed(forward: Callable[..., Any], context: dict[str, Any]) -> Callable[..., Any]:
+def _recomputed(module: nn.Module, context: dict[str, Any]) -> Callable[..., Any]:
+    forward, moving = module.forward, _Moving(module)
+
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
+        twice = forward if torch.compiler.is_compiling() else moving.as_at_first(forward)
+        return checkpoint(twice, *args, use_reentrant=False, **context, **kwargs)
 
     return run
+
+
+class _Moving:
+    """The buffers of a module that its forward writes: running statistics, counters, averages.
+
+    A forward that runs again must find them as the first one did, or it computes something else,
+    and must not write them a second time.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known: dict[tuple[bool, ...], list[tuple[nn.Module, str]]] = {}
+
+    def as_at_first(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward that, called again, finds and leaves buffers as it did the first time."""
+        starts: dict[tuple[nn.Module, str], torch.Tensor] | None = None
+
+        @wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal starts
+            if starts is None:
+                starts, output = self._first(forward, args, kwargs)
+                return output
+            ends = {(owner, name): owner._buffers[name] for owner, name in starts}
+            try:
+                for (owner, name), start in starts.items():
+                    owner._buffers[name] = start.clone()  # As an object of its own: saved for
+                return forward(*args, **kwargs)  # backward is what this forward met.
+            finally:
+                for (owner, name), end in ends.items():
+                    owner._buffers[name] = end
+
+        return call
+
+    def _first(
+        self, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[dict[tuple[nn.Module, str], torch.Tensor], Any]:
+        """(the buffers that were written, as they were before; the output)."""
+        modes = tuple(module.training for module in self._module.modules())
+        places = self._known.get(modes)
+        watched = self._all() if places is None else places
+        before = {(owner, name): owner._buffers[name] for owner, name in watched}
+        starts = {place: b.detach().clone() for place, b in before.items() if b is not None}
+        output = forward(*args, **kwargs)
+        if places is None:  # Which those are is looked at once: reading them waits for the device.
+            written = [p for p in starts if not _is_same(p, before[p], starts[p])]
+            self._known[modes] = written
+            starts = {place: starts[place] for place in written}
+        return starts, output
+
+    def _all(self) -> list[tuple[nn.Module, str]]:
+        return [(owner, name) for owner in self._module.modules() for name in owner._buffers]
+
+
+def _is_same(
+    place: tuple[nn.Module, str], before: torch.Tensor | None, start: torch.Tensor
+) -> bool:
+    """Whether a buffer is the tensor that it was, with the numbers that it had."""
+    owner, name = place
+    now = owner._buffers[name]
+    return now is not None and now is before and torch.equal(now, start)
 
 
 def _saved_ops(words: tuple[str, ...], origin: Any) -> frozenset[Any]:

@@ -6,10 +6,9 @@ before the data axes.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -59,6 +58,9 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
         if use.pieces:
             compute_locally(module, use, tp)
         _flow(module, use, tp, outside)
+    if not plan.spec.compile:
+        for fqn in {fqn.rpartition(".")[0] for fqn in plan.assignment.styles}:
+            model.get_submodule(fqn).register_forward_hook(_forget_entered, always_call=True)
     set_local_attributes(model, plan)
 
 
@@ -184,8 +186,7 @@ def _as_dtensor(
     """A local activation as a DTensor in the layout that the module computes with.
 
     q, k and v read the same tensor: they are given the same DTensor, so that their gradients
-    are added before the one all-reduce, not after one each. Only where nothing is copied, since
-    the graph keeps it alive, and weakly: the DTensor holds its tensor, and neither would die.
+    are added before the one all-reduce, not after one each.
     """
     if isinstance(x, DTensor):
         return x.redistribute(placements=[wanted])
@@ -193,17 +194,29 @@ def _as_dtensor(
         _check_even(x, wanted, tp)
         whole = DTensor.from_local(x, tp, [arrives], run_check=False)
         return whole.redistribute(placements=[wanted])
-    # Compiled code is traced once: nothing may be remembered on its tensors. An inference tensor
+    # Compiled code is traced once: nothing may be remembered of its tensors. An inference tensor
     # has no version, and no gradients to add up.
     if torch.compiler.is_compiling() or x.is_inference():
         return DTensor.from_local(x, tp, [arrives], run_check=False)
-    key = (tp, arrives, x._version, torch.is_grad_enabled())
-    before, kept = getattr(x, "_meshplan_dtensor", (None, lambda: None))
-    made: DTensor | None = kept() if before == key else None
-    if made is None:
-        made = DTensor.from_local(x, tp, [arrives], run_check=False)
-        x._meshplan_dtensor = (key, weakref.ref(made))
-    return made
+    key = (id(x), tp, arrives, x._version, torch.is_grad_enabled())
+    if key not in _entered:
+        while len(_entered) >= _MOST_ENTERED:  # Where the module around is never called.
+            del _entered[next(iter(_entered))]
+        _entered[key] = (x, DTensor.from_local(x, tp, [arrives], run_check=False))
+    return _entered[key][1]
+
+
+_entered: dict[tuple[object, ...], tuple[torch.Tensor, DTensor]] = {}
+"""What entered styled modules, and the DTensors made of it, while the module around them runs.
+
+Its caller holds the tensors anyway. Kept on the tensors they would live for ever: a DTensor holds
+its tensor, where no collector sees it.
+"""
+_MOST_ENTERED: Final = 8
+
+
+def _forget_entered(*unused: Any) -> None:
+    _entered.clear()
 
 
 def _local_at_use(model: nn.Module, placed: Placed) -> None:

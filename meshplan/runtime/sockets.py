@@ -57,21 +57,23 @@ def spell(ends: Iterable[End]) -> str:
     return json.dumps(sorted(ends))
 
 
-def close_between_ranks(tables: Iterable[str]) -> int:
+def close_between_ranks(tables: Iterable[str], spared_port: int | None = None) -> int:
     """Shut down every connection of this process whose other end one of the tables lists.
 
     The descriptors stay open: they are gloo's, which closes them when it notices.
 
     Args:
         tables: What the other ranks published, as `spell` made it.
+        spared_port: Connections to this port stay: the store's, which a rank may serve.
 
     Returns:
         How many connections were ended.
     """
     others = {(remote, local) for text in tables for local, remote in json.loads(text)}
+    spared = f":{spared_port:04X}" if spared_port else None
     closed = 0
     for descriptor, end in own_ends().items():
-        if end not in others:
+        if end not in others or (spared and any(each.endswith(spared) for each in end)):
             continue
         try:
             duplicate = socket.socket(fileno=os.dup(descriptor))

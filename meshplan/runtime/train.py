@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import DATA_AXES
+from meshplan.plan import Plan
 from meshplan.runtime.batch import as_arguments, chunk, chunked, mapped
 from meshplan.runtime.context.batch import local_sequence
-from meshplan.runtime.data import set_gradient_sync
+from meshplan.runtime.data import reshard_units, set_gradient_sync
 from meshplan.runtime.guard import guarded
 from meshplan.runtime.loss import LossParallel, take_loss
 from meshplan.runtime.mesh import device, local_of, shard_axes, submesh, without_partial
@@ -78,7 +79,7 @@ def train_step(
     state = applied(model)
     guard: AbstractContextManager[object] = nullcontext()
     if not state.is_tested:
-        _check_optimizer(model, optimizer)
+        _check_optimizer(model, state.plan, optimizer)
         guard = guard_loss(model, state.plan)
     check_peers((inputs, targets), state.plan, state.mesh)
     count = state.plan.accumulate
@@ -163,8 +164,10 @@ def _loss_mode(state: Applied) -> AbstractContextManager[Any]:
     return LossParallel() if state.plan.assignment.loss_parallel else nullcontext()
 
 
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer of the parameters that the model had before `parallelize`."""
+def _check_optimizer(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of the parameters that the model had at another time."""
+    if not isinstance(model, PipelinedModule):
+        reshard_units(model, plan)  # What a forward without a backward left gathered.
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     own = {id(p) for p in model.parameters()}
     missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
@@ -172,8 +175,8 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         raise ApplyError(
             Problem(
                 f"the optimizer does not hold {missing[0]}, but holds parameters that are not in "
-                "the model: it was made before parallelize",
-                fix="make it from model.parameters() after parallelize",
+                "the model: it was made before parallelize, or between a forward and its backward",
+                fix="make it from model.parameters() after parallelize, before the first forward",
             )
         )
 

@@ -33,7 +33,8 @@ _OPTIONS: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal
 
 MASKED: Final = Problem(
     "attention over a part of the sequence was given a mask, which was made for the part alone: a "
-    "padding mask, a sliding window, packed samples or a position bias",
+    "padding mask, a sliding window, packed samples (position_ids that start anew) or a position "
+    "bias",
     fix="under cp give no attention_mask (pad at the end and ignore those targets), and use models "
     "with plain causal or full attention",
 )
@@ -71,6 +72,7 @@ class SequenceMode(TorchFunctionMode):
         parts: Which part this rank holds.
         lengths: Lengths of parts that the proof has passed.
         known: By site and lengths, whether the call is about the sequence.
+        shapes: By site, the heads and widths that keys and values had on the whole sequence.
         trial: The run of the proof that is going on, None in ordinary runs.
         is_fed: Whether the whole model's forward is running, which feeds positions and tells all
             ranks at its end what was refused.
@@ -83,6 +85,7 @@ class SequenceMode(TorchFunctionMode):
         self.parts = parts
         self.lengths: set[int] = set()
         self.known: dict[tuple[int, ...], bool] = {}
+        self.shapes: dict[Site, set[tuple[torch.Size, ...]]] = {}
         self._kept: dict[int, CodeType] = {}
         self.trial: Trial | None = None
         self.is_fed = False
@@ -222,15 +225,17 @@ def _attention(mode: SequenceMode, frame: FrameType, args: Any, kwargs: Any) -> 
     given = dict(zip(_OPTIONS, args, strict=False)) | kwargs
     q, k, v = (given.pop(name) for name in _OPTIONS[:3])
     is_over = mode.is_about_sequence(frame, q.shape[-2], k.shape[-2])
+    site = (id(frame.f_code), frame.f_lasti)
     if mode.trial is not None and mode.trial.is_whole:
         is_over = q.shape[-2] == k.shape[-2] == mode.trial.length
+        mode.shapes.setdefault(site, set()).add(_shapes(k, v))
         out = F.scaled_dot_product_attention(q, k, v, **given)
     elif not is_over or q.shape[-2] != k.shape[-2]:
         if is_over:
             mode.refuse(_other_queries(q, k))
         return F.scaled_dot_product_attention(q, k, v, **given)
     else:
-        out = _over_sequence(mode, q, k, v, dict(given))
+        out = _over_sequence(mode, q, *_as_proved(mode, site, k, v, given), dict(given))
     if is_over and mode.trial is not None:
         form = {
             "causal": bool(given.get("is_causal")),
@@ -239,6 +244,34 @@ def _attention(mode: SequenceMode, frame: FrameType, args: Any, kwargs: Any) -> 
         }
         mode.trial.attended(form, {"queries": q, "keys": k, "values": v, "attention": out})
     return out
+
+
+def _shapes(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Size, ...]:
+    """Heads and widths of keys and values: what ranks of cp must agree on to exchange them."""
+    return tuple(torch.Size((*t.shape[1:-2], t.shape[-1])) for t in (k, v))
+
+
+def _as_proved(
+    mode: SequenceMode, site: Site, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values in the shapes that the other ranks exchange.
+
+    A model that makes a mask of its positions may do so on some ranks only, and then repeat its
+    key heads there: what such a rank has is refused, and zeros are exchanged in its place.
+    """
+    proved = mode.shapes.get(site, set())
+    is_masked = options.get("attn_mask") is not None
+    if not proved or _shapes(k, v) in proved or not (is_masked or mode.trial):
+        return k, v
+    if is_masked:  # The proof sees every other difference by itself.
+        mode.refuse(MASKED)
+    options["enable_gqa"] = True
+    first = min(proved)
+    made = [
+        t.new_zeros((t.shape[0], *shape[:-1], t.shape[-2], shape[-1]))
+        for t, shape in zip((k, v), first, strict=True)
+    ]
+    return made[0], made[1]
 
 
 def _over_sequence(

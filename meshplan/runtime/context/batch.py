@@ -151,16 +151,32 @@ class Feed:
 
         Transformers takes positions with a gap for several samples packed in one, unless a mask
         says that there is one sample: balanced parts, which have a gap, come with one of ones.
+        Positions that are given are left as they are.
         """
         given = self._given(args, kwargs)
-        if "position_ids" not in self._names or "position_ids" in given:
+        if "position_ids" not in self._names:
             return kwargs
         tokens = next(
             t for _, t in tensors_in((args, kwargs)) if t.ndim > 1 and t.shape[1] == length
         )
         positions = self._parts.positions(length, tokens.device)[None]
-        out = {**kwargs, "position_ids": positions}
+        out = dict(kwargs)
         has_gap = self._parts.num_local_chunks > 1
+        if "position_ids" not in given:
+            out["position_ids"] = positions
+        elif has_gap and not self._is_one_sample(given["position_ids"], positions):
+            return kwargs
         if has_gap and "attention_mask" in self._names and "attention_mask" not in given:
             out["attention_mask"] = torch.ones_like(positions).expand(tokens.shape[0], -1)
         return out
+
+    def _is_one_sample(self, given: Any, positions: torch.Tensor) -> bool:
+        """Whether positions that were given run on through each row; the same on all ranks."""
+        shift = given - positions if isinstance(given, torch.Tensor) else None
+        if shift is None or shift.shape[-1:] != positions.shape[-1:]:
+            return False
+        rows = shift.flatten(0, -2).long()
+        ends = torch.cat((rows.amax(-1), -rows.amin(-1)))
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._parts.group)
+        high, low = ends.chunk(2)
+        return bool((high == -low).all())

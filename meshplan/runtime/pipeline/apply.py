@@ -41,9 +41,7 @@ def apply_pipeline(
         part = restrict(plan, stage)
         held = part.assignment.tensors
         wrap(module, part, mesh, Values({f: v for f, v in values.local.items() if f in held}))
-        # An early end inside a unit of sharding would leave it gathered.
-        is_plain = not any(unit in stages.opened for unit in part.assignment.units if unit)
-        replay = Replay(stage, may_stop=is_plain)
+        replay = Replay(stage)  # Its early end is inside of no unit: `restrict` leaves none there.
         watch_calls(module, hooks, replay)
         watch_first_forward(module, part)
         parts[stage] = Part(module, part, replay)

@@ -16,6 +16,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
 from meshplan.runtime.batch import as_arguments, chunked
 from meshplan.runtime.data import set_gradient_sync
+from meshplan.runtime.guard import guarded
 from meshplan.runtime.mesh import device, submesh
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.pipeline.program import make_program
@@ -58,6 +59,8 @@ class PipelinedModule(nn.Module):
         self._schedule = SCHEDULES[stages.schedule]
         self.group = submesh(mesh, ("pp",)).get_group()
         self._place = dist.get_rank(self.group)
+        along = (mesh.mesh_dim_names or ()).index("pp")
+        self._peers = tuple(mesh.mesh.select(along, self._place).flatten().tolist())
         ranks, virtual = stages.num_ranks, stages.virtual
         self._train = actions(self._schedule, ranks, virtual, stages.microbatches)[self._place]
         self._eval = forward_only(self._schedule, ranks, virtual)[self._place]
@@ -88,6 +91,7 @@ class PipelinedModule(nn.Module):
             )
         )
 
+    @guarded()
     def step(
         self,
         inputs: Any,
@@ -125,6 +129,7 @@ class PipelinedModule(nn.Module):
             self._parts,
             schedule=self._schedule,
             group=self.group,
+            peers=self._peers,
             form=form,
             microbatches=[as_arguments(part) for part in cut],
             finish=finish,
@@ -140,6 +145,7 @@ class PipelinedModule(nn.Module):
         dist.all_reduce(total, group=self.group)
         return total / count
 
+    @guarded()
     def eval_step(self, inputs: Any) -> Any:
         """The output for a whole batch, without gradients, in the mode that the model is in.
 
@@ -159,6 +165,7 @@ class PipelinedModule(nn.Module):
                 self._parts,
                 schedule=self._schedule,
                 group=self.group,
+                peers=self._peers,
                 form=form,
                 microbatches=[as_arguments(inputs)],
                 finish=finish,
@@ -186,8 +193,8 @@ class PipelinedModule(nn.Module):
     def _agree(self, run: Run, form: Form) -> None:
         """Raise on every rank what went wrong on one.
 
-        Later than the first time with such inputs, only the ranks along pp are told: what one of
-        them cannot do, others of its stage cannot either, or wait in a collective of its own.
+        Later than the first time with such inputs, only the ranks along pp are told: what one
+        rank cannot do, the others of its stage cannot either, or it has raised already.
         """
         group = None if form.is_new else self.group
         form.is_new = False

@@ -1,8 +1,10 @@
 """Play a schedule on this rank: compute, send, receive.
 
-Shapes are exchanged once per form of the inputs, with the first microbatch. A rank on which
+Shapes are exchanged once per form of the inputs, with the first microbatch. A stage in which
 something raises computes no more, but sends and receives on, so that no other waits for it: what
-happened is told at the end. Nothing here knows which schedule it plays.
+happened is told at the end. Where only some of the ranks of a stage fail, the others wait for
+them in collectives of the stage, and the error is raised at once. Nothing here knows which
+schedule it plays.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
+from meshplan.runtime.guard import fails_together, is_lost_connection
 from meshplan.runtime.mesh import device
 from meshplan.runtime.pipeline.halves import Halves, check_weights, first_half, second_half
 from meshplan.runtime.pipeline.stage import Program, Replay
@@ -74,6 +77,7 @@ class Run:
         parts: By stage.
         schedule: Where stages lie.
         group: The ranks along pp.
+        peers: The ranks that hold the same stages, this one among them.
         form: Of the inputs.
         microbatches: Arguments and keyword arguments of each.
         finish: (output, microbatch) -> what backward starts from; only called in the last stage.
@@ -86,6 +90,7 @@ class Run:
         *,
         schedule: Schedule,
         group: ProcessGroup,
+        peers: Sequence[int],
         form: Form,
         microbatches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
         finish: Callable[[Any, int], torch.Tensor | None],
@@ -93,6 +98,7 @@ class Run:
     ) -> None:
         self.parts, self.schedule, self.group, self.form = parts, schedule, group, form
         self.microbatches, self.finish, self.sync = microbatches, finish, sync
+        self.peers = peers
         self.last = form.program.last
         self.has_poison = False
         self.failure: Exception | None = None
@@ -118,12 +124,19 @@ class Run:
                 try:
                     step(action.stage, action.microbatch)
                 except Exception as error:  # The user's forward and loss may raise anything.
-                    self.failure = error
+                    self._fail(error)
         for works in (*self._arriving.values(), *(works for works, _ in self._leaving)):
             for work in works:
                 work.wait()
         self._arriving.clear()
         self._leaving.clear()
+
+    def _fail(self, error: Exception) -> None:
+        """Compute no more; raise where the other ranks of the stage go on computing."""
+        if self.failure is None:
+            if is_lost_connection(error) or not fails_together(error, self.peers):
+                raise error
+            self.failure = error
 
     def _flight(self, stage: int, microbatch: int) -> _Flight:
         return self._flights.setdefault((stage, microbatch), _Flight())
@@ -224,13 +237,12 @@ class Run:
             header = None if self.failure else found
             dist.send_object_list([header], dst=peer, group=self.group)
         if known != found:
-            self.failure = self.failure or ApplyError(
-                Problem(
-                    f"what stage {stage} sends changed its shape or dtype from {known} to {found}, "
-                    "although the inputs did not",
-                    fix="cut where shapes follow from the shapes of the inputs",
-                )
+            changed = Problem(
+                f"what stage {stage} sends changed its shape or dtype from {known} to {found}, "
+                "although the inputs did not",
+                fix="cut where shapes follow from the shapes of the inputs",
             )
+            self._fail(ApplyError(changed))
             tensors = [torch.zeros(meta[0], dtype=meta[1], device=device()) for meta in known]
         self._send(tensors, peer)
 
@@ -243,7 +255,7 @@ class Run:
             dist.recv_object_list(box, src=peer, group=self.group)
             self.form.metas[key] = box[0] or []
             if box[0] is None:
-                self.failure = self.failure or Told()
+                self._fail(Told())
         metas = self.form.metas[key]
         tensors = [torch.empty(shape, dtype=dtype, device=device()) for shape, dtype, _ in metas]
         self._arriving["F", stage, m] = self._receive(tensors, peer)

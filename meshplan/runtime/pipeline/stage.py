@@ -74,14 +74,12 @@ class Replay:
 
     Attributes:
         stage: Which one.
-        may_stop: Whether the forward may end when nothing more is needed of it.
         program: The present one; None outside of a run.
         received: Values from the stage before.
         kept: Values for the stage behind, and those handed out, by value id.
     """
 
     stage: int
-    may_stop: bool = True
     program: Program | None = None
     received: Mapping[int, torch.Tensor] = field(default_factory=dict)
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -153,8 +151,7 @@ class Replay:
         output = run(*args, **kwargs)
         self._is_inside = False
         self._keep(call, output)
-        may_stop = self.may_stop and not program.keeps_state
-        if may_stop and self.stage < program.last and not self._has_more():
+        if not program.keeps_state and self.stage < program.last and not self._has_more():
             raise _Done
         return output
 

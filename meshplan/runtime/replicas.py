@@ -1,0 +1,130 @@
+"""The first gradients tell whether replicas along the data axes are replicas.
+
+Gradients are averaged by what the wrappers hang into forward and backward. A loop can go past it:
+two forwards before two backwards, a second backward of one graph, `torch.autograd.grad`, a call of
+the module inside DistributedDataParallel. Each rank then trains on its own samples alone, and
+nothing shows. So what should be one number on several ranks is compared before an optimizer steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.mesh import GRADIENT_AXES
+from meshplan.plan import Plan
+from meshplan.runtime.mesh import device, local_of, shard_axes, submesh
+
+_TOLERANCE: Final = 1e-3
+"""Relative difference that rounding does not make: averages are equal to the last bit on all
+ranks, and the gradients of other samples are not."""
+
+_ABSENT: Final = -1.0
+"""In place of the norm of a gradient that is not there."""
+
+
+_UNUSED: Final = "say ddp: {find_unused_parameters: true}, or freeze what is never used"
+_LOOP: Final = (
+    "call the module that parallelize returned, and for each such call backward once before the "
+    "next; add losses up instead of going backward twice, and do not use torch.autograd.grad for "
+    "the gradients of a step"
+)
+
+
+@dataclass(slots=True)
+class _Watch:
+    """A model whose gradients are compared."""
+
+    model: weakref.ref[nn.Module]
+    plan: Plan
+    mesh: DeviceMesh
+    steps: int = 0
+
+
+_watches: list[_Watch] = []
+
+
+def watch_replicas(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Compare gradients along the data axes when an optimizer steps on this model.
+
+    Args:
+        model: The module inside of DistributedDataParallel.
+    """
+    if plan.mesh.size(*GRADIENT_AXES) > 1:
+        _register()
+        _watches.append(_Watch(weakref.ref(model), plan, mesh))
+
+
+@functools.cache
+def _register() -> None:
+    """One hook for good: torch cannot remove one while it runs."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for watch in tuple(_watches):
+        model = watch.model()
+        if model is None:
+            _watches.remove(watch)
+            continue
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        found = {n: p for n, p in model.named_parameters() if id(p) in held and p.requires_grad}
+        if not found:
+            continue
+        watch.steps += 1
+        if watch.steps & (watch.steps - 1):
+            continue  # Steps 1, 2, 4, 8, ...: a loop may change its ways.
+        alike: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
+        for name, parameter in found.items():
+            alike.setdefault(_replica_axes(name, parameter, watch.plan), {})[name] = parameter
+        for axes in sorted(axes for axes in alike if axes):
+            _compare(alike[axes], axes, watch)
+
+
+def _replica_axes(name: str, parameter: nn.Parameter, plan: Plan) -> tuple[str, ...]:
+    """The data axes along which a parameter is one and the same on all ranks."""
+    placed = plan.assignment.tensors.get(name)
+    cut = {*shard_axes(parameter), *(placed.stored.axes if placed else ())} - {"tp"}
+    # Whatever else cuts is a data axis, or has borrowed its ranks from one.
+    return plan.mesh.present(("dp_replicate",) if cut else GRADIENT_AXES)
+
+
+def _compare(found: dict[str, nn.Parameter], axes: tuple[str, ...], watch: _Watch) -> None:
+    """Refuse gradients that differ; every rank along the axes comes to the same answer."""
+    norms = torch.stack([_norm(parameter) for parameter in found.values()])
+    both = torch.cat((norms, -norms))
+    group = submesh(watch.mesh, axes, flat=True).get_group()
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    high, low = both[: len(norms)], -both[len(norms) :]
+    differs = (high - low > _TOLERANCE * high.abs()) & (high > torch.finfo(high.dtype).tiny)
+    if not differs.any():
+        return
+    wrong = [name for name, is_wrong in zip(found, differs.tolist(), strict=True) if is_wrong]
+    others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    unused = next((name for name, parameter in found.items() if parameter.grad is None), None)
+    fix = _LOOP
+    if unused is not None and watch.plan.assignment.wrapper == "ddp":
+        fix = f"{unused} got no gradient, and DistributedDataParallel waits for it: {_UNUSED}"
+    raise ApplyError(
+        Problem(
+            f"whole on every rank along {' and '.join(axes)}, but with gradients that differ "
+            f"there: {wrong[0]}{others}; they were not averaged, so each rank would train on its "
+            "own samples alone",
+            fix=fix,
+        )
+    )
+
+
+def _norm(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        return torch.full((), _ABSENT, device=device())
+    return local_of(parameter.grad.detach()).float().norm()
