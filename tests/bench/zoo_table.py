@@ -85,6 +85,6 @@ def kept() -> dict[tuple[str, str], str]:
     return {
         (row[0].split("*")[0].split(" ")[0], layout): word
         for row in rows
-        if len(row) == len(header) and row is not header
+        if len(row) == len(header) and row is not header and set(row[0]) != {"-"}
         for layout, word in zip(header[2:], row[2:], strict=True)
     }
