@@ -36,7 +36,8 @@ def reasons(cells: Sequence[Cell]) -> Iterator[str]:
     for cell in cells:
         if cell.outcome not in ("pass", "not yet"):
             # Names differ from model to model; what is left is the kind of reason.
-            kind = re.sub(r"'[^']*'|\b\w+(\.\w+)+\b|\d+", "…", cell.why)[:110]
+            why = re.sub(r"/\S*/site-packages/", "…/", cell.why)
+            kind = re.sub(r"'[^']*'|\b\w+(\.\w+)+\b|\d+", "…", why)[:110]
             found.setdefault((cell.outcome, kind), []).append(f"{cell.name} ({cell.layout})")
     for (outcome, kind), places in sorted(found.items(), key=lambda item: -len(item[1])):
         yield f"{len(places)} {outcome}: {kind} — {', '.join(places[:3])}"
