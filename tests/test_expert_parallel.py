@@ -33,6 +33,10 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "mixtral, ep takes all of dp_shard": (4, "mixtral grouped", moe.plan(EP4)),
     "mixtral, ep 1": (4, "mixtral", moe.plan({"dp_shard": 4, "ep": 1})),
     "mixtral beside tp": (4, "mixtral", moe.plan(TP, *CUT_ATTENTION)),
+    "mixtral beside tp from the data flow": (4, "mixtral", moe.plan(TP, tp_plan="auto")),
+    "own with a shared expert, beside tp from the data flow": (
+        4, "stack", moe.plan(TP, tp_plan="auto", input={"shape": [2, models.SEQ_LEN], "dtype": "int64"}),
+    ),
     "qwen3_moe, clipped": (4, "qwen3_moe", moe.plan(EP2, clip_grad_norm=0.1)),
     "qwen3_moe, replicated experts": (
         4, "qwen3_moe batched", moe.plan(EP2, {"match": "**.experts", "place": {
