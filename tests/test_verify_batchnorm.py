@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from meshplan.cli import main
+from meshplan.runtime.batch import taken_together
 
 
 class Features(nn.Module):
@@ -44,19 +46,45 @@ PLAN: dict[str, Any] = {
 }
 
 
-def run(tmp_path, capsys, plan: dict[str, Any], *flags: str) -> tuple[int, str, str]:
+PIPELINE = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1F1B", "microbatches": 2}}
+
+
+def run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, Any]
+) -> tuple[int, dict[str, Any]]:
+    """(exit code, result) of the verb."""
     path = tmp_path / "plan.yaml"
-    path.write_text(json.dumps(PLAN | plan))
-    code = main(["verify", "-f", str(path), "-q", *flags])
-    return code, *capsys.readouterr()
+    path.write_text(json.dumps(PLAN | more))  # JSON is YAML.
+    code = main(["verify", "-f", str(path), "-q", "--json"])
+    return code, json.loads(capsys.readouterr().out)["result"]
 
-PIPELINE = {"mesh": {"pp": 2, "dp_shard": 2}, "pipeline": {"schedule": "1F1B", "microbatches": 2}}
 
-@pytest.mark.parametrize("plan", [
-    {}, {"batch": {"micro": 4, "global": 32}}, {"batch": {"micro": 4, "accumulate": 2}},PIPELINE,PIPELINE|{"batch": {"micro": 4, "accumulate": 2}},
-    {"mesh":{"pp":2},"pipeline":{"schedule": "1F1B", "microbatches": 2},"sync_batchnorm":False},
-    {"sync_batchnorm":False},
-])
-def test_it(tmp_path,capsys, plan):
-    code,out,err=run(tmp_path,capsys,plan)
-    assert code==0, out+err
+@pytest.mark.parametrize(
+    ("more", "microbatches"),
+    [
+        ({}, 1),
+        ({"batch": {"micro": 4, "global": 64}}, 2),
+        (PIPELINE | {"mesh": {"pp": 2, "dp_shard": 2}, "batch": {"accumulate": 2}}, 4),
+        (PIPELINE | {"sync_batchnorm": False}, 2),
+    ],
+)
+def test_one_process_takes_the_same_microbatches(tmp_path, capsys, more, microbatches):
+    code, result = run(tmp_path, capsys, more)
+    assert (code, result["differs_in"]) == (0, [])
+    assert result["microbatches_of_one_process"] == microbatches
+    assert result["losses"] == pytest.approx(result["losses_of_one_process"], abs=1e-5)
+    assert result["parameters"]["judged"] > 5
+
+
+def test_statistics_of_each_rank_alone_still_differ(tmp_path, capsys):
+    code, result = run(tmp_path, capsys, {"sync_batchnorm": False})
+    assert code == 1
+    assert "loss" in result["differs_in"]
+
+
+def test_a_global_batch_is_cut_as_its_ranks_cut_it():
+    batch = {"x": torch.arange(8), "scale": torch.tensor(2.0), "name": "one"}
+    first, second = taken_together(batch, 2, 2)
+    assert first["x"].tolist() == [0, 1, 4, 5]
+    assert second["x"].tolist() == [2, 3, 6, 7]
+    assert (first["scale"].item(), second["name"]) == (2.0, "one")

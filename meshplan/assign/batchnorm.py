@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshplan.assign.types import Recompute
+from meshplan.assign.types import Recompute, Stages
 from meshplan.errors import Problem
 from meshplan.graph import ModelGraph, ModuleInfo, is_inside
 from meshplan.mesh import GRADIENT_AXES, Mesh
@@ -22,7 +22,11 @@ class BatchNorm:
 
 
 def assign_batchnorm(
-    spec: Spec, graph: ModelGraph, mesh: Mesh, recompute: Mapping[str, Recompute]
+    spec: Spec,
+    graph: ModelGraph,
+    mesh: Mesh,
+    recompute: Mapping[str, Recompute],
+    stages: Stages | None,
 ) -> BatchNorm:
     """Synchronize statistics where the plan says so; tell what differs from one process."""
     out = BatchNorm()
@@ -37,6 +41,16 @@ def assign_batchnorm(
                 "samples, so the numbers differ from those of one process",
                 None,
                 "say sync_batchnorm: true, or use GroupNorm or LayerNorm",
+            )
+        )
+    if found and stages is not None and stages.microbatches > 1:
+        out.warnings.append(
+            Problem(
+                f"{found[0].fqn} and {len(found) - 1} more keep statistics of each of the "
+                f"{stages.microbatches} microbatches of the pipeline, so the numbers are those of "
+                "one process that takes a batch in as many parts",
+                spec.origin("pipeline.microbatches"),
+                "use GroupNorm or LayerNorm, or ignore it",
             )
         )
     for info in found:

@@ -32,7 +32,8 @@ def verdict_to_text(verdict: Verdict, plan: str) -> list[str]:
     out += [f"on {verdict.mesh}, {verdict.world} processes", *columns(rows, "<>>>")]
     if verdict.microbatches > 1:
         out.append(
-            f"both took {verdict.microbatches} microbatches a step: BatchNorm has statistics of each"
+            f"one process took {verdict.microbatches} microbatches a step too: BatchNorm has "
+            "statistics of each"
         )
     out.append(
         f"parameters: {moved.num_judged} moved, at most {moved.worst:.1e} of it apart; "
