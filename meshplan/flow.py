@@ -58,6 +58,7 @@ class Op:
         is_pointwise: Every element of the result depends on one element of each argument.
         is_random: It draws random numbers.
         mutates: Value ids that it overwrote, as they were before.
+        rewrites: Value ids of the same tensors, as they are after; among `outputs`.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Op:
     is_pointwise: bool = False
     is_random: bool = False
     mutates: tuple[int, ...] = ()
+    rewrites: tuple[int, ...] = ()
 
     @property
     def inputs(self) -> tuple[int, ...]:

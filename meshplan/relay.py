@@ -134,13 +134,12 @@ class Cut:
         self._rewritten: dict[int, int] = {}
         self._first: dict[int, int] = {}
         for place, op in enumerate(self.flow.ops):
-            for old in op.mutates:
+            owner = self._owner[place]
+            for old, new in zip(op.mutates, op.rewrites, strict=True):
                 self.written.add(old)
-                owner = self._owner[place]
-                for new in op.outputs:
-                    self._first[new] = self._first.get(old, old)
+                self._first[new] = self._first.get(old, old)
                 if owner is not None and self._maker(old) != owner:
-                    self._rewritten.update(dict.fromkeys(op.outputs, owner))
+                    self._rewritten[new] = owner
 
     def _maker(self, value: int) -> int | None:
         """The unit that made a value; None for glue, inputs, weights and constants."""

@@ -90,6 +90,8 @@ class Verdict:
         num_tensors: Parameters and buffers, each compared with the plan on every rank.
         together: Under the plan.
         alone: In one process.
+        microbatches: Into how many it had to cut its batch, as the plan does, to compute the
+            same: BatchNorm takes its statistics over what runs together.
     """
 
     world: int
@@ -101,6 +103,7 @@ class Verdict:
     tolerance: Tolerance = SINGLE
     together: Training | None = None
     alone: Training | None = None
+    microbatches: int = 1
     moved: Moved | None = None
     ranks: tuple[RankReport, ...] = ()
 

@@ -190,8 +190,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Any], dict[str, tuple[int, ...]]]]
         [rule("**.attn", place={"tp": "colwise_gather_output"}),
          rule("layers.0", reshard_after_forward=2)], {},
     ),
-    "rules[0].place.ep: layers.0.moe.experts.up is cut by tp (tp: S(1)) and by ep: that is not "
-    "available yet in this version": (
+    "rules[0].place.ep: layers.0.moe.experts.up is laid out by tp (tp: S(1)) and by ep: that is "
+    "not available yet in this version": (
         {"mesh": {"dp_shard": 2, "tp": 2, "ep": "2 in dp_shard"}},
         [SPREAD, rule("**.experts", place={"tp": "S(1)"})], {},
     ),

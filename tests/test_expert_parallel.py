@@ -22,6 +22,7 @@ EP2 = {"dp_shard": 4, "ep": "2 in dp_shard"}
 EP4 = {"dp_shard": 4, "ep": "4 in dp_shard"}
 HYBRID = {"dp_replicate": 2, "dp_shard": 2, "ep": "2 in dp_shard"}
 TP = {"dp_shard": 2, "tp": 2, "ep": "2 in dp_shard"}
+TOKENS = {"shape": [2, models.SEQ_LEN], "dtype": "int64"}
 FULL: dict[str, Any] = {"activation_checkpointing": "full"}
 CUT_ATTENTION = (
     {"match": "**.{q_proj,k_proj,v_proj}", "place": {"tp": "colwise"}},
@@ -33,6 +34,10 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "mixtral, ep takes all of dp_shard": (4, "mixtral grouped", moe.plan(EP4)),
     "mixtral, ep 1": (4, "mixtral", moe.plan({"dp_shard": 4, "ep": 1})),
     "mixtral beside tp": (4, "mixtral", moe.plan(TP, *CUT_ATTENTION)),
+    "mixtral beside tp from the data flow": (4, "mixtral", moe.plan(TP, tp_plan="auto")),
+    "own with a shared expert, beside tp from the data flow": (
+        4, "stack", moe.plan(TP, tp_plan="auto", input=TOKENS),
+    ),
     "qwen3_moe, clipped": (4, "qwen3_moe", moe.plan(EP2, clip_grad_norm=0.1)),
     "qwen3_moe, replicated experts": (
         4, "qwen3_moe batched", moe.plan(EP2, {"match": "**.experts", "place": {

@@ -32,6 +32,15 @@ def test_cell(pool, name, layout, world):
     assert_same(pool(world).run(parity.train, name, plan)[0])
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1"])
+@pytest.mark.parametrize("beside", ["blocks.1", "blocks.1.shared"])
+def test_a_module_of_many_names_is_a_unit_inside_others(pool, strategy, beside):
+    """Its first name is short, but it lies in blocks that are units too: it is wrapped first."""
+    rules = [{"match": name, "unit": True} for name in ("shared", beside)]
+    result = pool(2).run(parity.train, "odd", {"version": 1, "strategy": strategy, "rules": rules})
+    assert_same(result[0])
+
+
 def test_loss_is_the_same_number_on_every_rank(pool):
     results = pool(4).run(parity.train, "own_llama", {"version": 1, "strategy": "full_shard"})
     assert len({r["loss"] for r in results}) == 1

@@ -116,6 +116,53 @@ class Reading(Chain):
         return self.norm(self.run(x + self.norm.mean.clone()))
 
 
+class ReadingStatistics(Chain):
+    """Reads between layers the statistics of BatchNorm, whose operator does not say it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.norm(x)) + self.norm.running_mean
+
+
+class Normalising(Chain):
+    """BatchNorm between layers, by its function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("variance", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.batch_norm(self.run(x), self.mean, self.variance, training=True)
+        return x / (1 + self.mean)
+
+
+class Watching(nn.Module):
+    """Reads the statistics of another module, which it holds a hand of."""
+
+    def __init__(self, other: nn.BatchNorm1d) -> None:
+        super().__init__()
+        self.inner, self.other = nn.Linear(4, 4), [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + self.other[0].running_mean)
+
+
+class ReadingInAnother(Chain):
+    """A module that reads what another writes: both in one stage, the layers where they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = nn.BatchNorm1d(4)
+        self.layers[2] = Watching(self.layers[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
 class Reentrant(Chain):
     """Recomputes its layers by the checkpoint that cuts the graph."""
 
@@ -142,7 +189,8 @@ class Scaling(Chain):
 CLASSES: dict[str, type[nn.Module]] = {
     c.__name__: c
     for c in (
-        Counting, Averaging, Remembering, KeepingForItself, Reading, Reentrant, Scaling,
+        Counting, Averaging, Remembering, KeepingForItself, Reading, ReadingStatistics,
+        Normalising, ReadingInAnother, Reentrant, Scaling,
     )
 }  # fmt: skip
 
@@ -180,7 +228,7 @@ def train(name: str, schedule: str) -> tuple[str, float]:
     return "", max(apart, *found, 0.0)
 
 
-@pytest.mark.parametrize("name", ["Counting", "KeepingForItself"])
+@pytest.mark.parametrize("name", ["Counting", "KeepingForItself", "ReadingInAnother"])
 def test_what_every_stage_can_remember_is_remembered(pool, name):
     for refused, apart in pool(2).run(train, name, "1F1B"):
         assert refused == ""
@@ -193,6 +241,8 @@ def test_what_every_stage_can_remember_is_remembered(pool, name):
         ("Averaging", "1F1B", "the model keeps in 'mean' what its modules computed"),
         ("Remembering", "1F1B", "the model keeps in 'memories.0' what its modules computed"),
         ("Reading", "1F1B", "'norm' writes norm.mean, which is used elsewhere too"),
+        ("ReadingStatistics", "1F1B", "'norm' writes into a tensor of others"),
+        ("Normalising", "1F1B", "writes what its modules computed into a buffer"),
         ("Reentrant", "1F1B", "use_reentrant=True"),
         ("Scaling", "ZBVZeroBubble", "cannot be split in two halves"),
     ],

@@ -48,6 +48,14 @@ def test_record_gives_what_was_written_into_a_new_value() -> None:
     assert flow.ops[made_by].name == UPDATE
 
 
+@pytest.mark.parametrize("mode", [True, False])
+def test_record_tells_the_statistics_that_batchnorm_writes(mode: bool) -> None:
+    flow = record(nn.BatchNorm1d(3).train(mode), torch.randn(2, 3))
+    written = {flow.values[value].name for op in flow.ops for value in op.mutates}
+    buffers = {"running_mean", "running_var", "num_batches_tracked"}
+    assert written == (buffers if mode else set())
+
+
 class Reads(nn.Module):
     """Its control flow reads a number."""
 

@@ -46,6 +46,52 @@ def test_blocks_are_balanced_with_or_without_a_recorded_forward(with_flow):
                             ["layers.2", "layers.3", "norm", "head"]]  # fmt: skip
 
 
+class Backwards(nn.Module):
+    """Defined the other way round than it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.middle, self.first = nn.Linear(8, 2), nn.Linear(8, 8), nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.middle(self.first(x)))
+
+
+def test_a_cut_without_a_recorded_forward_says_that_it_may_differ():
+    spec = load_spec({"version": 1, "mesh": {"pp": 3}})
+    model = Backwards()
+    guessed = make_plan(spec, graph_of(model), world_size=3)
+    told = [str(warning) for warning in guessed.assignment.warnings]
+    assert units(guessed) == [["out"], ["middle"], ["first"]]
+    assert len(told) == 1
+    assert "parallelize cuts in the order in which they run, which may differ" in told[0]
+    assert "--model" in told[0]
+    exact = make_plan(spec, graph_of(model, record(model, torch.zeros(2, 4))), world_size=3)
+    assert units(exact) == [["first"], ["middle"], ["out"]]
+    assert exact.assignment.warnings == ()
+
+
+def test_a_stage_refused_by_the_order_of_definition_says_so():
+    split = {"pipeline": {"split": [["first"], ["middle"], ["out"]]}}
+    spec = load_spec({"version": 1, "mesh": {"pp": 3}} | split)
+    model = Backwards()
+    with pytest.raises(PlanError) as caught:
+        make_plan(spec, graph_of(model), world_size=3)
+    assert "is defined after" in str(caught.value)
+    assert "name the model with --model" in str(caught.value)
+    make_plan(spec, graph_of(model, record(model, torch.zeros(2, 4))), world_size=3)
+
+
+def test_statistics_of_microbatches_are_told():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    graph = graph_of(model, record(model, torch.zeros(2, 4)))
+    for count, is_told in ((1, False), (4, True)):
+        pipeline = {"schedule": "GPipe", "microbatches": count}
+        spec = load_spec({"version": 1, "mesh": {"pp": 2}, "pipeline": pipeline})
+        told = "\n".join(map(str, make_plan(spec, graph, world_size=2).assignment.warnings))
+        assert ("statistics of each of the 4 microbatches" in told) == is_told
+
+
 def test_each_stage_holds_what_it_reads_and_no_more():
     found = decided("hf_llama_tied", {}).assignment.stages
     assert found.tensors["model.embed_tokens.weight"] == (0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from meshplan.assign.types import Stages
 from meshplan.errors import Problem
 from meshplan.graph import ModelGraph, ModuleInfo
 from meshplan.mesh import GRADIENT_AXES, Mesh
@@ -19,7 +20,7 @@ class BatchNorm:
     warnings: list[Problem] = field(default_factory=list)
 
 
-def assign_batchnorm(spec: Spec, graph: ModelGraph, mesh: Mesh) -> BatchNorm:
+def assign_batchnorm(spec: Spec, graph: ModelGraph, mesh: Mesh, stages: Stages | None) -> BatchNorm:
     """Synchronize statistics where the plan says so; tell what differs from one process."""
     out = BatchNorm()
     found = [info for info in graph.modules.values() if _is_batchnorm(info)]
@@ -33,6 +34,16 @@ def assign_batchnorm(spec: Spec, graph: ModelGraph, mesh: Mesh) -> BatchNorm:
                 "samples, so the numbers differ from those of one process",
                 None,
                 "say sync_batchnorm: true, or use GroupNorm or LayerNorm",
+            )
+        )
+    if found and stages is not None and stages.microbatches > 1:
+        out.warnings.append(
+            Problem(
+                f"{found[0].fqn} and {len(found) - 1} more keep statistics of each of the "
+                f"{stages.microbatches} microbatches of the pipeline, so the numbers are those of "
+                "one process that takes a batch in as many parts",
+                spec.origin("pipeline.microbatches"),
+                "use GroupNorm or LayerNorm, or ignore it",
             )
         )
     return out

@@ -137,8 +137,9 @@ def _problem(
         if tensor.aliases:
             what = f"{' and '.join(tensor.names)} are one tensor, of which ep would cut one name"
             return what, "leave these experts out of ep"
-        if tensor.fqn in tp.cuts and tp.cuts[tensor.fqn].layout.axes:
-            what = f"{tensor.fqn} is cut by tp ({tp.cuts[tensor.fqn].reason.text}) and by ep"
+        cut = tp.cuts.get(tensor.fqn)
+        if cut is not None and (cut.layout.axes or cut.is_local):
+            what = f"{tensor.fqn} is laid out by tp ({cut.reason.text}) and by ep"
             return f"{what}: that is not available yet in this version", "leave one of them out"
     num = tensors[0].shape[0]
     if num % mesh.size("ep"):

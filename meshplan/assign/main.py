@@ -18,7 +18,7 @@ from meshplan.assign.pieces import pieces_cut_twice
 from meshplan.assign.presets import presets_of
 from meshplan.assign.recompute import assign_recompute
 from meshplan.assign.split import gathered_throughout, split_problems
-from meshplan.assign.stages import assign_stages
+from meshplan.assign.stages import assign_stages, order_warnings
 from meshplan.assign.tensor_cuts import TensorParallel
 from meshplan.assign.tensor_parallel import assign_tp, no_dim
 from meshplan.assign.types import Assignment, Placed, Reason, Unit
@@ -83,7 +83,7 @@ def assign(
         (fqn, stated.value, Reason(stated.text, spec.origin(stated.path)))
         for fqn, stated in cascade.modules_with("apply")
     )
-    batchnorm = assign_batchnorm(spec, graph, mesh)
+    batchnorm = assign_batchnorm(spec, graph, mesh, stages)
     compiled, compile_problems = _compiled(spec, graph)
     problems += compile_problems + batchnorm.problems + stage_problems
     check_reshards(spec, cascade, mesh, units, tensors)
@@ -147,6 +147,7 @@ def assign(
             *units.notes,
             *_other_size(spec, world_size),
             *batchnorm.warnings,
+            *order_warnings(spec, graph, stages),
         ),
     )
 

@@ -87,6 +87,20 @@ def assign_stages(
     )
 
 
+def order_warnings(spec: Spec, graph: ModelGraph, stages: Stages | None) -> list[Problem]:
+    """That `parallelize`, which records the forward, may cut elsewhere than this."""
+    if stages is None or graph.flow is not None:
+        return []
+    return [
+        Problem(
+            "stages are cut in the order in which modules are defined, since there is no live "
+            "model; parallelize cuts in the order in which they run, which may differ",
+            spec.origin("mesh.pp"),
+            "name the model with --model pkg.mod:function to see its cut",
+        )
+    ]
+
+
 def _without_axis(spec: Spec, cascade: Cascade) -> list[Problem]:
     stated = {s.path for _, s in cascade.modules_with("stage")}
     paths = ["pipeline"] * (spec.pipeline is not None) + sorted(stated)
@@ -247,11 +261,17 @@ class _Cutter:
             if mark is not None:
                 if mark.stage < current and module not in seen:
                     before = modules[place - 1]
+                    is_recorded = self.graph.flow is not None
+                    fix = f"put it into stage {current} or later"
                     self._say(
-                        f"'{module}' is put into stage {mark.stage}, but runs after '{before}' of "
+                        f"'{module}' is put into stage {mark.stage}, but "
+                        f"{'runs' if is_recorded else 'is defined'} after '{before}' of "
                         f"stage {current}",
                         mark.reason.origin,
-                        f"put it into stage {current} or later",
+                        fix
+                        if is_recorded
+                        else f"{fix}, or name the model with --model "
+                        "pkg.mod:function: then the order in which modules run counts",
                     )
                     return None
                 current = max(current, mark.stage)

@@ -60,14 +60,16 @@ def assign_units(
     out = Units()
     builder = _Builder(spec, graph, cascade, mesh, strategy, experts, out)
     builder.visit("", None)
-    inner_first = sorted(out.by_fqn, key=lambda fqn: -_depth(fqn))
+    inner_first = sorted(out.by_fqn, key=lambda fqn: -_depth(graph, fqn))
     out.by_fqn = {fqn: out.by_fqn[fqn] for fqn in inner_first}
     _merge_tied(spec, graph, out)
     return out
 
 
-def _depth(fqn: str) -> int:
-    return fqn.count(".") + 1 if fqn else 0
+def _depth(graph: ModelGraph, fqn: str) -> int:
+    """Of the deepest name: a shared module lies inside every module that it has a name in."""
+    names = (fqn, *graph.modules[fqn].aliases)
+    return max(name.count(".") + 1 if name else 0 for name in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,11 @@ def verdict_to_text(verdict: Verdict, plan: str) -> list[str]:
         ]
     moved = verdict.moved
     out += [f"on {verdict.mesh}, {verdict.world} processes", *columns(rows, "<>>>")]
+    if verdict.microbatches > 1:
+        out.append(
+            f"one process took {verdict.microbatches} microbatches a step too: BatchNorm has "
+            "statistics of each"
+        )
     out.append(
         f"parameters: {moved.num_judged} moved, at most {moved.worst:.1e} of it apart; "
         f"{moved.num_still} did not move visibly"
@@ -106,6 +111,7 @@ def verdict_to_json(verdict: Verdict) -> dict[str, Any]:
         "mesh": verdict.mesh,
         "losses": list(verdict.together.losses),
         "losses_of_one_process": list(verdict.alone.losses),
+        "microbatches_of_one_process": verdict.microbatches,
         "gradient_norms": list(verdict.together.norms),
         "gradient_norms_of_one_process": list(verdict.alone.norms),
         "parameters": {

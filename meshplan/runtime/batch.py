@@ -21,6 +21,24 @@ def chunked(value: Any, count: int) -> list[Any]:
     return [part(number) for number in range(count)]
 
 
+def taken_together(value: Any, ranks: int, count: int) -> list[Any]:
+    """A global batch as the `count` microbatches that its data ranks take one after the other.
+
+    Each rank has an equal part of the batch and cuts that: not what `chunked` makes of the whole.
+    """
+
+    def part(number: int) -> Any:
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.ndim == 0:
+                return tensor
+            own = chunk(tensor, ranks, "data ranks")
+            return torch.cat([chunk(each, count, "microbatches")[number] for each in own])
+
+        return mapped(value, cut)
+
+    return [value] if count == 1 else [part(number) for number in range(count)]
+
+
 def chunk(tensor: torch.Tensor, count: int, what: str) -> tuple[torch.Tensor, ...]:
     """A tensor in equal parts along dim 0; one without dims is in every part.
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -254,6 +254,7 @@ class Recorder(TorchDispatchMode):
                 is_pointwise=torch.Tag.pointwise in func.tags,
                 is_random=torch.Tag.nondeterministic_seeded in func.tags,
                 mutates=before,
+                rewrites=tuple(self._value(t) for t in written),
             )
         )
         for tensor in written:
@@ -267,14 +268,16 @@ class Recorder(TorchDispatchMode):
             if other is written:
                 continue
             old = self._value(other)
+            updated = self._new(other, "op")
             self._ops.append(
                 Op(
                     name=UPDATE,
                     args=(Ref(old), Ref(new)),
                     kwargs={},
-                    outputs=(self._new(other, "op"),),
+                    outputs=(updated,),
                     call=self._open[-1] if self._open else 0,
                     mutates=(old,),
+                    rewrites=(updated,),
                 )
             )
 
@@ -319,9 +322,28 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+_STATISTICS: Final = ("running_mean", "running_var")
+_WRITE_STATISTICS: Final = frozenset(
+    f"aten::{name}"
+    for name in (
+        "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats",
+        "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
+    )
+)  # fmt: skip
+"""Operators that write into the running statistics when they train, and whose schemas do not say
+so (torch 2.13)."""
+
+
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Any]:
     """The arguments that an operator writes into."""
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found = args[number] if number < len(args) else kwargs.get(argument.name)
+    schema = func._schema
+    given = {
+        argument.name: args[number] if number < len(args) else kwargs.get(argument.name)
+        for number, argument in enumerate(schema.arguments)
+    }
+    hidden = _STATISTICS if schema.name in _WRITE_STATISTICS and given.get("training", True) else ()
+    for argument in schema.arguments:
+        says_so = argument.alias_info is not None and argument.alias_info.is_write
+        if says_so or argument.name in hidden:
+            found = given[argument.name]
             yield from found if isinstance(found, tuple | list) else (found,)

@@ -98,8 +98,9 @@ def shrink(spec: Spec, source: Source, max_ranks: int = MAX_RANKS) -> Small:
     virtual = spec.pipeline.virtual if spec.pipeline else 1
     blocks = 2 * max(1, _number(sizes.get("pp", 1)) * max(virtual, 2 if spec.pipeline else 1))
     small = replace(
-        spec, mesh=MappingProxyType(sizes), hardware=None, model=None, batch=_small_batch(spec)
-    )
+        spec, mesh=MappingProxyType(sizes), hardware=None, model=None,
+        batch=_small_batch(spec, _number(sizes.get("pp", 1))),
+    )  # fmt: skip
     whole = model_of_source(source, on_meta=True)
     found, model, changed = _small_source(source, small, whole, mesh, sizes, blocks)
     rules, unmatched = _rules_that_match(spec, graph_of(whole), graph_of(model))
@@ -222,18 +223,24 @@ def _world(sizes: Mapping[str, Any]) -> int:
     return world
 
 
-def _small_batch(spec: Spec) -> Batch:
-    """Two samples a microbatch, or as many as a pipeline cuts it into."""
+def _small_batch(spec: Spec, pp: int) -> Batch:
+    """Two samples a microbatch: of one sample BatchNorm may have no statistics.
+
+    Args:
+        pp: Of the small mesh, whose schedule cuts each microbatch into more.
+    """
     batch = spec.batch
     accumulate = 1
     if isinstance(batch.accumulate, int):
         accumulate = batch.accumulate
     elif batch.global_ is not None and isinstance(batch.micro, int):
         accumulate = 2  # The quotient is at least one; two tells apart whether it is done.
-    cut = spec.pipeline.microbatches if spec.pipeline else 1
-    micro = 4 * _SMALL if cut == AUTO else max(_SMALL, int(cut))
+    asked = spec.pipeline.microbatches if spec.pipeline else AUTO
+    cut = 1
+    if pp > 1:
+        cut = 2 * pp if asked == AUTO else int(asked)  # At most twice as many as ranks, if auto.
     seq_len = None if batch.seq_len is None else min(batch.seq_len, TOKENS)
-    return Batch(micro=micro, accumulate=min(accumulate, _SMALL), seq_len=seq_len)
+    return Batch(micro=_SMALL * cut, accumulate=min(accumulate, _SMALL), seq_len=seq_len)
 
 
 def _small_source(
@@ -281,7 +288,7 @@ def _try(source: Source, spec: Spec) -> tuple[nn.Module | None, str]:
             return on_meta, ""
         model = model_of_source(source)
         with torch.no_grad():
-            call(model, sample_inputs(model, spec, 1, 0))
+            call(model, sample_inputs(model, spec, _SMALL, 0))
     except SpecError:
         raise
     except Exception as error:  # The model's own code may raise anything.

@@ -17,10 +17,12 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshplan.errors import MeshplanError, Problem, SpecError
 from meshplan.memory import StateBytes, state_bytes_by_rank
 from meshplan.plan import Plan
+from meshplan.runtime.batch import taken_together
 from meshplan.runtime.count import counting
 from meshplan.runtime.initialise import initialise
 from meshplan.runtime.local_ranks import Send, run_ranks
@@ -129,6 +131,7 @@ def _verify_rank(send: Send, spec: Spec, source: Source) -> None:
                 "together": training, "alone": single, "tolerance": tolerance,
                 "mesh": str(plan.mesh), "num_tensors": len(plan.assignment.tensors),
                 "moved": _compare(before, after, state, tolerance, plan),
+                "microbatches": _microbatches_alone(alone, plan),
             }
         )  # fmt: skip
     send(report)
@@ -239,21 +242,35 @@ def _train_together(
 
 
 def _train_alone(model: nn.Module, plan: Plan, batches: _Batches, rate: float) -> Training:
-    """The same training in plain PyTorch, one process and one batch."""
+    """The same training in plain PyTorch: one process, and one batch wherever that is the same."""
     optimizer = _sgd(model, rate)
+    count = _microbatches_alone(model, plan)
     losses, norms = [], []
     for step in range(STEPS):
-        inputs, targets = batches.of(step)
-        loss = sample_loss(call(model, inputs), targets)
-        loss.backward()
+        loss = 0.0
+        for inputs, targets in taken_together(batches.of(step), plan.num_data_ranks, count):
+            part = sample_loss(call(model, inputs), targets) / count
+            part.backward()
+            loss += float(part.detach())
         if plan.spec.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), plan.spec.clip_grad_norm)
         if step < STEPS - 1:
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), float("inf"))))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss)
     return Training(losses=tuple(losses), norms=tuple(norms))
+
+
+def _microbatches_alone(model: nn.Module, plan: Plan) -> int:
+    """Into how many microbatches the one process must cut its batch to compute the same.
+
+    BatchNorm takes its statistics over what runs together, so its results depend on the cut.
+    """
+    if not any(isinstance(m, _BatchNorm) and m.training for m in model.modules()):
+        return 1
+    stages = plan.assignment.stages
+    return plan.accumulate * (stages.microbatches if stages else 1)
 
 
 def _sgd(model: nn.Module, rate: float) -> torch.optim.Optimizer:

@@ -20,6 +20,7 @@ from meshplan.rehearsal import Rehearse
 from meshplan.spec import AUTO, Spec
 
 _FIELD = "place.tp"
+_EP_FIELD = "place.ep"
 _ADDED = "auto: whole, and its result meets cut values only, so its gradients are added up"
 
 
@@ -65,6 +66,9 @@ def derive(
         stated = cascade.inherited(module, _FIELD)
         if any(cascade.param(t, _FIELD) for t in graph.owned(module)):
             return False
+        spread = cascade.inherited(module, _EP_FIELD)
+        if spread is not None and spread.value != "R":
+            return False  # Its parameters are of one expert each: ep decides about them.
         return spec.tp_plan == AUTO if stated is None else stated.value == AUTO
 
     size = mesh.size("tp")
