@@ -21,6 +21,8 @@ from meshplan.assign import Placed, Unit
 from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import device, submesh, unit_mesh
+from meshplan.runtime.pretend import is_pretending
+from meshplan.runtime.pretend_ddp import PretendedDDP
 from meshplan.runtime.private import intercept_calls, replicate_unit
 from meshplan.spec import Precision
 
@@ -40,7 +42,8 @@ def apply_data_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Mo
         options = {_DDP_WORDS.get(key, key): value for key, value in plan.spec.ddp.items()}
         # Views save a copy of every gradient; the textbook's 20a is with them off.
         options.setdefault("gradient_as_bucket_view", True)
-        return DistributedDataParallel(model, process_group=group, **options)
+        kind = PretendedDDP if is_pretending() else DistributedDataParallel
+        return kind(model, process_group=group, **options)
     if assignment.wrapper == "none":
         return model
     alone = {model.get_parameter(fqn) for fqn, p in assignment.tensors.items() if p.reduced_alone}

@@ -21,10 +21,11 @@ from meshplan.errors import Problem, SpecError
 from meshplan.memory import StateBytes
 from meshplan.plan import Plan
 from meshplan.runtime import demo_model, demo_moe
+from meshplan.runtime.applied import applied
 from meshplan.runtime.demo_model import next_byte_loss
 from meshplan.runtime.local_ranks import Send, run_ranks
 from meshplan.runtime.measure import live_bytes
-from meshplan.runtime.parallelize import applied, parallelize
+from meshplan.runtime.parallelize import parallelize
 from meshplan.runtime.train import local_batch, train_step
 from meshplan.spec import Spec
 

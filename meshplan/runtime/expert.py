@@ -25,6 +25,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
 from meshplan.runtime.expert_protocol import Protocol, find_protocols, with_experts
 from meshplan.runtime.mesh import local_of, submesh
+from meshplan.runtime.pretend import numbers
 from meshplan.runtime.shard import distribute
 
 
@@ -86,7 +87,8 @@ class _Dispatch:
         dist.all_to_all_single(theirs, counts, group=self.group)
         # The one wait for the device: splits must be known to the host.
         both = torch.stack((counts, theirs)).view(2, self.ranks, self.num_local)
-        splits: list[list[int]] = both.sum(2).tolist()
+        even = [[slots.shape[0] // self.ranks] * self.ranks] * 2
+        splits: list[list[int]] = numbers(both.sum(2), even)
         self._refuse(splits, index)
         sent, received = splits
         order = slots.argsort(stable=True)

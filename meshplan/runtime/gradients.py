@@ -24,6 +24,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import device, local_of, submesh
+from meshplan.runtime.pretend import numbers
 from meshplan.runtime.private import on_reduction
 
 _EVERY: Final = 16
@@ -96,7 +97,8 @@ class _Agreement:
         if not missing and not is_due:
             return  # Nobody waits for an answer that changes nothing here.
         work.wait()
-        *exist, largest, smallest = mask.tolist()
+        own: list[int] = [*notes, self.calls, -self.calls]
+        *exist, largest, smallest = numbers(mask, own)
         if largest != -smallest:
             raise ApplyError(_other_calls())
         for param, exists in zip(self.params, exist, strict=True):

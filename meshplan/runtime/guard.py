@@ -24,6 +24,7 @@ from typing import Final
 import torch.distributed as dist
 
 from meshplan.errors import ApplyError, MeshplanError, Problem
+from meshplan.runtime.pretend import is_pretending
 from meshplan.runtime.private import (
     abort_groups,
     group_sequences,
@@ -118,7 +119,7 @@ def _failed(cause: str) -> Problem:
 def _current() -> _Job | None:
     """The job of the present process group; None where there is nobody else."""
     global _job
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if is_pretending() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     world = dist.group.WORLD
     if _job is None or _job.world is not world:

@@ -6,18 +6,15 @@ the model back as it was.
 
 from __future__ import annotations
 
-import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -25,54 +22,20 @@ from torch.nn.parameter import is_lazy
 from meshplan.errors import ApplyError, MeshplanError, Origin, PlanError, Problem
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
-from meshplan.runtime.batchnorm import apply_sync_batchnorm
-from meshplan.runtime.calls import routable_units, route_direct_calls
-from meshplan.runtime.check import check_live
-from meshplan.runtime.compiled import apply_compile
-from meshplan.runtime.context.apply import ContextParallelism
-from meshplan.runtime.data import apply_data_parallel, keep_evaluation_apart
+from meshplan.runtime.applied import apply_plan, exchange, function_of, raise_told
 from meshplan.runtime.example import find_example
-from meshplan.runtime.expert import apply_expert_parallel
 from meshplan.runtime.expert_protocol import expert_problems
-from meshplan.runtime.gradients import agree_on_gradients
 from meshplan.runtime.guard import guarded, publish
-from meshplan.runtime.materialize import Values, agree_on_values
-from meshplan.runtime.mesh import device, device_mesh, ensure_process_group, ranks_per_node
-from meshplan.runtime.outside import watch_first_forward
+from meshplan.runtime.materialize import agree_on_values
+from meshplan.runtime.mesh import device_mesh, ensure_process_group, ranks_per_node
 from meshplan.runtime.peers import open_groups
-from meshplan.runtime.pipeline.apply import apply_pipeline
 from meshplan.runtime.private import forget_units
-from meshplan.runtime.proof import prove_first_forward
-from meshplan.runtime.randomness import give_own_stream
-from meshplan.runtime.recompute import apply_recompute
 from meshplan.runtime.record import record
 from meshplan.runtime.rehearse import rehearser
-from meshplan.runtime.replicas import watch_replicas
-from meshplan.runtime.selftest import watch_first_step
-from meshplan.runtime.shard import apply_tensor_parallel, lay_gradients
 from meshplan.runtime.trace import graph_of
 from meshplan.spec import Spec
 
 PlanLike = str | os.PathLike[str] | Mapping[str, Any] | Spec | Plan
-
-
-@dataclass(slots=True)
-class Applied:
-    """What `model.meshplan` is.
-
-    Attributes:
-        plan: The decision that was applied.
-        mesh: The live DeviceMesh, with the plan's axis names.
-        loss_scale: Present scale of the loss under fp16, 1.0 otherwise.
-        steps_without_overflow: Steps since the scale last changed.
-        is_tested: Whether the first loss was compared along tp.
-    """
-
-    plan: Plan
-    mesh: DeviceMesh
-    loss_scale: float = field(default=1.0)
-    steps_without_overflow: int = 0
-    is_tested: bool = False
 
 
 def parallelize(
@@ -121,64 +84,11 @@ def _parallelize(
     publish()
     with _untouched_on_error(model):
         values = agree_on_values(model, decided)
-        _cast(model, decided)
-        _apply_code(model, decided)
-        if decided.assignment.stages is None:
-            wrapped = _wrap(model, decided, mesh, values)
-            watch_first_forward(wrapped, decided)
-        else:
-            wrapped = apply_pipeline(model, decided, mesh, values, _wrap)
-        needs_scale = decided.spec.precision.param == "float16" and decided.spec.precision.is_mixed
+        wrapped = apply_plan(model, decided, mesh, values)
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
                 warnings.warn(str(warning), stacklevel=3)
-        wrapped.meshplan = Applied(decided, mesh, 2.0**16 if needs_scale else 1.0)
     return wrapped
-
-
-def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.Module:
-    """Everything but the pipeline, in place; returns the module to call."""
-    routable = routable_units(model, plan)
-    apply_tensor_parallel(model, plan, mesh)
-    apply_expert_parallel(model, plan, mesh)
-    apply_sync_batchnorm(model, plan, mesh)
-    context = ContextParallelism(model, plan, mesh)
-    apply_recompute(model, plan)
-    apply_compile(model, plan)
-    if plan.assignment.wrapper != "units" and not values.local:
-        model.to(device())
-    if plan.assignment.wrapper == "ddp":
-        values.fill(model, plan)  # DistributedDataParallel refuses to wrap without memory.
-    wrapped = apply_data_parallel(model, plan, mesh)
-    route_direct_calls(routable)
-    values.fill(wrapped, plan)
-    check_live(wrapped, plan)
-    lay_gradients(wrapped, plan)
-    agree_on_gradients(wrapped, plan, mesh)
-    keep_evaluation_apart(model, plan)
-    watch_first_step(wrapped, plan, mesh)
-    watch_replicas(model, plan, mesh)
-    prove_first_forward(wrapped, plan, mesh)
-    give_own_stream(model, plan)
-    context.watch(wrapped)
-    return wrapped
-
-
-def applied(model: nn.Module) -> Applied:
-    """The `Applied` of a parallelized model.
-
-    Raises:
-        ApplyError: It was never parallelized.
-    """
-    found = getattr(model, "meshplan", None)
-    if not isinstance(found, Applied):
-        raise ApplyError(
-            Problem(
-                f"this {type(model).__name__} was not parallelized by meshplan",
-                fix="use the module that meshplan.parallelize returned",
-            )
-        )
-    return found
 
 
 def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: bool) -> Plan:
@@ -278,46 +188,11 @@ def _code_problem(code: str, origin: Origin | None, allow_code: bool) -> Problem
         what = f"the plan runs code ('{code}'), and allow_code is False"
         return Problem(what, origin, "remove 'apply', or pass allow_code=True")
     try:
-        _function(code)
+        function_of(code)
     except (ImportError, AttributeError, ValueError) as error:
         what = f"'{code}' cannot be imported: {error}"
         return Problem(what, origin, "name an importable function as 'pkg.mod:function'")
     return None
-
-
-def _function(code: str) -> Callable[[nn.Module], object]:
-    module, _, name = code.partition(":")
-    found = getattr(importlib.import_module(module), name)
-    if not callable(found):
-        raise ValueError(f"{name} is not a function")
-    return found
-
-
-def _apply_code(model: nn.Module, plan: Plan) -> None:
-    """Run the functions that the plan names; what raises on one rank raises on all."""
-    if not plan.assignment.apply:
-        return
-    failure: Exception | None = None
-    problem = Problem("")
-    for fqn, code, reason in plan.assignment.apply:
-        try:
-            _function(code)(model.get_submodule(fqn))
-        except Exception as error:  # The user's code may raise anything.
-            what = f"'{code}' failed on '{fqn}': {type(error).__name__}: {error}"
-            failure, problem = error, Problem(what, reason.origin, "mend the function")
-            break
-    outcomes = _exchange(("error" if failure else "", str(problem)))
-    if failure is not None:
-        raise ApplyError(problem) from failure
-    _raise_told(outcomes)
-
-
-def _raise_told(outcomes: list[tuple[str, str]]) -> None:
-    """Raise here what another rank could not do."""
-    failed = [rank for rank, (kind, _) in enumerate(outcomes) if kind == "error"]
-    if failed:
-        text = outcomes[failed[0]][1].replace("\n", "\n    ")
-        raise ApplyError(Problem(f"rank {failed[0]} cannot apply its plan: {text}"))
 
 
 def _agree(decide: Callable[[], Plan]) -> Plan:
@@ -334,13 +209,13 @@ def _agree(decide: Callable[[], Plan]) -> Plan:
     except MeshplanError as caught:
         error, outcome = caught, ("error", caught.render())
     except Exception as caught:  # Told to the others, then raised as it is.
-        _exchange(("error", f"{type(caught).__name__}: {caught}"))
+        exchange(("error", f"{type(caught).__name__}: {caught}"))
         raise
-    outcomes = _exchange(outcome)
+    outcomes = exchange(outcome)
     if error is not None:
         raise error
     assert decided is not None
-    _raise_told(outcomes)
+    raise_told(outcomes)
     digests = [text for _, text in outcomes]
     other = next((rank for rank, text in enumerate(digests) if text != digests[0]), None)
     if other is not None:
@@ -351,22 +226,6 @@ def _agree(decide: Callable[[], Plan]) -> Plan:
             )
         )
     return decided
-
-
-def _exchange(outcome: tuple[str, str]) -> list[tuple[str, str]]:
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcome)
-    return outcomes
-
-
-def _cast(model: nn.Module, plan: Plan) -> None:
-    """Give every parameter the dtype that the optimizer updates."""
-    for fqn, placed in plan.assignment.tensors.items():
-        dtype = getattr(torch, placed.dtype)
-        if not placed.info.is_buffer:
-            parameter = model.get_parameter(fqn)
-            if parameter.dtype != dtype:
-                parameter.data = parameter.data.to(dtype)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import device, submesh
+from meshplan.runtime.pretend import numbers
 
 
 def open_groups(plan: Plan, mesh: DeviceMesh) -> None:
@@ -49,7 +50,7 @@ def check_peers(batch: Any, plan: Plan, mesh: DeviceMesh) -> None:
     number = zlib.crc32(words.encode())
     both = torch.tensor([number, -number], device=device())
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    high, low = both.tolist()
+    high, low = numbers(both, [number, -number])
     if high != -low:
         raise ApplyError(_differ(words, group, f"along {' and '.join(axes)}"))
 
@@ -68,7 +69,7 @@ def mean_over_ranks(mean: torch.Tensor, batch: Any, plan: Plan, mesh: DeviceMesh
     sums = torch.tensor([0, samples, samples**2], dtype=torch.float64, device=device())
     sums[0] = mean
     dist.all_reduce(sums, group=group)
-    _, count, squares = sums.tolist()
+    _, count, squares = numbers(sums, [0, samples * ranks, samples**2 * ranks])
     if ranks * squares != count**2:  # Whole numbers, so exact.
         raise ApplyError(_differ(f"{samples} samples", group, "of the data axes"))
     return sums[0] / ranks

@@ -6,6 +6,7 @@ Where torch changes one of them, this is the file to mend; those of DeviceMesh s
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -57,18 +58,22 @@ def quiet_fakes() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was made under `fake_mode`; no public name tells."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
 def bytes_of(tensor: torch.Tensor) -> bytes | None:
     """The numbers of a plain tensor; None where it has none, on meta or fake.
 
     Under a fake mode every operation gives a fake tensor, and only private names tell which
     tensor is one and turn the modes off.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
+    if tensor.is_meta or is_fake(tensor) or not tensor.numel():
         return None
-    with _disable_current_modes():
+    with without_modes():
         plain = tensor.detach().cpu().contiguous().flatten()
         return bytes(plain.view(torch.uint8).numpy().tobytes())
 
@@ -260,3 +265,90 @@ def reduce_units(module: nn.Module) -> None:
         for group in groups:
             group.post_backward()
     root._root_post_backward_final_callback()
+
+
+@contextmanager
+def on_resize(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Tell of every storage that changes its size in place, as FSDP2 frees gathered parameters.
+
+    Private only in that a method of a torch class is replaced: resizing runs no operator.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+        out = resize(storage, size)
+        told(storage)
+        return out
+
+    torch.UntypedStorage.resize_ = resize_and_tell
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize
+
+
+@contextmanager
+def meshes_outside_fakes() -> Iterator[None]:
+    """Let DeviceMesh be made while tensors are fake: it looks at the numbers of its ranks.
+
+    FSDP2 makes one of the data axes and tp inside `fully_shard`.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    init = DeviceMesh.__init__
+
+    def plain_init(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        with unset_fake_temporarily():
+            init(self, *args, **kwargs)
+
+    DeviceMesh.__init__ = plain_init
+    try:
+        yield
+    finally:
+        DeviceMesh.__init__ = init
+
+
+@contextmanager
+def group_of_fakes(rank: int, world_size: int) -> Iterator[None]:
+    """A process group in which this process stands for one rank of many, and nothing is sent.
+
+    Private: torch keeps this backend, which its own tests rest on, out of the public names. What
+    DTensor has worked out holds the mesh that it was asked for first, and an equal mesh of the next
+    rank would be handed that one's groups.
+    """
+    from torch.distributed.tensor import debug
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        clear: Any = debug
+        clear._clear_sharding_prop_cache()
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Run operators as if no mode were open, fake tensors and observers among them."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+@contextmanager
+def fakes_unnoticed() -> Iterator[None]:
+    """Let transformers take fake tensors for what they stand for, and not for a compilation.
+
+    It builds masks whenever a compiler traces, since those could be needed, and asks a name of its
+    own for it.
+    """
+    utils: Any = sys.modules.get("transformers.utils.import_utils")
+    if utils is None:
+        yield
+        return
+    ask = utils.is_fake_tensor
+    utils.is_fake_tensor = lambda tensor: False
+    try:
+        yield
+    finally:
+        utils.is_fake_tensor = ask

@@ -197,6 +197,7 @@ def _prove(model: nn.Module, island: Island, proof: _Proof) -> None:
                 apart = _apart(own, every, tp, may_be_cut=island.is_enclosed)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 failure, apart = error, _INCOMPARABLE
+    island.inputs = None  # The memory of a whole activation, on which nobody waits any more.
     worst = torch.tensor(apart, device=proof.mesh.device_type)
     for axis in proof.mesh.mesh_dim_names or ():
         if axis != "pp":

@@ -17,6 +17,7 @@ from torch import nn
 
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import device, device_type
+from meshplan.runtime.pretend import numbers
 
 
 def give_own_stream(model: nn.Module, plan: Plan) -> None:
@@ -51,7 +52,7 @@ def _seed_of_rank_0() -> int:
     seed = torch.initial_seed()
     halves = torch.tensor([seed >> 32, seed & 0xFFFFFFFF], device=device())
     dist.broadcast(halves, src=0)
-    high, low = halves.tolist()
+    high, low = numbers(halves, [0, 0])
     return int(high << 32 | low)
 
 

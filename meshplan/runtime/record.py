@@ -112,7 +112,7 @@ def twin_of(
     with mode:
         if is_fake:
             for tensor in (*model.parameters(), *model.buffers()):
-                memo[id(tensor)] = _stand_in(tensor)
+                memo[id(tensor)] = stand_in(tensor)
         args, kwargs = _arguments(inputs, is_fake=is_fake)
     # Outside the mode: what the copy makes of plain attributes must stay what it is.
     return copy.deepcopy(model, memo), args, kwargs
@@ -132,7 +132,7 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> 
     return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+def stand_in(tensor: torch.Tensor) -> torch.Tensor:
     """A fake tensor of the same shape, strides and dtype, a parameter where that is one."""
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
@@ -142,7 +142,7 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
 def _arguments(inputs: Any, *, is_fake: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        return _stand_in(tensor.detach()) if is_fake else tensor.detach().clone()
+        return stand_in(tensor.detach()) if is_fake else tensor.detach().clone()
 
     args, kwargs = as_arguments(inputs)
     return mapped(args, copied), mapped(kwargs, copied)

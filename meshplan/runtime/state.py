@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from meshplan.runtime.applied import applied
 from meshplan.runtime.guard import guarded
 from meshplan.runtime.mesh import full
-from meshplan.runtime.parallelize import applied
 from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.pipeline.state import gather_stages
 

@@ -15,16 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import DATA_AXES
 from meshplan.plan import Plan
+from meshplan.runtime.applied import Applied, applied
 from meshplan.runtime.batch import as_arguments, chunk, chunked, mapped
 from meshplan.runtime.context.batch import local_sequence
 from meshplan.runtime.data import reshard_units, set_gradient_sync
 from meshplan.runtime.guard import guarded
 from meshplan.runtime.loss import LossParallel, take_loss
 from meshplan.runtime.mesh import device, local_of, shard_axes, submesh, without_partial
+from meshplan.runtime.moments import begin
 from meshplan.runtime.outside import guard_loss
-from meshplan.runtime.parallelize import Applied, applied
 from meshplan.runtime.peers import check_peers, mean_over_ranks
 from meshplan.runtime.pipeline.module import PipelinedModule
+from meshplan.runtime.pretend import numbers
 from meshplan.runtime.selftest import check_loss
 
 _SCALE_WINDOW = 2000
@@ -87,8 +89,11 @@ def train_step(
     total: torch.Tensor | float = 0.0
 
     def take(output: Any, target: Any) -> torch.Tensor:
+        begin("loss")
         with guard:
-            return take_loss(loss_fn, output, target)
+            loss = take_loss(loss_fn, output, target)
+        begin("backward")
+        return loss
 
     for number, (part, target) in enumerate(parts):
         if isinstance(model, PipelinedModule):
@@ -96,6 +101,7 @@ def train_step(
             with _loss_mode(state):
                 total = total + model.step(part, target, take, scale=scale, is_last=is_last)
             continue
+        begin("forward")
         with set_gradient_sync(model, state.plan, number == count - 1), _loss_mode(state):
             loss = take(_call(model, part), target)
             (loss * (state.loss_scale / count)).backward()
@@ -107,6 +113,7 @@ def train_step(
     is_first, state.is_tested = not state.is_tested, True
     assert isinstance(total, torch.Tensor)
     mean = mean_over_ranks(total / count, (inputs, targets), state.plan, state.mesh)
+    begin("step")
     if state.loss_scale == 1.0 or _unscale(model, state):
         if state.plan.spec.clip_grad_norm is not None:
             clip_grad_norm_(model, state.plan.spec.clip_grad_norm)
@@ -115,7 +122,7 @@ def train_step(
         else:
             optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(mean)
+    return float(numbers(mean, 0.0))
 
 
 def _agreed_step(optimizer: torch.optim.Optimizer) -> None:
@@ -291,7 +298,7 @@ def _unscale(model: nn.Module, state: Applied) -> bool:
         torch._foreach_mul_(gradients, 1.0 / state.loss_scale)
         finite = torch.stack([g.isfinite().all() for g in gradients]).all().float()
     dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-    if not finite:
+    if not numbers(finite, 1.0):
         state.loss_scale, state.steps_without_overflow = max(1.0, state.loss_scale / 2), 0
         return False
     state.steps_without_overflow += 1

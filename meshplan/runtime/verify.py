@@ -22,12 +22,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from meshplan.errors import MeshplanError, Problem, SpecError
 from meshplan.memory import StateBytes, state_bytes_by_rank
 from meshplan.plan import Plan
+from meshplan.runtime.applied import applied
 from meshplan.runtime.batch import taken_together
 from meshplan.runtime.count import counting
 from meshplan.runtime.initialise import initialise
 from meshplan.runtime.local_ranks import Send, run_ranks
 from meshplan.runtime.measure import live_bytes
-from meshplan.runtime.parallelize import applied, parallelize
+from meshplan.runtime.parallelize import parallelize
 from meshplan.runtime.sample import call, results, sample_inputs, sample_loss, sample_targets
 from meshplan.runtime.shrink import Small, Source, model_of_source
 from meshplan.runtime.state import full_state_dict

@@ -16,6 +16,7 @@ from meshplan.runtime.context.batch import Feed, sequence_length
 from meshplan.runtime.context.parts import Parts
 from meshplan.runtime.context.proof import prove, raise_told
 from meshplan.runtime.mesh import device, submesh
+from meshplan.runtime.pretend import numbers
 
 
 class ContextParallelism:
@@ -77,5 +78,5 @@ class ContextParallelism:
     def _tell(self, problem: Problem | None) -> None:
         is_refused = torch.tensor(float(problem is not None), device=device())
         dist.all_reduce(is_refused, op=dist.ReduceOp.MAX)
-        if is_refused:
+        if numbers(is_refused, float(problem is not None)):
             raise_told(problem)

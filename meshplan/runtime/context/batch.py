@@ -15,6 +15,7 @@ from meshplan.plan import Plan
 from meshplan.runtime.batch import mapped
 from meshplan.runtime.context.parts import Parts
 from meshplan.runtime.nest import tensors_in
+from meshplan.runtime.pretend import numbers
 
 _IGNORED: Final = -100
 """The target that torch's cross-entropy leaves out."""
@@ -137,7 +138,7 @@ class Feed:
     def hides_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
         """Whether an `attention_mask` hides some token; None without one."""
         mask = self._given(args, kwargs).get("attention_mask")
-        return None if mask is None else not bool(mask.all())
+        return None if mask is None else not bool(numbers(mask.all(), True))
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What is passed, by name."""

@@ -21,6 +21,7 @@ from meshplan.runtime.aside import aside, noise
 from meshplan.runtime.batch import mapped
 from meshplan.runtime.context.attention import SequenceMode, Site, Trial
 from meshplan.runtime.mesh import local_of
+from meshplan.runtime.pretend import is_pretending, numbers
 
 _TOLERANCE: Final = (1e-3, 1e-1)
 """Relative difference of a token in single and in half precision that another order of addition
@@ -194,8 +195,9 @@ def _run_part(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def raise_told(problem: Problem | None) -> None:
     """Raise on every rank what the first of them has to say, if any has."""
-    told: list[Problem | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, problem)
+    told: list[Problem | None] = [problem] * dist.get_world_size()
+    if not is_pretending():
+        dist.all_gather_object(told, problem)
     for each in told:
         if each is not None:
             raise ApplyError(each)
@@ -257,7 +259,7 @@ def _is_mean(before: torch.Tensor, after: torch.Tensor, group: dist.ProcessGroup
     mean /= group.size()
     if before.shape != after.shape or before.numel() != 1 or torch.finfo(after.dtype).bits < 32:
         return False
-    return bool((mean - before).abs() <= _MEAN_TOLERANCE * before.abs())
+    return bool(numbers((mean - before).abs() <= _MEAN_TOLERANCE * before.abs(), True))
 
 
 def _difference(before: torch.Tensor, after: torch.Tensor, dim: int) -> float:
@@ -268,7 +270,7 @@ def _difference(before: torch.Tensor, after: torch.Tensor, dim: int) -> float:
     pairs = pairs.flatten(2)
     norms = pairs[:, 0].norm(dim=-1).mean()
     apart = (pairs[:, 0] - pairs[:, 1]).norm(dim=-1).max()
-    share = float(apart / norms.clamp(min=1e-30))
+    share = float(numbers(apart / norms.clamp(min=1e-30), 0.0))
     return share if share == share else float("inf")
 
 

@@ -22,6 +22,7 @@ from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.pipeline.program import make_program
 from meshplan.runtime.pipeline.run import Form, Part, Run, Told, end_split_backward
 from meshplan.runtime.pipeline.shared import SharedTensors
+from meshplan.runtime.pretend import numbers
 from meshplan.schedules import SCHEDULES, actions, forward_only
 
 
@@ -200,7 +201,7 @@ class PipelinedModule(nn.Module):
         form.is_new = False
         flags = torch.tensor([run.failure is not None, run.has_poison], device=device()).float()
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-        failed, has_poison = flags.tolist()
+        failed, has_poison = numbers(flags, [False, False])
         if failed:
             self._forms.clear()  # What was exchanged may be half of it.
             is_own = run.failure is not None and not isinstance(run.failure, Told)

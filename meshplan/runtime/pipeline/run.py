@@ -23,8 +23,10 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
 from meshplan.runtime.guard import fails_together, is_lost_connection
 from meshplan.runtime.mesh import device
+from meshplan.runtime.moments import begin
 from meshplan.runtime.pipeline.halves import Halves, check_weights, first_half, second_half
 from meshplan.runtime.pipeline.stage import Program, Replay
+from meshplan.runtime.pretend import is_pretending
 from meshplan.runtime.private import reduce_units
 from meshplan.schedules import Action, Schedule
 
@@ -121,6 +123,7 @@ class Run:
             if "_" in action.kind:
                 step(action.stage, action.microbatch)
             elif self.failure is None:
+                begin("forward" if action.kind == "F" else "backward")
                 try:
                     step(action.stage, action.microbatch)
                 except Exception as error:  # The user's forward and loss may raise anything.
@@ -162,7 +165,7 @@ class Run:
             flight.outputs = [] if loss is None else [loss]
         else:
             flight.outputs = list(output)
-        if self.form.is_new:
+        if self.form.is_new and not is_pretending():
             self.has_poison |= any(
                 t.is_floating_point() and bool(t.detach().isnan().any()) for t in flight.outputs
             )
@@ -235,7 +238,8 @@ class Run:
         if known is None:
             known = self.form.metas[key] = found
             header = None if self.failure else found
-            dist.send_object_list([header], dst=peer, group=self.group)
+            if not is_pretending():
+                dist.send_object_list([header], dst=peer, group=self.group)
         if known != found:
             changed = Problem(
                 f"what stage {stage} sends changed its shape or dtype from {known} to {found}, "
@@ -252,7 +256,10 @@ class Run:
         key = (stage - 1, torch.is_grad_enabled())
         if key not in self.form.metas:
             box: list[Any] = [None]
-            dist.recv_object_list(box, src=peer, group=self.group)
+            if is_pretending():
+                box = [self._expected(stage - 1)]
+            else:
+                dist.recv_object_list(box, src=peer, group=self.group)
             self.form.metas[key] = box[0] or []
             if box[0] is None:
                 self._fail(Told())
@@ -262,6 +269,18 @@ class Run:
         values = self.form.program.sent(stage - 1)
         for value, tensor, meta in zip(values, tensors, metas, strict=not self.failure):
             self._flight(stage, m).received[value] = tensor.requires_grad_(meta[2])
+
+    def _expected(self, stage: int) -> list[Meta]:
+        """What a stage sends, by the recorded forward, where nobody is there to tell."""
+        precision = self.parts[stage + 1].plan.spec.precision
+        dtype = getattr(torch, precision.param) if precision.is_mixed and precision.param else None
+        out: list[Meta] = []
+        for number in self.form.program.sent(stage):
+            value = self.form.program.flow.values[number]
+            kind = getattr(torch, value.dtype)
+            kind = dtype if dtype is not None and kind.is_floating_point else kind
+            out.append((value.shape, kind, kind.is_floating_point))
+        return out
 
     def _send_backward(self, stage: int, m: int) -> None:
         peer = self._peer(stage - 1)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import device, local_of, submesh, without_partial
+from meshplan.runtime.pretend import numbers
 
 
 class SharedTensors:
@@ -71,7 +72,7 @@ class SharedTensors:
             is_there = torch.tensor(float(bool(present)), device=device())
             if group is not None:
                 dist.all_reduce(is_there, op=dist.ReduceOp.MAX, group=group)
-            if not is_there:
+            if not numbers(is_there, float(bool(present))):
                 continue
             total = torch.zeros_like(local_of(copies[0].detach()))
             for gradient in present:

@@ -1,0 +1,139 @@
+"""The event log of one training step: every storage's birth and death, in order.
+
+The one record that peak, breakdown, timeline and allocator are read from. It does not know where
+it came from: a trace of the real wrappers on tensors without numbers, a replay of blocks, or a
+real run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+
+class Term(StrEnum):
+    """What the bytes of a storage are for, in the order of tables and pictures."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    BUFFERS = "buffers"
+    INPUTS = "inputs"
+    GATHERED = "gathered parameters"
+    COMMUNICATION = "communication buffers"
+    ACTIVATIONS = "activations"
+    LOSS = "logits and loss"
+    TEMPORARIES = "temporaries"
+
+
+class Storage(NamedTuple):
+    """One piece of memory, from its first to its last byte.
+
+    Attributes:
+        term: What it is for.
+        op: The operator that made it, as aten names it; "" for what was there before.
+        module: The fqn of the innermost module that ran, or whose backward ran.
+        phase: When it was made.
+        stream: The stream it was made on; 0 computes.
+    """
+
+    term: Term
+    op: str = ""
+    module: str = ""
+    phase: str = ""
+    stream: int = 0
+
+
+class Event(NamedTuple):
+    """A storage grows or shrinks by `delta` bytes; made is grown from 0, freed is shrunk to 0."""
+
+    delta: int
+    storage: int
+    phase: int
+
+
+class Peak(NamedTuple):
+    """The most bytes at once.
+
+    Attributes:
+        live_bytes: How many.
+        event: The event after which there were as many, for the first time; -1 before all.
+    """
+
+    live_bytes: int
+    event: int
+
+
+@dataclass(frozen=True)
+class EventLog:
+    """One rank's events, phase by phase.
+
+    Args:
+        storages: What each storage is, by its number.
+        events: In order. What was there before is born in the first phase.
+        phases: Names of the phases, in order: "before", then "forward", "loss", "backward" as
+            often as they come, and "step".
+
+    Units: bytes as asked for; what an allocator rounds to is `memory.allocator`'s.
+    """
+
+    storages: tuple[Storage, ...]
+    events: tuple[Event, ...]
+    phases: tuple[str, ...]
+
+    @cached_property
+    def peak(self) -> Peak:
+        """Of all phases."""
+        live = most = 0
+        where = -1
+        for number, (delta, _, _) in enumerate(self.events):
+            live += delta
+            if live > most:
+                most, where = live, number
+        return Peak(most, where)
+
+    @cached_property
+    def by_phase(self) -> Mapping[str, tuple[int, int]]:
+        """(most bytes at once, bytes at its last end) of the phases of each name."""
+        out: dict[str, tuple[int, int]] = {}
+        live = most = running = 0
+        for delta, _, phase in (*self.events, Event(0, 0, len(self.phases))):
+            while running < phase:
+                name = self.phases[running]
+                out[name] = (max(most, out.get(name, (0, 0))[0]), live)
+                most, running = live, running + 1
+            live += delta
+            most = max(most, live)
+        return out
+
+    def live_after(self, event: int) -> dict[int, int]:
+        """Bytes of every storage that lives right after an event."""
+        live: dict[int, int] = {}
+        for delta, storage, _ in self.events[: event + 1]:
+            size = live.get(storage, 0) + delta
+            if size:
+                live[storage] = size
+            else:
+                live.pop(storage, None)
+        return live
+
+    @cached_property
+    def terms_at_peak(self) -> Mapping[Term, int]:
+        """What the peak is made of; the terms add up to it."""
+        out = dict.fromkeys(Term, 0)
+        for storage, size in self.live_after(self.peak.event).items():
+            out[self.storages[storage].term] += size
+        return out
+
+    @property
+    def phase_at_peak(self) -> str:
+        """When the peak is."""
+        return self.phases[self.events[self.peak.event].phase]
+
+    @property
+    def module_at_peak(self) -> str:
+        """The module whose storage made the peak."""
+        return self.storages[self.events[self.peak.event].storage].module

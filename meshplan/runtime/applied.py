@@ -1,0 +1,185 @@
+"""A decided plan becomes a wrapped module: everything that `parallelize` does after deciding.
+
+Also run where nothing is decided or sent: by a trace of memory, on tensors without numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.plan import Plan
+from meshplan.runtime.batchnorm import apply_sync_batchnorm
+from meshplan.runtime.calls import routable_units, route_direct_calls
+from meshplan.runtime.check import check_live
+from meshplan.runtime.compiled import apply_compile
+from meshplan.runtime.context.apply import ContextParallelism
+from meshplan.runtime.data import apply_data_parallel, keep_evaluation_apart
+from meshplan.runtime.expert import apply_expert_parallel
+from meshplan.runtime.gradients import agree_on_gradients
+from meshplan.runtime.materialize import Values
+from meshplan.runtime.mesh import device
+from meshplan.runtime.outside import watch_first_forward
+from meshplan.runtime.pipeline.apply import apply_pipeline
+from meshplan.runtime.pretend import is_pretending
+from meshplan.runtime.proof import prove_first_forward
+from meshplan.runtime.randomness import give_own_stream
+from meshplan.runtime.recompute import apply_recompute
+from meshplan.runtime.replicas import watch_replicas
+from meshplan.runtime.selftest import watch_first_step
+from meshplan.runtime.shard import apply_tensor_parallel, lay_gradients
+
+
+@dataclass(slots=True)
+class Applied:
+    """What `model.meshplan` is.
+
+    Attributes:
+        plan: The decision that was applied.
+        mesh: The live DeviceMesh, with the plan's axis names.
+        loss_scale: Present scale of the loss under fp16, 1.0 otherwise.
+        steps_without_overflow: Steps since the scale last changed.
+        is_tested: Whether the first loss was compared along tp.
+    """
+
+    plan: Plan
+    mesh: DeviceMesh
+    loss_scale: float = field(default=1.0)
+    steps_without_overflow: int = 0
+    is_tested: bool = False
+
+
+def applied(model: nn.Module) -> Applied:
+    """The `Applied` of a parallelized model.
+
+    Raises:
+        ApplyError: It was never parallelized.
+    """
+    found = getattr(model, "meshplan", None)
+    if not isinstance(found, Applied):
+        raise ApplyError(
+            Problem(
+                f"this {type(model).__name__} was not parallelized by meshplan",
+                fix="use the module that meshplan.parallelize returned",
+            )
+        )
+    return found
+
+
+def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.Module:
+    """What `parallelize` does once everything is decided and agreed upon, in place.
+
+    Args:
+        values: Of a model on meta, for all that this rank holds.
+
+    Returns:
+        The module to train, with its `Applied`.
+    """
+    _cast(model, plan)
+    _apply_code(model, plan)
+    if plan.assignment.stages is None:
+        wrapped = _wrap(model, plan, mesh, values)
+        watch_first_forward(wrapped, plan)
+    else:
+        wrapped = apply_pipeline(model, plan, mesh, values, _wrap)
+    needs_scale = plan.spec.precision.param == "float16" and plan.spec.precision.is_mixed
+    wrapped.meshplan = Applied(plan, mesh, 2.0**16 if needs_scale else 1.0)
+    return wrapped
+
+
+def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.Module:
+    """Everything but the pipeline, in place; returns the module to call."""
+    routable = routable_units(model, plan)
+    apply_tensor_parallel(model, plan, mesh)
+    apply_expert_parallel(model, plan, mesh)
+    apply_sync_batchnorm(model, plan, mesh)
+    context = ContextParallelism(model, plan, mesh)
+    apply_recompute(model, plan)
+    apply_compile(model, plan)
+    is_elsewhere = not values.local and not is_pretending()
+    if plan.assignment.wrapper != "units" and is_elsewhere:
+        model.to(device())
+    if plan.assignment.wrapper == "ddp":
+        values.fill(model, plan)  # DistributedDataParallel refuses to wrap without memory.
+    wrapped = apply_data_parallel(model, plan, mesh)
+    route_direct_calls(routable)
+    values.fill(wrapped, plan)
+    check_live(wrapped, plan)
+    lay_gradients(wrapped, plan)
+    agree_on_gradients(wrapped, plan, mesh)
+    keep_evaluation_apart(model, plan)
+    if not is_pretending():  # These compare numbers.
+        watch_first_step(wrapped, plan, mesh)
+        watch_replicas(model, plan, mesh)
+        prove_first_forward(wrapped, plan, mesh)
+    give_own_stream(model, plan)
+    context.watch(wrapped)
+    return wrapped
+
+
+def _cast(model: nn.Module, plan: Plan) -> None:
+    """Give every parameter the dtype that the optimizer updates."""
+    for fqn, placed in plan.assignment.tensors.items():
+        dtype = getattr(torch, placed.dtype)
+        if not placed.info.is_buffer:
+            parameter = model.get_parameter(fqn)
+            if parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+
+
+def _apply_code(model: nn.Module, plan: Plan) -> None:
+    """Run the functions that the plan names; what raises on one rank raises on all."""
+    if not plan.assignment.apply:
+        return
+    failure: Exception | None = None
+    problem = Problem("")
+    for fqn, code, reason in plan.assignment.apply:
+        try:
+            function_of(code)(model.get_submodule(fqn))
+        except Exception as error:  # The user's code may raise anything.
+            what = f"'{code}' failed on '{fqn}': {type(error).__name__}: {error}"
+            failure, problem = error, Problem(what, reason.origin, "mend the function")
+            break
+    outcomes = exchange(("error" if failure else "", str(problem)))
+    if failure is not None:
+        raise ApplyError(problem) from failure
+    raise_told(outcomes)
+
+
+def function_of(code: str) -> Callable[[nn.Module], object]:
+    """The function that "pkg.mod:name" names.
+
+    Raises:
+        ImportError: There is no such module.
+        AttributeError: There is nothing of that name.
+        ValueError: It is no function.
+    """
+    module, _, name = code.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    if not callable(found):
+        raise ValueError(f"{name} is not a function")
+    return found
+
+
+def exchange(outcome: tuple[str, str]) -> list[tuple[str, str]]:
+    """(kind, text) of every rank."""
+    outcomes: list[Any] = [outcome] * dist.get_world_size()
+    if not is_pretending():
+        dist.all_gather_object(outcomes, outcome)
+    return outcomes
+
+
+def raise_told(outcomes: list[tuple[str, str]]) -> None:
+    """Raise here what another rank could not do."""
+    failed = [rank for rank, (kind, _) in enumerate(outcomes) if kind == "error"]
+    if failed:
+        text = outcomes[failed[0]][1].replace("\n", "\n    ")
+        raise ApplyError(Problem(f"rank {failed[0]} cannot apply its plan: {text}"))

@@ -1,0 +1,133 @@
+"""One training step of one rank, without memory, numbers or other ranks: where its bytes go.
+
+The user's model and the real wrappers run on fake tensors in a process group of fakes, so that
+whatever the plan says is traced as it is, and no second description of FSDP2, DTensor or the
+pipeline has to agree with the first. A process stands for one rank; ranks whose parts have other
+sizes are imagined one by one.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.memory.log import EventLog, Term
+from meshplan.plan import Plan
+from meshplan.runtime.applied import applied, apply_plan
+from meshplan.runtime.batch import mapped
+from meshplan.runtime.ledger import Ledger
+from meshplan.runtime.materialize import Values
+from meshplan.runtime.mesh import device_mesh
+from meshplan.runtime.moments import heard_by
+from meshplan.runtime.nest import tensors_in
+from meshplan.runtime.peers import open_groups
+from meshplan.runtime.pretend import pretending
+from meshplan.runtime.private import (
+    fake_mode,
+    fakes_unnoticed,
+    group_of_fakes,
+    meshes_outside_fakes,
+)
+from meshplan.runtime.record import stand_in, twin_of
+from meshplan.runtime.shadows import Shadows
+from meshplan.runtime.train import train_step
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def imagine_step(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFn,
+    make_optimizer: MakeOptimizer,
+    rank: int = 0,
+) -> EventLog:
+    """The events of the second training step, from which on all steps are alike.
+
+    Args:
+        model: As one process has it, on any device; it is copied, and only shapes count.
+        plan: Made for this model.
+        inputs: One rank's inputs of a step, as `train_step` takes them.
+        targets: The same rank's targets.
+        loss_fn: As `train_step` takes it.
+        make_optimizer: Gets the wrapped model.
+        rank: Which rank to be.
+
+    Raises:
+        ApplyError: This process is in a process group already.
+    """
+    if dist.is_initialized():
+        raise ApplyError(
+            Problem(
+                "this process is in a process group, and cannot stand for a rank of another",
+                fix="estimate before init_process_group, or in a process of its own",
+            )
+        )
+    with group_of_fakes(rank, plan.mesh.world_size), _no_collection():
+        mesh = device_mesh(plan.mesh)
+        open_groups(plan, mesh)
+        mode = fake_mode()
+        twin, _, _ = twin_of(model, (), mode)
+        shadows = Shadows()
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            out = stand_in(tensor)
+            if not tensor.is_meta:
+                shadows.know(out, tensor)
+            return out
+
+        with meshes_outside_fakes(), fakes_unnoticed(), mode, shadows, pretending():
+            batch, goals = mapped(inputs, fake), mapped(targets, fake)
+            wrapped = apply_plan(twin, plan, mesh, Values())
+            applied(wrapped).is_tested = True
+            optimizer = make_optimizer(wrapped)
+            return watch_steps(wrapped, optimizer, batch, goals, loss_fn)[0]
+
+
+def watch_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFn,
+    count: int = 1,
+    around: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext(),
+) -> list[EventLog]:
+    """Train one step, and log each of the next ones; on real tensors or on fakes.
+
+    Args:
+        around: Gets the number of each step, from 0, and is opened around it.
+    """
+    ledger = Ledger()
+    ledger.note(model.parameters(), Term.PARAMETERS)
+    ledger.note(model.buffers(), Term.BUFFERS)
+    ledger.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
+    logs = []
+    with heard_by(ledger.begin):
+        for step in range(1 + count):
+            ledger.forget()
+            with around(step), ledger:
+                train_step(model, optimizer, inputs, targets, loss_fn)
+            logs.append(ledger.log())
+    return logs[1:]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage in cycles would be freed at any moment; a step leaves none that counts."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

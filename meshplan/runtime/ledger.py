@@ -1,0 +1,131 @@
+"""Every storage's birth, growth and death while code runs: the writer of an `EventLog`.
+
+Works alike on real tensors and on fake ones, so that a trace without memory and a real process can
+be held side by side, byte by byte. What an operator allocates and frees inside itself is not seen,
+nor what never becomes a tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from meshplan.memory.log import Event, EventLog, Storage, Term
+from meshplan.runtime.pretend import is_pretending
+from meshplan.runtime.private import on_resize
+
+_WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
+
+
+class Ledger(TorchDispatchMode):
+    """Open it around the code to be watched.
+
+    Attributes:
+        phases: Their names so far; the last one runs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases: list[str] = ["before"]
+        self._storages: list[Storage] = []
+        self._events: list[Event] = []
+        self._live: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
+        """By address of the storage: (its number, its bytes, what tells of its death)."""
+        self._sizes: dict[int, int] = {}
+        self._modules: list[str] = [""]
+        self._open = ExitStack()
+
+    def begin(self, phase: str) -> None:
+        """Say which phase begins."""
+        if self.phases[-1] != phase:
+            self.phases.append(phase)
+
+    def log(self) -> EventLog:
+        """What has happened so far."""
+        return EventLog(tuple(self._storages), tuple(self._events), tuple(self.phases))
+
+    def forget(self) -> None:
+        """Begin anew, with what lives now as what was there before."""
+        live = [(number, size) for number, size in self._sizes.items() if size]
+        self.phases = ["before"]
+        self._events = [Event(size, number, 0) for number, size in live]
+
+    def note(self, tensors: Iterable[torch.Tensor], term: Term) -> None:
+        """Say of tensors that live already, or that are known, what they are for."""
+        for tensor in tensors:
+            for plain in _plain(tensor):
+                self._see(plain, "", term)
+                number = self._live[plain.untyped_storage()._cdata][0]
+                self._storages[number] = self._storages[number]._replace(term=term)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # Its parts come by on their own.
+        # Waiting gives back what was waited for; only the rule for fake tensors makes a new one.
+        is_wait = func is _WAIT and is_pretending()
+        out = args[0] if is_wait else func(*args, **(kwargs or {}))
+        # A view of what nobody saw being made is a glance into a backend's own buffers.
+        if not func.is_view:
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    for plain in _plain(tensor):
+                        self._see(plain, str(func), Term.TEMPORARIES)
+        return out
+
+    def __enter__(self) -> Ledger:
+        self._open = ExitStack()
+        self._open.enter_context(on_resize(self._resized))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._open.close()
+
+    def _see(self, tensor: torch.Tensor, op: str, term: Term) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        known = self._live.get(key)
+        if known is not None:
+            self._change(known[0], size)
+            return
+        number = len(self._storages)
+        self._storages.append(Storage(term, op, self._modules[-1], self.phases[-1]))
+        ref = weakref.ref(storage, partial(self._dies, key, number))
+        self._live[key] = (number, size, ref)
+        self._change(number, size)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            self._change(known[0], storage.nbytes())
+
+    def _dies(self, key: int, number: int, _: Any) -> None:
+        if key in self._live and self._live[key][0] == number:
+            del self._live[key]
+        self._change(number, 0)
+
+    def _change(self, number: int, size: int) -> None:
+        delta = size - self._sizes.get(number, 0)
+        self._sizes[number] = size
+        if delta:
+            self._events.append(Event(delta, number, len(self.phases) - 1))
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with memory that a tensor is made of; none for meta, or fakes among real ones."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            part = getattr(tensor, name)
+            if isinstance(part, torch.Tensor):
+                yield from _plain(part)
+    elif tensor.device.type != "meta" and tensor.layout == torch.strided:
+        yield tensor

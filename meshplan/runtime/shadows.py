@@ -1,0 +1,84 @@
+"""Numbers beside fake tensors, where they follow from sizes: positions, masks, tables.
+
+Models ask such tensors before they choose a path: whether all tokens may be seen, whether several
+sequences are packed into one. On fake tensors that raises, or they take another path than they
+would. What is computed from sizes, constants and inputs with known numbers is therefore computed
+for real too, as long as it is small.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from meshplan.runtime.private import is_fake, without_modes
+
+_MOST: Final = 1 << 20
+"""Elements of the largest tensor whose numbers are kept."""
+
+_ANSWERS: Final = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+_MAKERS: Final = tuple(
+    getattr(torch.ops.aten, name)
+    for name in ("arange", "ones", "zeros", "full", "scalar_tensor", "lift_fresh", "eye")
+)
+"""Operators that make numbers out of nothing but their arguments."""
+
+
+class Shadows(TorchDispatchMode):
+    """Open it inside a mode of fake tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._real = WeakTensorKeyDictionary()
+
+    def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Say what the numbers of a fake tensor are."""
+        if real.numel() <= _MOST:
+            with without_modes():
+                self._real[fake] = real.detach().clone()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        is_known = all(t in self._real or not is_fake(t) for t in tensors) and (
+            bool(tensors) or func.overloadpacket in _MAKERS
+        )
+        if not is_known:
+            if func._schema.is_mutable:
+                self._forget_written(func, args)
+            return func(*args, **kwargs)
+        with without_modes():
+            real_args, real_kwargs = tree_map_only(
+                torch.Tensor, lambda t: self._real.get(t, t), (args, kwargs)
+            )
+            real = func(*real_args, **real_kwargs)
+        if func in _ANSWERS:
+            return real
+        is_free = _has_free_shape(func) and any(map(is_fake, tensors))
+        out = self._like(real) if is_free else func(*args, **kwargs)
+        for fake, number in zip(tree_leaves(out), tree_leaves(real), strict=True):
+            if isinstance(fake, torch.Tensor) and number.numel() <= _MOST:
+                self._real[fake] = number
+        return out
+
+    def _forget_written(self, func: Any, args: tuple[Any, ...]) -> None:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and isinstance(value, torch.Tensor):
+                self._real.pop(value, None)
+
+    @staticmethod
+    def _like(real: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), real)
+
+
+def _has_free_shape(func: Any) -> bool:
+    """Whether the numbers say how large the result is, as of `nonzero`."""
+    return torch.Tag.dynamic_output_shape in func.tags

@@ -1,0 +1,129 @@
+"""One training step twice: with real processes, and imagined without memory; byte by byte."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+import meshplan
+from meshplan.memory.log import EventLog
+from tests import models
+
+Figures = dict[str, tuple[int, int]]
+"""By phase: most bytes at once, bytes at the end."""
+
+
+def optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    """One that takes the parameters one by one, or all at once where they are of one kind."""
+    is_uniform = len({type(p.data) for p in model.parameters()}) == 1
+    make: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adam": torch.optim.Adam,
+                 "rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad}[name]  # fmt: skip
+    return make(model.parameters(), lr=1e-3, foreach=is_uniform)
+
+
+def measured(model_name: str, plan: Mapping[str, Any], how: str) -> Figures:
+    """Of this rank's steps from the second on, in a real job.
+
+    gloo's threads may let go of a tensor late; the least of several steps is what they need.
+    """
+    from meshplan.runtime.batch import mapped
+    from meshplan.runtime.imagine import watch_steps
+
+    inputs, targets = models.batch(model_name, 0)
+    example = inputs if isinstance(inputs, dict) else (inputs,)
+    model = meshplan.parallelize(models.build(model_name), dict(plan), example_inputs=example)
+    # Of its own, as a loader gives it, and not a view of all ranks' samples.
+    batch = mapped(meshplan.local_batch(model, (inputs, targets)), torch.clone)
+    gc.collect()
+    gc.disable()
+    try:
+        logs = watch_steps(model, optimizer(model, how), *batch, models.loss, 2)
+    finally:
+        gc.enable()
+    return {
+        name: (
+            min(log.by_phase[name][0] for log in logs),
+            min(log.by_phase[name][1] for log in logs),
+        )
+        for name in logs[0].by_phase
+    }
+
+
+def profiled(model_name: str, plan: Mapping[str, Any]) -> tuple[int, int, int]:
+    """(peak by the log, peak by torch's profiler, largest single allocation) of one real step."""
+    from meshplan.runtime.imagine import watch_steps
+
+    model = meshplan.parallelize(models.build(model_name), dict(plan))
+    batch = meshplan.local_batch(model, models.batch(model_name, 0))
+    gc.collect()
+    gc.disable()
+    try:
+        logs = watch_steps(model, optimizer(model, "adamw"), *batch, models.loss, 1, _profile)
+    finally:
+        gc.enable()
+    (changes,) = _profiled
+    _profiled.clear()
+    live = most = logs[-1].by_phase["before"][0]
+    for change in changes:
+        live += change
+        most = max(most, live)
+    return logs[-1].peak.live_bytes, most, max(changes)
+
+
+_profiled: list[list[int]] = []
+
+
+@contextmanager
+def _profile(step: int) -> Iterator[None]:
+    """Keep what torch's allocator says of the last step, in order."""
+    if step == 0:
+        yield
+        return
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        yield
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    _profiled.append([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())])
+
+
+def imagined(model_name: str, plan: Mapping[str, Any], how: str, world: int, rank: int) -> Any:
+    """The `EventLog` of one rank, in a process without a group; or what it raised, as text."""
+    warnings.simplefilter("ignore")
+    try:
+        return _imagined(model_name, plan, how, world, rank)
+    except Exception:
+        return traceback.format_exc()
+
+
+def _imagined(
+    model_name: str, plan: Mapping[str, Any], how: str, world: int, rank: int
+) -> EventLog:
+    from meshplan.mesh import DATA_AXES
+    from meshplan.plan import make_plan
+    from meshplan.reader import load_spec
+    from meshplan.runtime.batch import chunk, mapped
+    from meshplan.runtime.imagine import imagine_step
+    from meshplan.runtime.record import record
+    from meshplan.runtime.rehearse import rehearser
+    from meshplan.runtime.trace import graph_of
+
+    model, spec = models.build(model_name), load_spec(dict(plan))
+    inputs, targets = models.batch(model_name, 0)
+    example = inputs if isinstance(inputs, dict) else (inputs,)
+    flow = record(model, example) if spec.reads_flow else None
+    rehearse = rehearser(model, example) if spec.reads_flow else None
+    decided = make_plan(spec, graph_of(model, flow), world_size=world, rehearse=rehearse)
+    ranks = decided.mesh.size(*DATA_AXES)
+    batch = mapped((inputs, targets), lambda t: chunk(t, ranks, "data ranks")[0])
+    cp = decided.mesh.size("cp")
+    batch = mapped(batch, lambda t: t.chunk(cp, 1)[0].clone() if t.ndim > 1 else t)
+    return imagine_step(
+        model, decided, *batch, models.loss, lambda wrapped: optimizer(wrapped, how), rank
+    )
