@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import meshplan
-from meshplan.memory.log import EventLog
+from meshplan.memory import EventLog, StateBytes, state_bytes
 from tests import models
 
 Figures = dict[str, tuple[int, int]]
@@ -94,7 +94,7 @@ def _profile(step: int) -> Iterator[None]:
 
 
 def imagined(model_name: str, plan: Mapping[str, Any], how: str, world: int, rank: int) -> Any:
-    """The `EventLog` of one rank, in a process without a group; or what it raised, as text."""
+    """(`EventLog`, `StateBytes`) of one rank, in a process without a group; or what it raised."""
     warnings.simplefilter("ignore")
     try:
         return _imagined(model_name, plan, how, world, rank)
@@ -104,7 +104,7 @@ def imagined(model_name: str, plan: Mapping[str, Any], how: str, world: int, ran
 
 def _imagined(
     model_name: str, plan: Mapping[str, Any], how: str, world: int, rank: int
-) -> EventLog:
+) -> tuple[EventLog, StateBytes]:
     from meshplan.mesh import DATA_AXES
     from meshplan.plan import make_plan
     from meshplan.reader import load_spec
@@ -124,6 +124,7 @@ def _imagined(
     batch = mapped((inputs, targets), lambda t: chunk(t, ranks, "data ranks")[0])
     cp = decided.mesh.size("cp")
     batch = mapped(batch, lambda t: t.chunk(cp, 1)[0].clone() if t.ndim > 1 else t)
-    return imagine_step(
+    log = imagine_step(
         model, decided, *batch, models.loss, lambda wrapped: optimizer(wrapped, how), rank
     )
+    return log, state_bytes(decided.assignment, how, rank)

@@ -13,13 +13,11 @@ from tests.bench import zoo_cell
 from tests.bench.zoo import SAMPLE
 from tests.bench.zoo_table import kept
 
-TWO_RANKS = ("full_shard", "tp", "pp")
-FOUR_RANKS = ("hybrid_shard", "tp_full_shard")
-CELLS = [(name, layout) for name in SAMPLE for layout in TWO_RANKS] + [
-    # Every fifth: what four ranks add is the same for all, and the bench runs every one.
-    (name, layout)
-    for name in SAMPLE[::5]
-    for layout in FOUR_RANKS
+ALL = ("tp", "pp")
+EVERY_FIFTH = ("full_shard", "hybrid_shard", "tp_full_shard")
+"""What data ranks add is the same for all, and the bench runs every one."""
+CELLS = [(name, layout) for name in SAMPLE for layout in ALL] + [
+    (name, layout) for name in SAMPLE[::5] for layout in EVERY_FIFTH
 ]
 
 

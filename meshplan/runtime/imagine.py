@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.memory.log import EventLog, Term
@@ -28,6 +29,7 @@ from meshplan.runtime.mesh import device_mesh
 from meshplan.runtime.moments import heard_by
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.peers import open_groups
+from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.pretend import pretending
 from meshplan.runtime.private import (
     fake_mode,
@@ -108,18 +110,38 @@ def watch_steps(
     Args:
         around: Gets the number of each step, from 0, and is opened around it.
     """
-    ledger = Ledger()
+    ledger = Ledger(_names_of(model))
     ledger.note(model.parameters(), Term.PARAMETERS)
     ledger.note(model.buffers(), Term.BUFFERS)
     ledger.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
     logs = []
-    with heard_by(ledger.begin):
+
+    def take(output: Any, target: Any) -> torch.Tensor:
+        ledger.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
+        return loss_fn(output, target)
+
+    def begin(phase: str) -> None:
+        if phase == "step":
+            gradients = (p.grad for p in model.parameters() if p.grad is not None)
+            ledger.note(gradients, Term.GRADIENTS)
+        ledger.begin(phase)
+
+    with heard_by(begin):
         for step in range(1 + count):
             ledger.forget()
             with around(step), ledger:
-                train_step(model, optimizer, inputs, targets, loss_fn)
+                train_step(model, optimizer, inputs, targets, take)
             logs.append(ledger.log())
+            states = (tensor for _, tensor in tensors_in(list(optimizer.state.values())))
+            ledger.note(states, Term.OPTIMIZER)
     return logs[1:]
+
+
+def _names_of(model: nn.Module) -> dict[nn.Module, str]:
+    """Every module that runs on this rank, as the plan names it."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    roots = inner.stage_modules if isinstance(inner, PipelinedModule) else [inner]
+    return {module: fqn for root in roots for fqn, module in root.named_modules()}
 
 
 @contextmanager

@@ -8,55 +8,69 @@ nor what never becomes a tensor.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from meshplan.memory.log import Event, EventLog, Storage, Term
+from meshplan.memory.terms import settle
+from meshplan.runtime.place import Place
 from meshplan.runtime.pretend import is_pretending
 from meshplan.runtime.private import on_resize
 
+_SENDING: Final = ("c10d", "_c10d_functional", "_dtensor")
+"""Namespaces of operators that send."""
 _WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
 
 
 class Ledger(TorchDispatchMode):
     """Open it around the code to be watched.
 
+    Args:
+        names: The fqn of every module of the model.
+
     Attributes:
         phases: Their names so far; the last one runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[nn.Module, str]) -> None:
         super().__init__()
+        self._place = Place(names)
         self.phases: list[str] = ["before"]
         self._storages: list[Storage] = []
         self._events: list[Event] = []
         self._live: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
         """By address of the storage: (its number, its bytes, what tells of its death)."""
         self._sizes: dict[int, int] = {}
-        self._modules: list[str] = [""]
+        self._sent: set[int] = set()
+        self._num_before = 0
         self._open = ExitStack()
 
     def begin(self, phase: str) -> None:
         """Say which phase begins."""
         if self.phases[-1] != phase:
             self.phases.append(phase)
+        self._place.mark(is_loss=phase == "loss")
 
     def log(self) -> EventLog:
         """What has happened so far."""
-        return EventLog(tuple(self._storages), tuple(self._events), tuple(self.phases))
+        events, phases = tuple(self._events), tuple(self.phases)
+        found = settle(self._storages, events, phases, sent=self._sent, num_before=self._num_before)
+        return EventLog(found, events, phases)
 
     def forget(self) -> None:
         """Begin anew, with what lives now as what was there before."""
         live = [(number, size) for number, size in self._sizes.items() if size]
         self.phases = ["before"]
         self._events = [Event(size, number, 0) for number, size in live]
+        self._num_before = len(self._storages)
 
     def note(self, tensors: Iterable[torch.Tensor], term: Term) -> None:
         """Say of tensors that live already, or that are known, what they are for."""
@@ -78,11 +92,18 @@ class Ledger(TorchDispatchMode):
                 if isinstance(tensor, torch.Tensor):
                     for plain in _plain(tensor):
                         self._see(plain, str(func), Term.TEMPORARIES)
+        if func.namespace in _SENDING:
+            for tensor in tree_leaves((args, kwargs, out)):
+                if isinstance(tensor, torch.Tensor):
+                    for plain in _plain(tensor):
+                        known = self._live.get(plain.untyped_storage()._cdata)
+                        self._sent |= {known[0]} if known else set()
         return out
 
     def __enter__(self) -> Ledger:
         self._open = ExitStack()
         self._open.enter_context(on_resize(self._resized))
+        self._open.enter_context(self._place)
         super().__enter__()
         return self
 
@@ -98,7 +119,9 @@ class Ledger(TorchDispatchMode):
             self._change(known[0], size)
             return
         number = len(self._storages)
-        self._storages.append(Storage(term, op, self._modules[-1], self.phases[-1]))
+        if term == Term.TEMPORARIES and self._place.is_loss:
+            term = Term.LOSS
+        self._storages.append(Storage(term, op, self._place.module, self.phases[-1]))
         ref = weakref.ref(storage, partial(self._dies, key, number))
         self._live[key] = (number, size, ref)
         self._change(number, size)

@@ -352,3 +352,15 @@ def fakes_unnoticed() -> Iterator[None]:
         yield
     finally:
         utils.is_fake_tensor = ask
+
+
+def autograd_sequence() -> int:
+    """The number that autograd gives the next node; no public name tells."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def running_node() -> int | None:
+    """The number of the node whose backward runs; None in forward."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()

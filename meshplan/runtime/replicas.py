@@ -50,6 +50,8 @@ class _Watch:
     own: frozenset[int]
     """Ids of its parameters: while a unit is gathered, the model has others in their place."""
     steps: int = 0
+    has_run: bool = False
+    """Whether a forward was recorded for backward since the last step."""
 
 
 _watches: list[_Watch] = []
@@ -64,7 +66,13 @@ def watch_replicas(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     if plan.mesh.size(*GRADIENT_AXES) > 1:
         _register()
         own = frozenset(id(p) for p in model.parameters() if p.requires_grad)
-        _watches.append(_Watch(weakref.ref(model), plan, mesh, own))
+        watch = _Watch(weakref.ref(model), plan, mesh, own)
+        _watches.append(watch)
+
+        def note_forward(*unused: Any) -> None:
+            watch.has_run |= torch.is_grad_enabled()
+
+        model.register_forward_pre_hook(note_forward)
 
 
 @functools.cache
@@ -81,8 +89,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             continue
         held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         own = [held[each] for each in watch.own if each in held]
-        has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
-        if own and not has_closure and all(p.grad is None for p in own):
+        has_run, watch.has_run = watch.has_run, watch.has_run and not own
+        if own and has_run and all(p.grad is None for p in own):
             raise ApplyError(_without_gradients())
         found = {n: p for n, p in model.named_parameters() if id(p) in held and p.requires_grad}
         if not found:
@@ -99,8 +107,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _without_gradients() -> Problem:
     return Problem(
-        "no parameter that the optimizer holds has a gradient, so the step would change nothing: "
-        "gradients were taken of gathered copies, or none were taken",
+        "the model ran, but no parameter that the optimizer holds has a gradient: gradients were "
+        "taken of gathered copies, or none were taken, and the step would change nothing",
         fix=_LOOP,
     )
 

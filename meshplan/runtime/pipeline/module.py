@@ -83,6 +83,11 @@ class PipelinedModule(nn.Module):
         """Whether this rank holds the last stage."""
         return self._stages.num - 1 in self._parts
 
+    @property
+    def stage_modules(self) -> list[nn.Module]:
+        """The modules of this rank's stages, each with the names of the whole model."""
+        return [part.module for part in self._parts.values()]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise ApplyError(
             Problem(

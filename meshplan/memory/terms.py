@@ -1,0 +1,55 @@
+"""What storages are for, told by when they live and what handles them.
+
+Parameters, optimizer state and the like are known by name. Of the rest nobody says what it is, but
+a step has a plain order: what forward makes and leaves behind is kept for backward, what backward
+leaves behind is a gradient, and memory that comes back every step is that of gathered parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from meshplan.memory.log import Event, Storage, Term
+
+
+def settle(
+    storages: Sequence[Storage],
+    events: Sequence[Event],
+    phases: Sequence[str],
+    *,
+    sent: Collection[int],
+    num_before: int,
+) -> tuple[Storage, ...]:
+    """The storages with the terms of those that were `TEMPORARIES` until now.
+
+    Args:
+        sent: Numbers of those that a collective reads or writes.
+        num_before: How many storages there were before this step, alive or not.
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    sizes: dict[int, int] = {}
+    for delta, number, phase in events:
+        sizes[number] = size = sizes.get(number, 0) + delta
+        first, _ = spans.get(number, (phase, phase))
+        spans[number] = (first, phase if not size else len(phases))
+    out = list(storages)
+    for number, (first, last) in spans.items():
+        if out[number].term == Term.TEMPORARIES:
+            is_known = number < num_before
+            term = _term(phases, first, last, is_sent=number in sent, is_known=is_known)
+            out[number] = out[number]._replace(term=term)
+    return tuple(out)
+
+
+def _term(phases: Sequence[str], first: int, last: int, *, is_sent: bool, is_known: bool) -> Term:
+    """Of a storage that lives from one phase to another, both by number."""
+    if is_known and first:
+        return Term.GATHERED  # It had shrunk to nothing, as only FSDP2's memory does.
+    if is_sent:
+        return Term.COMMUNICATION
+    born = phases[first]
+    if last > first and born == "forward":
+        return Term.ACTIVATIONS
+    if last > first and born == "backward":
+        return Term.GRADIENTS
+    return Term.TEMPORARIES
