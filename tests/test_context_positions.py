@@ -66,7 +66,14 @@ def test_positions_of_one_sample_a_row(pool, context):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("rows", ["packed", "packed in the middle", "packed on one rank"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param("packed", marks=pytest.mark.wide),
+        pytest.param("packed in the middle", marks=pytest.mark.wide),
+        "packed on one rank",
+    ],
+)
 def test_packed_samples_are_refused_on_every_rank(pool, context, rows):
     """Without conforming exchanges gloo aborts: key heads are repeated under a mask only."""
     results = pool(2).run(train, CONTEXTS[context], rows, timeout=30)

@@ -44,6 +44,7 @@ def test_the_demo():
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_the_demo_as_json_with_another_plan():
     mesh = ["--set", "mesh={dp_shard: 2}", "--set", "hardware.gpus_per_node=2"]
     done = subprocess.run(

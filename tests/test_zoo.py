@@ -13,12 +13,15 @@ from tests.bench import zoo_cell
 from tests.bench.zoo import SAMPLE
 from tests.bench.zoo_table import kept
 
-ALL = ("tp", "pp")
+IN_TURN = ("tp", "pp")
+"""Each architecture by one of these; the other is wide."""
 EVERY_FIFTH = ("full_shard", "hybrid_shard", "tp_full_shard")
 """What data ranks add is the same for all, and the bench runs every one."""
-CELLS = [(name, layout) for name in SAMPLE for layout in ALL] + [
-    (name, layout) for name in SAMPLE[::5] for layout in EVERY_FIFTH
-]
+CELLS = [
+    pytest.param(name, layout, marks=[] if number % 2 == turn else [pytest.mark.wide])
+    for number, name in enumerate(SAMPLE)
+    for turn, layout in enumerate(IN_TURN)
+] + [pytest.param(name, layout) for name in SAMPLE[::5] for layout in EVERY_FIFTH]
 
 
 @pytest.mark.parametrize(("name", "layout"), CELLS)
