@@ -9,6 +9,7 @@ import copy
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,6 +50,19 @@ class FailInBackward(torch.autograd.Function):
         raise Mishap("in backward")
 
 
+def loss_that_fails(where: str, fail: Callable[[], None]) -> Callable[..., torch.Tensor]:
+    """The loss, failing itself or in its backward, if that is where."""
+
+    def loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if where == "loss":
+            fail()
+        if where == "backward":
+            output = FailInBackward.apply(output)
+        return models.loss(output, targets)
+
+    return loss
+
+
 def failing_step(plan: dict[str, Any], where: str, culprits: tuple[int, ...] = (CULPRIT,)) -> Any:
     """What a step raises when `where` fails on the culprits, and what the next call raises.
 
@@ -69,12 +83,7 @@ def failing_step(plan: dict[str, Any], where: str, culprits: tuple[int, ...] = (
         inner = model.module if hasattr(model, "module") else model
         inner.layers[2].register_forward_pre_hook(fail)
 
-    def loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if is_culprit and where == "loss":
-            fail()
-        if is_culprit and where == "backward":
-            output = FailInBackward.apply(output)
-        return models.loss(output, targets)
+    loss = loss_that_fails(where, fail) if is_culprit else models.loss
 
     def loader() -> Any:
         if is_culprit and where == "data":

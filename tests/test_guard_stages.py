@@ -14,7 +14,7 @@ import torch.distributed as dist
 import meshplan
 from meshplan.runtime import guard
 from tests import models
-from tests.test_guard import SECONDS, FailInBackward, Mishap, total_of_ranks
+from tests.test_guard import SECONDS, Mishap, loss_that_fails, total_of_ranks
 
 PLAN = {
     "version": 1,
@@ -40,12 +40,7 @@ def failing_stage(where: str, culprits: tuple[int, ...], good_steps: int) -> Any
         stage = next(iter(model.stages.values()))
         stage.layers[0].register_forward_pre_hook(fail)
 
-    def loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if is_culprit and where == "loss":
-            fail()
-        if is_culprit and where == "backward":
-            output = FailInBackward.apply(output)
-        return models.loss(output, targets)
+    loss = loss_that_fails(where, fail) if is_culprit else models.loss
 
     began = time.monotonic()
     try:

@@ -46,8 +46,8 @@ class Ledger(TorchDispatchMode):
         self.phases: list[str] = ["before"]
         self._storages: list[Storage] = []
         self._events: list[Event] = []
-        self._live: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
-        """By address of the storage: (its number, its bytes, what tells of its death)."""
+        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        """By address of the storage: (its number, what tells of its death)."""
         self._sizes: dict[int, int] = {}
         self._sent: set[int] = set()
         self._num_before = 0
@@ -123,7 +123,7 @@ class Ledger(TorchDispatchMode):
             term = Term.LOSS
         self._storages.append(Storage(term, op, self._place.module, self.phases[-1]))
         ref = weakref.ref(storage, partial(self._dies, key, number))
-        self._live[key] = (number, size, ref)
+        self._live[key] = (number, ref)
         self._change(number, size)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:

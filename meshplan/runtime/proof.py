@@ -11,7 +11,6 @@ of tp; what differs is refused before anything is updated.
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from meshplan.assign import StyleUse
@@ -38,6 +36,7 @@ from meshplan.runtime.islands import Island, islands_of
 from meshplan.runtime.mesh import full, placement, submesh
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.remembered import remembered
+from meshplan.runtime.steps import before_steps
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF: Final = 5e-2
@@ -46,7 +45,6 @@ more, and the same sum in another order by 1e-6 in single precision."""
 _INFINITE, _LEFT_CUT, _INCOMPARABLE = 2.0**98, 2.0**99, 2.0**100
 """More than any difference: what cannot be told by one."""
 
-_Step = Callable[[torch.optim.Optimizer, Any, Any], None]
 _HOOKS: Final = (
     "_forward_pre_hooks", "_forward_hooks",
     "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs",
@@ -94,7 +92,7 @@ def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             torch.compiler.set_stance("default")
         proof.settle(module)
 
-    def step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def step(optimizer: torch.optim.Optimizer) -> None:
         # A stage of a pipeline ends its forward before hooks of the whole see it.
         found = weak()
         mine = {id(p) for p in found.parameters()} if found is not None else set()
@@ -107,28 +105,8 @@ def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     proof.undo = [
         *(_capture(model.get_submodule(island.fqn), island, proof) for island in islands),
         model.register_forward_pre_hook(before).remove,
-        _before_steps(step),
+        before_steps(step),
     ]
-
-
-_steps: list[_Step] = []
-
-
-@functools.cache
-def _register() -> None:
-    """One hook for good: torch cannot remove one while it runs."""
-
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for step in tuple(_steps):
-            step(optimizer, args, kwargs)
-
-    register_optimizer_step_pre_hook(before)
-
-
-def _before_steps(step: _Step) -> Callable[[], None]:
-    _register()
-    _steps.append(step)
-    return lambda: _steps.remove(step)
 
 
 def _capture(module: nn.Module, island: Island, proof: _Proof) -> Callable[[], None]:

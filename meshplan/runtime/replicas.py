@@ -8,21 +8,22 @@ nothing shows. So what should be one number on several ranks is compared before 
 
 from __future__ import annotations
 
-import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import device, local_of, shard_axes, submesh
+from meshplan.runtime.steps import before_steps
 
 _TOLERANCE: Final = 1e-3
 """Relative difference that rounding does not make: averages are equal to the last bit on all
@@ -52,9 +53,7 @@ class _Watch:
     steps: int = 0
     has_run: bool = False
     """Whether a forward was recorded for backward since the last step."""
-
-
-_watches: list[_Watch] = []
+    end: Callable[[], None] = lambda: None
 
 
 def watch_replicas(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -64,10 +63,9 @@ def watch_replicas(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         model: The module inside of DistributedDataParallel.
     """
     if plan.mesh.size(*GRADIENT_AXES) > 1:
-        _register()
         own = frozenset(id(p) for p in model.parameters() if p.requires_grad)
         watch = _Watch(weakref.ref(model), plan, mesh, own)
-        _watches.append(watch)
+        watch.end = before_steps(partial(_before_step, watch))
 
         def note_forward(*unused: Any) -> None:
             watch.has_run |= torch.is_grad_enabled()
@@ -75,34 +73,27 @@ def watch_replicas(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         model.register_forward_pre_hook(note_forward)
 
 
-@functools.cache
-def _register() -> None:
-    """One hook for good: torch cannot remove one while it runs."""
-    register_optimizer_step_pre_hook(_before_step)
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for watch in tuple(_watches):
-        model = watch.model()
-        if model is None:
-            _watches.remove(watch)
-            continue
-        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        own = [held[each] for each in watch.own if each in held]
-        has_run, watch.has_run = watch.has_run, watch.has_run and not own
-        if own and has_run and all(p.grad is None for p in own):
-            raise ApplyError(_without_gradients())
-        found = {n: p for n, p in model.named_parameters() if id(p) in held and p.requires_grad}
-        if not found:
-            continue
-        watch.steps += 1
-        if watch.steps & (watch.steps - 1):
-            continue  # Steps 1, 2, 4, 8, ...: a loop may change its ways.
-        alike: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
-        for name, parameter in found.items():
-            alike.setdefault(_replica_axes(name, parameter, watch.plan), {})[name] = parameter
-        for axes in sorted(axes for axes in alike if axes):
-            _compare(alike[axes], axes, watch)
+def _before_step(watch: _Watch, optimizer: torch.optim.Optimizer) -> None:
+    model = watch.model()
+    if model is None:
+        watch.end()
+        return
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    own = [held[each] for each in watch.own if each in held]
+    has_run, watch.has_run = watch.has_run, watch.has_run and not own
+    if own and has_run and all(p.grad is None for p in own):
+        raise ApplyError(_without_gradients())
+    found = {n: p for n, p in model.named_parameters() if id(p) in held and p.requires_grad}
+    if not found:
+        return
+    watch.steps += 1
+    if watch.steps & (watch.steps - 1):
+        return  # Steps 1, 2, 4, 8, ...: a loop may change its ways.
+    alike: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
+    for name, parameter in found.items():
+        alike.setdefault(_replica_axes(name, parameter, watch.plan), {})[name] = parameter
+    for axes in sorted(axes for axes in alike if axes):
+        _compare(alike[axes], axes, watch)
 
 
 def _without_gradients() -> Problem:

@@ -9,21 +9,21 @@ these gradients before anything is updated, and later ones those that were zero 
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import device, local_of, submesh, without_partial
+from meshplan.runtime.steps import before_steps
 
 _TOLERANCE: Final = (1e-2, 5e-2)
 """Relative difference in single and in half precision that rounding does not make and parts of a
@@ -39,9 +39,7 @@ class _Watch:
     mesh: DeviceMesh
     waiting: set[str]
     steps: int = 0
-
-
-_watches: list[_Watch] = []
+    end: Callable[[], None] = lambda: None
 
 
 def watch_first_step(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -55,30 +53,23 @@ def watch_first_step(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     }
     if not waiting:
         return
-    _register()
-    _watches.append(_Watch(weakref.ref(model), plan, mesh, waiting))
+    watch = _Watch(weakref.ref(model), plan, mesh, waiting)
+    watch.end = before_steps(partial(_before_step, watch))
 
 
-@functools.cache
-def _register() -> None:
-    """One hook for good: torch cannot remove one while it runs."""
-    register_optimizer_step_pre_hook(_before_step)
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for watch in tuple(_watches):
-        model = watch.model()
-        if model is None:
-            _watches.remove(watch)
-            continue
-        own = {id(p) for p in model.parameters()}
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            watch.steps += 1
-            if watch.steps & (watch.steps - 1):
-                continue  # Steps 1, 2, 4, 8, ...: what stays without gradient costs ever less.
-            watch.waiting -= check_replicas(model, watch.plan, watch.mesh, watch.waiting)
-            if not watch.waiting:
-                _watches.remove(watch)
+def _before_step(watch: _Watch, optimizer: torch.optim.Optimizer) -> None:
+    model = watch.model()
+    if model is None:
+        watch.end()
+        return
+    own = {id(p) for p in model.parameters()}
+    if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        watch.steps += 1
+        if watch.steps & (watch.steps - 1):
+            return  # Steps 1, 2, 4, 8, ...: what stays without gradient costs ever less.
+        watch.waiting -= check_replicas(model, watch.plan, watch.mesh, watch.waiting)
+        if not watch.waiting:
+            watch.end()
 
 
 def check_replicas(
