@@ -7,6 +7,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,10 +29,11 @@ def optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     return make(model.parameters(), lr=1e-3, foreach=is_uniform)
 
 
-def measured(model_name: str, plan: Mapping[str, Any], how: str) -> Figures:
+def measured(model_name: str, plan: Mapping[str, Any], how: str, num_steps: int) -> Figures:
     """Of this rank's steps from the second on, in a real job.
 
-    gloo's threads may let go of a tensor late; the least of several steps is what they need.
+    gloo's threads may let go of a tensor late, the later the busier the machine, so what a step
+    needs is the least of several. More steps never make up for a buffer that is freed late in each.
     """
     from meshplan.runtime.batch import mapped
     from meshplan.runtime.imagine import watch_steps
@@ -44,7 +46,7 @@ def measured(model_name: str, plan: Mapping[str, Any], how: str) -> Figures:
     gc.collect()
     gc.disable()
     try:
-        logs = watch_steps(model, optimizer(model, how), *batch, models.loss, 2)
+        logs = watch_steps(model, optimizer(model, how), *batch, models.loss, num_steps)
     finally:
         gc.enable()
     return {
@@ -56,8 +58,11 @@ def measured(model_name: str, plan: Mapping[str, Any], how: str) -> Figures:
     }
 
 
-def profiled(model_name: str, plan: Mapping[str, Any]) -> tuple[int, int, int]:
-    """(peak by the log, peak by torch's profiler, largest single allocation) of one real step."""
+def profiled(model_name: str, plan: Mapping[str, Any], num_steps: int) -> tuple[int, int, int]:
+    """(peak by the log, peak by torch's profiler, largest single allocation) of a real step.
+
+    The least of each, as in `measured`.
+    """
     from meshplan.runtime.imagine import watch_steps
 
     model = meshplan.parallelize(models.build(model_name), dict(plan))
@@ -65,16 +70,18 @@ def profiled(model_name: str, plan: Mapping[str, Any]) -> tuple[int, int, int]:
     gc.collect()
     gc.disable()
     try:
-        logs = watch_steps(model, optimizer(model, "adamw"), *batch, models.loss, 1, _profile)
+        logs = watch_steps(
+            model, optimizer(model, "adamw"), *batch, models.loss, num_steps, _profile
+        )
     finally:
         gc.enable()
-    (changes,) = _profiled
+    peaks = [
+        log.by_phase["before"][0] + max(accumulate(changes, initial=0))
+        for log, changes in zip(logs, _profiled, strict=True)
+    ]
+    largest = max(max(changes) for changes in _profiled)
     _profiled.clear()
-    live = most = logs[-1].by_phase["before"][0]
-    for change in changes:
-        live += change
-        most = max(most, live)
-    return logs[-1].peak.live_bytes, most, max(changes)
+    return min(log.peak.live_bytes for log in logs), min(peaks), largest
 
 
 _profiled: list[list[int]] = []
@@ -82,7 +89,7 @@ _profiled: list[list[int]] = []
 
 @contextmanager
 def _profile(step: int) -> Iterator[None]:
-    """Keep what torch's allocator says of the last step, in order."""
+    """Keep what torch's allocator says of every step after the first, in order."""
     if step == 0:
         yield
         return

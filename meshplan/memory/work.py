@@ -1,0 +1,53 @@
+"""What one microbatch allocates and frees on one rank, apart from what wrappers and optimizer do.
+
+The user's own code on the parts that this rank computes with, tensor parallelism and recomputation
+included: traced from the model, or told from a blueprint without torch. Gathering and reducing,
+buckets, accumulation, stages and the optimizer are `memory.replay`'s, which acts at the marks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from meshplan.memory.log import EventLog
+
+
+class Moment(StrEnum):
+    """When the wrapper of a unit acts."""
+
+    BEFORE_FORWARD = "before forward"
+    AFTER_FORWARD = "after forward"
+    BEFORE_BACKWARD = "before backward"
+    AFTER_BACKWARD = "after backward"
+
+
+class Mark(NamedTuple):
+    """A wrapper acts before the event of this number.
+
+    Attributes:
+        event: As many events as the log has: after the last one.
+        unit: The fqn of the module whose parameters are gathered together; "" for the root.
+    """
+
+    event: int
+    moment: Moment
+    unit: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """One microbatch of one stage, forward, loss and backward.
+
+    Args:
+        log: Inputs and buffers are born in its phase "before"; it holds no parameter.
+        marks: In the order of the events.
+        gradients: By the fqn of a parameter, the storage of its gradient as backward computes it,
+            neither reduced nor cut over data ranks. Its birth is in the log, its end is not.
+    """
+
+    log: EventLog
+    marks: tuple[Mark, ...]
+    gradients: Mapping[str, int]
