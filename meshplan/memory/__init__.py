@@ -7,6 +7,7 @@ storage, as `runtime.imagine` traces it; `allocator` plays it on torch's caching
 
 from meshplan.memory.allocator import OutOfMemoryError, Reserve, reserve
 from meshplan.memory.driver import communicators, driver_bytes, with_workspaces
+from meshplan.memory.estimate import MemoryEstimate
 from meshplan.memory.generations import Band
 from meshplan.memory.log import EventLog, Term
 from meshplan.memory.states import StateBytes, state_bytes, state_bytes_by_rank
@@ -14,6 +15,7 @@ from meshplan.memory.states import StateBytes, state_bytes, state_bytes_by_rank
 __all__ = [
     "Band",
     "EventLog",
+    "MemoryEstimate",
     "OutOfMemoryError",
     "Reserve",
     "StateBytes",
