@@ -7,6 +7,7 @@ Decides which tier answers, and nothing else: the plan decides what is run, `ima
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from torch import nn
 from meshplan.errors import ApplyError, MeshplanError, PlanError
 from meshplan.memory.driver import communicators, driver_bytes, with_workspaces
 from meshplan.memory.estimate import MemoryEstimate, Tier, group_of
+from meshplan.memory.extrapolate import Blocks, NotRepeatingError, extrapolate, is_same
 from meshplan.memory.groups import equal_ranks
 from meshplan.memory.log import EventLog
 from meshplan.memory.reconcile import reconcile
@@ -28,7 +30,8 @@ from meshplan.runtime.example import find_example
 from meshplan.runtime.imagine import imagine_step
 from meshplan.runtime.record import record
 from meshplan.runtime.rehearse import rehearser
-from meshplan.runtime.shrink import Source, model_of_source
+from meshplan.runtime.repeats import Repeats, cut, is_alike, repeats_of
+from meshplan.runtime.shrink import Source, model_of_source, rules_that_match
 from meshplan.runtime.stumble import problem_of
 from meshplan.runtime.trace import graph_of
 from meshplan.spec import Spec
@@ -36,6 +39,8 @@ from meshplan.spec import Spec
 UNKNOWN_DEVICE: Final = ""
 """The device of a plan that names none: what it holds beside torch has the widest band."""
 _GPUS_PER_NODE: Final = 8
+_CERTIFYING: Final = 2
+"""How many periods more than the smallest model the one has that proves the others."""
 _NOT_CERTIFIED: Final = "nothing is extrapolated"
 
 
@@ -68,6 +73,16 @@ class Imagined:
     assumed: tuple[tuple[str, str], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The logs, and how they were found."""
+
+    logs: list[EventLog]
+    assumed: tuple[tuple[str, str], ...]
+    tier: Tier
+    certified: str
+
+
 def foretell(
     question: Question, told: Callable[[str], None], notes: Sequence[str] = ()
 ) -> MemoryEstimate:
@@ -81,10 +96,10 @@ def foretell(
         SpecError: The model cannot be built, or nothing says what it takes.
         PlanError: The plan does not fit the model, says too little, or its step cannot be imagined.
     """
-    _, plan = decided(question.spec, question.source)
+    model, plan = decided(question.spec, question.source)
     check_stated(question.spec, plan.micro, reads_tokens=False)
     groups = equal_ranks(plan.assignment)
-    logs, assumed, tier, certified = _logs(question, plan, [ranks[0] for ranks in groups], told)
+    answer = _logs(question, model, plan, [ranks[0] for ranks in groups], told)
     hardware = question.spec.hardware
     per_node = hardware.gpus_per_node if hardware else _GPUS_PER_NODE
     driver = driver_bytes(question.device, communicators(plan.assignment, gpus_per_node=per_node))
@@ -96,14 +111,14 @@ def foretell(
             limit_bytes=question.limit_bytes,
             stages=_stages_of(plan, ranks[0]),
         )
-        for log, ranks in zip(logs, groups, strict=True)
+        for log, ranks in zip(answer.logs, groups, strict=True)
     ]
     estimate = MemoryEstimate(
         groups=tuple(found),
-        tier=tier,
-        certified=certified,
+        tier=answer.tier,
+        certified=answer.certified,
         limit_bytes=question.limit_bytes,
-        assumed=assumed,
+        assumed=answer.assumed,
         notes=tuple(notes),
     )
     is_mixed = plan.spec.precision.is_mixed
@@ -113,25 +128,101 @@ def foretell(
 
 
 def _logs(
-    question: Question, plan: Plan, ranks: Sequence[int], told: Callable[[str], None]
-) -> tuple[list[EventLog], tuple[tuple[str, str], ...], Tier, str]:
+    question: Question,
+    model: nn.Module,
+    plan: Plan,
+    ranks: Sequence[int],
+    told: Callable[[str], None],
+) -> _Answer:
     """The logs of these ranks, by the cheapest tier that can tell.
 
     THE place where tiers are chosen.
     """
-    told(f"imagining a step of rank{'s' if len(ranks) > 1 else ''} {_words(ranks)}")
+    words = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    why = ""
+    repeats = _worth_cutting(model, plan)
+    if repeats is not None:
+        told(f"imagining a step of {words} with few blocks")
+        try:
+            return _with_few_blocks(question, plan, ranks, repeats)
+        except NotRepeatingError as error:
+            why = f"; few blocks do not tell: {error}"
+    told(f"imagining a step of {words}")
     found = run_apart(_imagine, [(question.spec, question.source, rank) for rank in ranks])
-    return [each.log for each in found], found[0].assumed, Tier.WHOLE, _NOT_CERTIFIED
+    logs = [each.log for each in found]
+    return _Answer(logs, found[0].assumed, Tier.WHOLE, _NOT_CERTIFIED + why)
 
 
-def decided(spec: Spec, source: Source) -> tuple[nn.Module, Plan]:
+def _worth_cutting(model: nn.Module, plan: Plan) -> Repeats | None:
+    """What can be left out, if three models with few blocks cost less than the whole one.
+
+    Stages are cut from the whole list of blocks: with fewer blocks they would be others.
+    """
+    if plan.assignment.stages is not None:
+        return None
+    repeats = repeats_of(model, plan)
+    if repeats is None:
+        return None
+    kept = [sum(repeats.counts) - len(repeats.counts) * repeats.blocks.period * num
+            for num in _left_out(repeats)]  # fmt: skip
+    is_possible = repeats.spare > _CERTIFYING
+    return repeats if is_possible and sum(kept) < sum(repeats.counts) else None
+
+
+def _left_out(repeats: Repeats) -> tuple[int, int, int]:
+    """How many periods the three models leave out."""
+    return (repeats.spare, repeats.spare - 1, repeats.spare - _CERTIFYING)
+
+
+def _with_few_blocks(
+    question: Question, plan: Plan, ranks: Sequence[int], repeats: Repeats
+) -> _Answer:
+    """Tier 2: two models tell what one more block adds, a third one proves it.
+
+    Raises:
+        NotRepeatingError: It is not so.
+    """
+    tasks = [
+        (question.spec, question.source, rank, (repeats.blocks, num, plan))
+        for rank in ranks
+        for num in _left_out(repeats)
+    ]
+    found = run_apart(_imagine_cut, tasks)
+    refused = next((each for each in found if isinstance(each, str)), None)
+    if refused is not None:
+        raise NotRepeatingError(refused)
+    logs = []
+    for few, more, proof in zip(found[::3], found[1::3], found[2::3], strict=True):
+        again = extrapolate(few.log, more.log, repeats.blocks, _CERTIFYING - 1)
+        if not is_same(again, proof.log):
+            raise NotRepeatingError("a third model with few blocks came out differently")
+        logs.append(extrapolate(few.log, more.log, repeats.blocks, repeats.spare - 1))
+    kept = [max(repeats.counts) - repeats.blocks.period * num for num in _left_out(repeats)]
+    certified = (
+        f"from {kept[0]} and {kept[1]} of {max(repeats.counts)} blocks, and found again to the byte "
+        f"with {kept[2]}"
+    )
+    return _Answer(logs, found[0].assumed, Tier.FEW_BLOCKS, certified)
+
+
+def decided(
+    spec: Spec, source: Source, change: Callable[[nn.Module], nn.Module] | None = None
+) -> tuple[nn.Module, Plan]:
     """The model, without memory, and its plan.
+
+    Args:
+        change: Made to the model first; rules that then match nothing are left out.
 
     Raises:
         SpecError: The model cannot be built.
         PlanError: The plan does not fit it.
     """
     model = model_of_source(source, on_meta=True).train()
+    if change is not None:
+        before = graph_of(model)
+        model = change(copy.deepcopy(model))  # The user may have named a model, not a function.
+        rules, _ = rules_that_match(spec, before, graph_of(model))
+        spec = replace(spec, rules=rules)
     if not spec.reads_flow:
         return model, make_plan(spec, graph_of(model))
     inputs = find_example(model, spec)
@@ -146,8 +237,31 @@ def decided(spec: Spec, source: Source) -> tuple[nn.Module, Plan]:
 
 def _imagine(spec: Spec, source: Source, rank: int) -> Imagined:
     """One rank's step, in a process of its own."""
-    warnings.simplefilter("ignore")
     model, plan = decided(spec, source)
+    return _imagined(model, plan, source, rank)
+
+
+def _imagine_cut(
+    spec: Spec, source: Source, rank: int, cutting: tuple[Blocks, int, Plan]
+) -> Imagined | str:
+    """The same with periods of blocks left out; or why that is not the same step."""
+    blocks, num, whole = cutting
+
+    def without(model: nn.Module) -> nn.Module:
+        cut(model, blocks.lists, num * blocks.period)
+        return model
+
+    try:
+        model, plan = decided(spec, source, without)
+        if not is_alike(whole, plan):
+            return "with fewer blocks the plan is another"
+        return _imagined(model, plan, source, rank)
+    except MeshplanError as error:
+        return error.problems[0].what
+
+
+def _imagined(model: nn.Module, plan: Plan, source: Source, rank: int) -> Imagined:
+    warnings.simplefilter("ignore")
     try:
         with contextlib.redirect_stdout(sys.stderr):
             loop = loop_of(model, plan)
@@ -168,7 +282,3 @@ def _step(model: nn.Module, plan: Plan, loop: Loop, rank: int) -> EventLog:
 def _stages_of(plan: Plan, rank: int) -> tuple[int, ...]:
     stages = plan.assignment.stages
     return () if stages is None else stages.of_rank(plan.mesh.index(rank, ("pp",)))
-
-
-def _words(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -103,7 +103,7 @@ def shrink(spec: Spec, source: Source, max_ranks: int = MAX_RANKS) -> Small:
     )  # fmt: skip
     whole = model_of_source(source, on_meta=True)
     found, model, changed = _small_source(source, small, whole, mesh, sizes, blocks)
-    rules, unmatched = _rules_that_match(spec, graph_of(whole), graph_of(model))
+    rules, unmatched = rules_that_match(spec, graph_of(whole), graph_of(model))
     return Small(
         spec=replace(small, rules=rules),
         source=found,
@@ -309,7 +309,7 @@ def _keep_blocks(model: nn.Module, keep: int) -> list[str]:
     return out
 
 
-def _rules_that_match(
+def rules_that_match(
     spec: Spec, whole: ModelGraph, small: ModelGraph
 ) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
     """The rules, with what matches the whole model but not the small one made optional."""
