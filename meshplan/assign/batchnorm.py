@@ -41,8 +41,8 @@ def assign_batchnorm(spec: Spec, graph: ModelGraph, mesh: Mesh, stages: Stages |
         out.warnings.append(
             Problem(
                 f"{tracked[0].fqn} and {len(tracked) - 1} more keep running statistics of their "
-                "own rank's samples, so evaluation differs from rank to rank and a saved state holds "
-                "those of the first",
+                "own rank's samples, so evaluation differs from rank to rank and a saved state "
+                "holds those of the first",
                 None,
                 "say track_running_stats=False, or use GroupNorm",
             )
