@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshplan.api import check_plan as check_plan
     from meshplan.api import decide as decide
+    from meshplan.api import estimate_memory as estimate_memory
     from meshplan.api import estimate_states as estimate_states
     from meshplan.errors import ApplyError as ApplyError
     from meshplan.errors import MeshplanError as MeshplanError
@@ -41,6 +42,7 @@ _ROOMS = {
     "guarded": "meshplan.runtime.guard",
     # know it beforehand
     "estimate_states": "meshplan.api",
+    "estimate_memory": "meshplan.api",
     "check_plan": "meshplan.api",
     "decide": "meshplan.api",
     "load_spec": "meshplan.reader",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from meshplan.blueprint import from_config
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.formulas import ROWS
 from meshplan.graph import ModelGraph
-from meshplan.sizing import Sizing, graph_of, read_sizing
+from meshplan.sizing import Sizing, graph_of, read_limit, read_sizing
 from meshplan.solve import (
     STATES_ONLY,
     Answer,
@@ -25,6 +26,7 @@ from meshplan.solve import (
 from meshplan.spec import Spec
 
 if TYPE_CHECKING:
+    from meshplan.memory import MemoryEstimate
     from meshplan.plan import Plan
     from meshplan.rehearsal import Rehearse
     from meshplan.verdict import Verdict
@@ -246,6 +248,47 @@ def verify_plan(
         # A small model may divide where the whole one does not.
         return refused(problems)
     return verify(shrink(spec, source, max_ranks or MAX_RANKS), told)
+
+
+def estimate_memory(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    config: str | Path | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    fixes: bool | None = None,
+    told: Callable[[str], None] = lambda text: None,
+) -> MemoryEstimate:
+    """The peak memory of every rank, to the byte, without a GPU, and whether it fits.
+
+    Args:
+        plan: As for `check_plan`, like the arguments after it.
+        gpu: Name of the device whose memory is the limit, or `memory`, the limit itself; where
+            the plan states one too, they must agree.
+        fixes: Whether to look for single changes that would fit, where it does not; None looks
+            where that takes seconds.
+        told: Is told what is being done.
+
+    Raises:
+        SpecError: The plan or the model cannot be read or built.
+        PlanError: The plan does not fit the model, says too little, or its step cannot be traced.
+        ApplyError: A process that traces was killed.
+    """
+    from meshplan.reader import load_spec
+    from meshplan.runtime.fixes import with_fixes
+    from meshplan.runtime.foretell import Question, foretell
+    from meshplan.runtime.shrink import source_of
+
+    spec = load_spec(plan, overrides)
+    device, limit_bytes, notes = read_limit(gpu, memory, spec)
+    question = Question(
+        spec=spec, source=source_of(spec, model, config), device=device, limit_bytes=limit_bytes
+    )
+    began = time.monotonic()
+    estimate = foretell(question, told, notes)
+    return with_fixes(question, estimate, fixes, told, time.monotonic() - began)
 
 
 def _find_model(

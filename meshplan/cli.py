@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from meshplan import api
-from meshplan.errors import MeshplanError, Problem, SpecError
+from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.recipes import find_plan
 from meshplan.render.estimate import estimate_to_json, estimate_to_text
 from meshplan.render.text import envelope, wants_colour
@@ -55,9 +55,19 @@ def _estimate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--explain", action="store_true", help="formula, numbers, result, source")
     parser.add_argument("--max-params", action="store_true", help="the largest model that fits")
     parser.add_argument("--min-gpus", action="store_true", help="the fewest GPUs that hold it")
+    parser.add_argument("--model", metavar="PKG.MOD:FN", help="with -f: builds the model")
+    parser.add_argument(
+        "--fixes", action="store_true", help="with -f: look for changes that would fit"
+    )
 
 
 def _estimate(args: argparse.Namespace) -> int:
+    if _asks_for_peaks(args):
+        return _estimate_peaks(args)
+    if args.model is not None or args.fixes:
+        flag = "--model" if args.model is not None else "--fixes"
+        what = f"{flag} is about the peak of a plan's step, and no plan with a model is given"
+        raise SpecError(Problem(what, Origin(flag), "add -f plan.yaml, and leave out the rest"))
     estimate = api.estimate_states(
         params=args.params,
         config=args.config,
@@ -78,6 +88,42 @@ def _estimate(args: argparse.Namespace) -> int:
         print(*estimate_to_text(estimate, explain=explain, colour=colour), sep="\n")
         _print_notes(args, [note for note in estimate.notes if note != STATES_ONLY])
     return YES if estimate.is_possible else NO
+
+
+def _asks_for_peaks(args: argparse.Namespace) -> bool:
+    """Whether a plan and its model are named, and nothing that is asked of states alone."""
+    of_states = (args.params, args.gpus, args.nodes)
+    is_of_states = args.explain or args.max_params or args.min_gpus
+    if args.file is None or is_of_states or any(flag is not None for flag in of_states):
+        return False
+    if args.model is not None or args.config is not None:
+        return True
+    from meshplan.reader import load_spec
+
+    stated = load_spec(args.file, args.set).model
+    return stated is not None and stated.params is None
+
+
+def _estimate_peaks(args: argparse.Namespace) -> int:
+    from meshplan.render.memory import memory_to_json, memory_to_text
+
+    estimate = api.estimate_memory(
+        args.file,
+        args.set,
+        model=args.model,
+        config=args.config,
+        gpu=args.gpu,
+        memory=args.memory,
+        fixes=True if args.fixes else None,
+        told=lambda text: _print_notes(args, [text]),
+    )
+    if args.json:
+        print(envelope("memory/1", memory_to_json(estimate), estimate.notes))
+    else:
+        colour = wants_colour(no_color=args.no_color)
+        print(*memory_to_text(estimate, str(args.file), colour=colour), sep="\n")
+        _print_notes(args, estimate.notes)
+    return NO if estimate.fits is False else YES
 
 
 def _model_flags(parser: argparse.ArgumentParser) -> None:
@@ -206,7 +252,12 @@ def _print_notes(args: argparse.Namespace, notes: Sequence[str]) -> None:
 
 
 VERBS: tuple[Verb, ...] = (
-    Verb("estimate", "memory of the training states by strategy", _estimate_flags, _estimate),
+    Verb(
+        "estimate",
+        "memory of a plan's step, or of the states of every strategy",
+        _estimate_flags,
+        _estimate,
+    ),
     Verb("check", "every mistake of a plan, before a process starts", _model_flags, _check),
     Verb("show", "every layout of a plan, with the line that decided it", _model_flags, _show),
     Verb("verify", "run a plan, made small, beside one process", _verify_flags, _verify),

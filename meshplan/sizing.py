@@ -209,3 +209,31 @@ def _plan_row(spec: Spec, facts: dict[str, int], notes: list[str]) -> tuple[str,
         return None
     is_mixed = strategy.name == "ddp" and spec.precision.is_mixed
     return strategy.name, "mixed" if is_mixed else "fp32"
+
+
+def read_limit(
+    gpu: str | None, memory: str | int | None, spec: Spec
+) -> tuple[str, int | None, tuple[str, ...]]:
+    """(name of the device or "", what it may hold or None, notes) of two flags beside a plan.
+
+    Raises:
+        SpecError: Something cannot be read, or is stated twice and differs.
+    """
+    problems: list[Problem] = []
+    notes: list[str] = []
+    flags = {"gpu": gpu, "memory": memory}
+    stated = _facts_of_flags(flags, problems, notes)
+    if problems:
+        raise SpecError(problems)
+    hardware = spec.hardware
+    planned = {}
+    if hardware is not None and hardware.memory_bytes is not None:
+        planned["memory"] = hardware.memory_bytes
+    elif hardware is not None and hardware.gpu is not None:
+        planned["memory"] = _memory_of(hardware.gpu, spec.origin("hardware.gpu"), notes)
+    limit = _merge(stated, planned, spec, flags).get("memory")
+    if limit is not None and hardware is not None and hardware.headroom:
+        notes.append(f"hardware.headroom leaves {hardware.headroom:.0%} of memory free")
+        limit = int(limit * (1 - hardware.headroom))
+    device = find_device(gpu).name if gpu is not None else hardware.gpu if hardware else None
+    return device or "", limit, tuple(notes)

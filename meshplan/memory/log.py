@@ -26,6 +26,7 @@ class Term(StrEnum):
     COMMUNICATION = "communication buffers"
     ACTIVATIONS = "activations"
     LOSS = "logits and loss"
+    WORKSPACES = "library workspaces"
     TEMPORARIES = "temporaries"
 
 

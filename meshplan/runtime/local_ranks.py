@@ -52,7 +52,7 @@ class _Rank:
 def prepare() -> None:
     """Start importing torch in the background; optional, it only saves time."""
     # What Ctrl-C does to the ranks is decided here, not by a half-imported process.
-    before = _ignore_interrupts()
+    before = ignore_interrupts()
     try:
         multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOAD))
         multiprocessing.forkserver.ensure_running()
@@ -171,8 +171,8 @@ def _work(
     args: tuple[Any, ...],
 ) -> None:
     """The life of a rank."""
-    _ignore_interrupts()
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    ignore_interrupts()
+    threading.Thread(target=die_with_parent, daemon=True).start()
     os.environ.update(environment)
     torch.set_num_threads(1)
     try:
@@ -198,14 +198,14 @@ def _join() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
 
 
-def _ignore_interrupts() -> Any:
+def ignore_interrupts() -> Any:
     """Leave Ctrl-C to the process that started the ranks; returns the handler that was."""
     if threading.current_thread() is not threading.main_thread():
         return None
     return signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -364,3 +364,29 @@ def running_node() -> int | None:
     """The number of the node whose backward runs; None in forward."""
     node: Any = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+def untraceable(error: BaseException) -> tuple[str, str] | None:
+    """(the operator, why fakes cannot run it: "number", "shape" or "rule"), None for other errors.
+
+    What fake tensors raise has private names and messages that only its makers understand.
+    """
+    from torch._subclasses import fake_tensor
+
+    for kind, why in (
+        (fake_tensor.DataDependentOutputException, "number"),
+        (fake_tensor.DynamicOutputShapeException, "shape"),
+        (fake_tensor.UnsupportedOperatorException, "rule"),
+    ):
+        if isinstance(error, kind):
+            return str(error.func), why
+    text = str(error)
+    if "There was no fake impl registered for" in text:
+        return text.partition("registered for ")[2].partition(".\n")[0].partition(". This")[
+            0
+        ], "rule"
+    if isinstance(error, NotImplementedError) and "Could not run '" in text:
+        return text.partition("Could not run '")[2].partition("'")[0], "rule"
+    if ".numpy() is not supported for tensor subclasses" in text:
+        return "numpy()", "number"
+    return None

@@ -1,0 +1,192 @@
+"""What a step takes of every GPU, at its worst, and whether that fits.
+
+Reads event logs of the ranks that differ. Refuses to know where they come from (`runtime.foretell`)
+and what would make them smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from meshplan.memory.allocator import reserve
+from meshplan.memory.generations import Band
+from meshplan.memory.log import EventLog, Term
+
+RESERVED_ERROR: Final = 0.02
+"""How much more than predicted the allocator may reserve, as a share. [Empirical]: of six published
+runs on H100 (torchtitan, FSDP2) the worst reserved 1.1 % more than predicted from a trace."""
+
+
+class Tier(StrEnum):
+    """How an answer was found."""
+
+    REPLAY = "1"
+    FEW_BLOCKS = "2"
+    WHOLE = "3"
+
+
+class PeakBytes(NamedTuple):
+    """The most at once, by who counts; each is at least the one before, but for the driver's.
+
+    Attributes:
+        requested_bytes: What tensors ask for.
+        allocated_bytes: As `torch.cuda.max_memory_allocated`.
+        reserved_bytes: As `torch.cuda.max_memory_reserved`.
+        driver_bytes: What lies outside of torch's allocator, as expected.
+    """
+
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    driver_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """What `nvidia-smi` would show."""
+        return self.reserved_bytes + self.driver_bytes
+
+
+class Spot(NamedTuple):
+    """When and where the peak is."""
+
+    phase: str
+    module: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroup:
+    """Ranks that are alike.
+
+    Args:
+        ranks: In order.
+        stages: Of the pipeline, that they hold; () without one.
+        peak: What each of them needs.
+        band: The least and the most that it may really be, the driver's bytes included.
+        at: Of the requested bytes.
+        terms: What the requested bytes are at the peak; they add up.
+        fits: Whether the upper end of the band does; None without a limit.
+        packed_bytes: Where it does not: what would be reserved with expandable segments.
+    """
+
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...] = ()
+    peak: PeakBytes
+    band: tuple[int, int]
+    at: Spot
+    terms: Mapping[Term, int]
+    fits: bool | None
+    packed_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a reconciliation.
+
+    Args:
+        name: What changes.
+        delta_bytes: By how much.
+        total_bytes: What it has become.
+        why: The reason.
+    """
+
+    name: str
+    delta_bytes: int
+    total_bytes: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fix:
+    """A single change to the plan, and what became of it.
+
+    Args:
+        change: As words.
+        setting: As it would stand in the plan; "" where it is none of the plan's.
+        total_bytes: The upper end of the band of the worst ranks.
+        fits: Whether that is below the limit.
+    """
+
+    change: str
+    setting: str
+    total_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """The answer to "does it fit?".
+
+    Args:
+        groups: Every rank is in one.
+        tier: How it was found.
+        certified: How that is known to be right.
+        limit_bytes: What a GPU may hold; None where nothing says.
+        reconciliation: From the textbook's figure to the total of the worst group.
+        assumed: What the plan does not say, and what was taken for it: (what, value).
+        fixes: What would fit, cheapest first; empty where it fits or nobody asked.
+        bound: Why this is an upper bound and not the figure itself; "" where it is the figure.
+        notes: What a reader has to know.
+    """
+
+    groups: tuple[RankGroup, ...]
+    tier: Tier
+    certified: str
+    limit_bytes: int | None = None
+    reconciliation: tuple[Step, ...] = ()
+    assumed: tuple[tuple[str, str], ...] = ()
+    fixes: tuple[Fix, ...] = ()
+    bound: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def worst(self) -> RankGroup:
+        """The group whose band ends highest; of several, the first."""
+        return max(self.groups, key=lambda group: group.band[1])
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether all ranks do; None without a limit."""
+        return None if self.limit_bytes is None else all(group.fits for group in self.groups)
+
+
+def margin(reserved_bytes: int) -> int:
+    """The most that the allocator may reserve where so much is predicted."""
+    return reserved_bytes + int(RESERVED_ERROR * reserved_bytes)
+
+
+def group_of(
+    log: EventLog,
+    ranks: Sequence[int],
+    *,
+    driver: Band,
+    limit_bytes: int | None,
+    stages: Sequence[int] = (),
+) -> RankGroup:
+    """What ranks need whose step is this log.
+
+    Args:
+        driver: What lies outside of torch's allocator.
+        limit_bytes: What the GPU may hold; None where nothing says.
+    """
+    held = reserve(log)
+    peak = PeakBytes(
+        held.requested_bytes, held.allocated_bytes, held.reserved_bytes, driver.expected
+    )
+    low = held.allocated_bytes + driver.low
+    high = margin(held.reserved_bytes) + driver.high
+    terms = {term: size for term, size in log.terms_at_peak.items() if size}
+    fits = None if limit_bytes is None else high <= limit_bytes
+    return RankGroup(
+        ranks=tuple(ranks),
+        stages=tuple(stages),
+        peak=peak,
+        band=(low, high),
+        at=Spot(log.phase_at_peak, log.module_at_peak),
+        terms=MappingProxyType(terms),
+        fits=fits,
+        packed_bytes=reserve(log, expandable=True).reserved_bytes if fits is False else None,
+    )

@@ -1,0 +1,60 @@
+"""Which ranks are alike, so that whatever is found out of one is true of all.
+
+They hold parts of the same sizes and stand at the same place of the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshplan.assign import Assignment
+from meshplan.layout import Layout
+from meshplan.mesh import UNIT_AXES, Mesh
+
+
+def equal_ranks(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
+    """Every rank, in groups of equal ones; each group, and the groups, in order of rank.
+
+    Assumes: What a rank does depends on the sizes of its parts and on its stage alone. Tokens that
+        are routed to experts are taken to be spread evenly.
+    """
+    mesh = assignment.mesh
+    uneven = [cut for cut in dict.fromkeys(_cuts(assignment)) if not cut.is_even(mesh)]
+    sizes: list[dict[int, tuple[tuple[int, ...], int]]] = [{} for _ in uneven]
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for rank in range(mesh.world_size):
+        key: list[object] = [mesh.index(rank, ("pp",))]
+        for cut, known in zip(uneven, sizes, strict=True):
+            at = mesh.index(rank, cut.layout.axes)
+            if at not in known:
+                known[at] = cut.of_rank(mesh, rank)
+            key.append(known[at])
+        groups.setdefault(tuple(key), []).append(rank)
+    return tuple(map(tuple, groups.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """One way in which a tensor of some shape lies in parts."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+
+    def is_even(self, mesh: Mesh) -> bool:
+        """Whether all ranks hold parts of the same shape."""
+        return all(
+            size % (mesh.size(*axes) * self.layout.pieces(dim)) == 0
+            for dim, (size, axes) in enumerate(zip(self.shape, self.layout.cuts, strict=True))
+        )
+
+    def of_rank(self, mesh: Mesh, rank: int) -> tuple[tuple[int, ...], int]:
+        """(the shape that a rank holds, elements of its storage)."""
+        local = self.layout.local_shape(self.shape, mesh, rank)
+        return local, self.layout.padded_numel(self.shape, mesh, UNIT_AXES, rank)
+
+
+def _cuts(assignment: Assignment) -> Iterator[_Cut]:
+    for placed in assignment.tensors.values():
+        for layout in (placed.stored, placed.computed, placed.gradient):
+            yield _Cut(placed.info.shape, layout)

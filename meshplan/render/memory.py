@@ -1,0 +1,186 @@
+"""`meshplan estimate -f` on paper: what every group of ranks needs, and of what that is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from meshplan.memory import MemoryEstimate
+from meshplan.memory.estimate import RankGroup
+from meshplan.render.text import columns, paint
+from meshplan.units import format_bytes, format_gib
+
+_HOW = {
+    "1": "composed from blocks that were traced once",
+    "2": "traced with few blocks, and extrapolated",
+    "3": "the whole step was traced",
+}
+_MOST_RUNS = 4
+
+
+def memory_to_json(estimate: MemoryEstimate) -> dict[str, Any]:
+    """The `result` of schema memory/1."""
+    result: dict[str, Any] = {
+        "groups": [_group_to_json(group) for group in estimate.groups],
+        "tier": int(estimate.tier),
+        "certified": estimate.certified,
+        "is_upper_bound": bool(estimate.bound),
+        "bound": estimate.bound,
+        "limit_bytes": estimate.limit_bytes,
+        "fits": estimate.fits,
+        "worst": estimate.groups.index(estimate.worst),
+        "reconciliation": [
+            {
+                "name": step.name,
+                "delta_bytes": step.delta_bytes,
+                "total_bytes": step.total_bytes,
+                "why": step.why,
+            }
+            for step in estimate.reconciliation
+        ],
+        "assumed": dict(estimate.assumed),
+    }
+    result["fixes"] = [
+        {
+            "change": fix.change,
+            "setting": fix.setting,
+            "high_bytes": fix.total_bytes,
+            "fits": fix.fits,
+        }
+        for fix in estimate.fixes
+    ]
+    return result
+
+
+def _group_to_json(group: RankGroup) -> dict[str, Any]:
+    return {
+        "ranks": list(group.ranks),
+        "stages": list(group.stages),
+        "peak": group.peak._asdict(),
+        "band": list(group.band),
+        "at": group.at._asdict(),
+        "terms": {str(term): size for term, size in group.terms.items()},
+        "fits": group.fits,
+    }
+
+
+def memory_to_text(estimate: MemoryEstimate, model: str, *, colour: bool = False) -> list[str]:
+    """The lines of the answer, without the notes.
+
+    Args:
+        model: What the title calls the plan and its model.
+    """
+    sections = [_table(estimate, model, colour), _peak(estimate), _reconciliation(estimate)]
+    if estimate.fits is False and estimate.fixes:
+        sections.append(_fixes(estimate, colour))
+    sections.append(_basis(estimate))
+    return "\n\n".join("\n".join(section) for section in sections).splitlines()
+
+
+def _table(estimate: MemoryEstimate, model: str, colour: bool) -> list[str]:
+    has_stages = any(group.stages for group in estimate.groups)
+    header = ["ranks", *(["stages"] if has_stages else []), "tensors", "allocated", "reserved",
+              "driver", "in all", "from", "to"]  # fmt: skip
+    rows = [
+        [
+            ranks_to_text(group.ranks),
+            *([ranks_to_text(group.stages)] if has_stages else []),
+            *map(_gib, group.peak),
+            _gib(group.peak.total_bytes),
+            *map(_gib, group.band),
+        ]
+        for group in estimate.groups
+    ]
+    lines = columns([header, *rows], "<" * (2 if has_stages else 1) + ">" * 7)
+    title = f"{model}: peak memory of each GPU in GiB"
+    if estimate.limit_bytes is not None:
+        title += f", of {format_gib(estimate.limit_bytes)}"
+    if estimate.bound:
+        title = f"AT MOST: {title}"
+    marked = [
+        line + _verdict(group, estimate.limit_bytes, colour)
+        for line, group in zip(lines[1:], estimate.groups, strict=True)
+    ]
+    return [paint(title, "bold", colour), "", lines[0], *marked]
+
+
+def _verdict(group: RankGroup, limit_bytes: int | None, colour: bool) -> str:
+    if limit_bytes is None:
+        return ""
+    left = limit_bytes - group.band[1]
+    if group.fits:
+        return "  " + paint(f"ok, {format_bytes(left)} left", "green", colour)
+    return "  " + paint(f"OVER by {format_bytes(-left)}", "red", colour)
+
+
+def _peak(estimate: MemoryEstimate) -> list[str]:
+    group = estimate.worst
+    whole = group.peak.requested_bytes
+    whose = f"rank{'s' if len(group.ranks) > 1 else ''} {ranks_to_text(group.ranks)}"
+    where = f"in {group.at.module}" if group.at.module else "outside of every module"
+    title = f"the peak of {whose} is in {group.at.phase}, {where}:"
+    largest_first = sorted(group.terms.items(), key=lambda item: -item[1])
+    rows = [
+        (f"  {term}", format_bytes(size), f"{size / whole:.1%}") for term, size in largest_first
+    ]
+    return [title, *columns(rows, "<>>")]
+
+
+def _reconciliation(estimate: MemoryEstimate) -> list[str]:
+    first, *rest = estimate.reconciliation
+    rows = [(f"  {first.name}", "", format_bytes(first.total_bytes), "")]
+    rows += [
+        (f"  {step.name}", _signed(step.delta_bytes), format_bytes(step.total_bytes), step.why)
+        for step in rest
+    ]
+    return ["from the textbook to this figure:", *columns(rows, "<>><")]
+
+
+def _fixes(estimate: MemoryEstimate, colour: bool) -> list[str]:
+    rows = [
+        (f"  {fix.change}", f"to {format_gib(fix.total_bytes)}", fix.setting)
+        for fix in estimate.fixes
+    ]
+    lines = columns(rows, "<><")
+    marked = [
+        paint("ok  ", "green", colour) + line if fix.fits else paint("OVER", "red", colour) + line
+        for fix, line in zip(estimate.fixes, lines, strict=True)
+    ]
+    return ["one change at a time, each estimated, the cheapest first:", *marked]
+
+
+def _basis(estimate: MemoryEstimate) -> list[str]:
+    how = f"tier {estimate.tier}: {_HOW[estimate.tier]}; {estimate.certified}"
+    if estimate.bound:
+        how = f"an upper bound: {estimate.bound}"
+    return [how, *(f"taken for granted: {what}: {value}" for what, value in estimate.assumed)]
+
+
+def _gib(num_bytes: int) -> str:
+    return format_gib(num_bytes).removesuffix(" GiB")
+
+
+def _signed(num_bytes: int) -> str:
+    return f"{'+' if num_bytes >= 0 else '-'}{format_bytes(abs(num_bytes))}"
+
+
+def ranks_to_text(ranks: Sequence[int]) -> str:
+    """Runs of neighbours, the first few.
+
+    >>> ranks_to_text([0, 1, 2, 4]), ranks_to_text(range(0, 99, 2))
+    ('0-2, 4', '0, 2, 4, 6, ... 98 (50)')
+    """
+    runs = [f"{a}" if a == b else f"{a}-{b}" for a, b in _runs(ranks)]
+    if len(runs) <= _MOST_RUNS:
+        return ", ".join(runs)
+    return f"{', '.join(runs[:_MOST_RUNS])}, ... {runs[-1]} ({len(ranks)})"
+
+
+def _runs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    first = last = ranks[0]
+    for rank in ranks[1:]:
+        if rank != last + 1:
+            yield first, last
+            first = rank
+        last = rank
+    yield first, last

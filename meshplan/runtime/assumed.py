@@ -1,0 +1,233 @@
+"""The training loop that a plan does not write down: inputs, loss and optimizer of one rank.
+
+What is taken for granted is said, in words, so that nobody reads the answer for another loop's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshplan.errors import ApplyError, PlanError, Problem
+from meshplan.plan import Plan
+from meshplan.runtime.batch import mapped
+from meshplan.runtime.context.batch import has_sequence, sequence_length
+from meshplan.runtime.nest import tensors_in
+from meshplan.runtime.pretend import pretending
+from meshplan.runtime.private import fake_mode, quiet_fakes
+from meshplan.runtime.record import stand_in, twin_of
+from meshplan.runtime.sample import call, results, sample_inputs
+from meshplan.runtime.shadows import Shadows
+from meshplan.spec import Spec
+
+_SAMPLES: Final = 2
+"""With how many samples a model is asked what it returns: few, and not 1, which would broadcast."""
+_KEPT: Final = 1 << 20
+"""Elements of the largest tensor that gets numbers."""
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+_OPTIMIZERS: Final[dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]]] = {
+    "adamw": (torch.optim.AdamW, {}),
+    "adam": (torch.optim.Adam, {}),
+    "sgd": (torch.optim.SGD, {}),
+    "sgd_momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "rmsprop": (torch.optim.RMSprop, {}),
+}
+_FOREACH: Final = (torch.Tensor, nn.Parameter)
+"""Kinds of parameters that torch's optimizers take all at once on a GPU, unless told otherwise;
+DTensors they take one by one.
+
+Source: torch 2.13, optim/optimizer.py, `_default_to_fused_or_foreach`.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """What one rank trains with.
+
+    Args:
+        inputs: Of a step, all its microbatches.
+        targets: Of the same step.
+        loss_fn: Gets the model's output and targets of a microbatch.
+        make_optimizer: Gets the wrapped model.
+        assumed: (what, value) as words.
+    """
+
+    inputs: Any
+    targets: Any
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    make_optimizer: MakeOptimizer
+    assumed: tuple[tuple[str, str], ...]
+
+
+def check_stated(spec: Spec, micro: int | None, *, reads_tokens: bool) -> None:
+    """Refuse a plan that does not say how much a step is fed.
+
+    Raises:
+        PlanError: All that is missing.
+    """
+    problems = []
+    if micro is None:
+        what = "nothing says how many samples a rank takes at once, on which its memory depends"
+        problems.append(Problem(what, spec.origin("batch"), "add batch: {micro: 1}"))
+    if reads_tokens and spec.batch.seq_len is None and spec.input is None:
+        what = "nothing says how long a sequence is, on which a step's memory depends"
+        problems.append(Problem(what, spec.origin("batch"), "add batch: {seq_len: 2048}"))
+    if spec.optimizer not in _OPTIMIZERS:
+        what = f"torch has no optimizer '{spec.optimizer}' whose step could be traced"
+        fix = f"use one of {', '.join(_OPTIMIZERS)}"
+        problems.append(Problem(what, spec.origin("optimizer"), fix))
+    if problems:
+        raise PlanError(problems)
+
+
+def loop_of(model: nn.Module, plan: Plan) -> Loop:
+    """The loop of one rank under a plan.
+
+    Args:
+        model: As one process has it.
+
+    Raises:
+        PlanError: The plan does not say how much a step is fed.
+        SpecError: Nothing says what the model takes.
+        ApplyError: The sequence does not divide over cp.
+    """
+    spec, said = _with_length(plan.spec)
+    few = sample_inputs(model, spec, _SAMPLES, 0)
+    are_tokens = any(t.ndim == 2 and not t.is_floating_point() for _, t in tensors_in(few))
+    check_stated(plan.spec, plan.micro, reads_tokens=are_tokens)
+    assert plan.micro is not None
+    samples = plan.micro * plan.accumulate
+    name, shapes = _returned(model, few)
+    targets, loss_fn, words = _loss(name, shapes, few, samples)
+    inputs = _whole_batch(few, lambda: sample_inputs(model, spec, samples, 0), samples)
+    inputs, targets = _local_parts(plan, (inputs, targets))
+    parts = [f"{list(t.shape)} {str(t.dtype)[6:]}" for _, t in tensors_in(inputs)]
+    make, options = _OPTIMIZERS[spec.optimizer]
+
+    def make_optimizer(wrapped: nn.Module) -> torch.optim.Optimizer:
+        trained = [p for p in wrapped.parameters() if p.requires_grad]
+        foreach = all(type(p) in _FOREACH for p in trained)
+        return make(trained, lr=1e-3, foreach=foreach, **options)
+
+    assumed = [("inputs of a rank's step", ", ".join(parts)), ("loss", words)]
+    assumed.append(
+        ("optimizer", f"torch's {make.__name__}, foreach where torch takes it by itself")
+    )
+    return Loop(
+        inputs=inputs,
+        targets=targets,
+        loss_fn=loss_fn,
+        make_optimizer=make_optimizer,
+        assumed=(*assumed, *said),
+    )
+
+
+def _with_length(spec: Spec) -> tuple[Spec, tuple[tuple[str, str], ...]]:
+    """The spec whose `input`, if it states tokens, has the length that `batch` states."""
+    given, length = spec.input, spec.batch.seq_len
+    is_tokens = given is not None and len(given.shape) == 2 and given.dtype.startswith("int")
+    if given is None or length is None or not is_tokens or given.shape[1] == length:
+        return spec, ()
+    words = f"batch.seq_len's {length}; input's {given.shape[1]} only shows what the model takes"
+    wanted = replace(given, shape=(given.shape[0], length))
+    return replace(spec, input=wanted), (("length of a sequence", words),)
+
+
+def _whole_batch(few: Any, make: Callable[[], Any], samples: int) -> Any:
+    """All samples of a step; with numbers unless they are many, whose numbers nothing reads."""
+    if all(t.numel() // _SAMPLES * samples <= _KEPT for _, t in tensors_in(few)):
+        return make()
+    return mapped(few, lambda t: torch.empty((samples, *t.shape[1:]), dtype=t.dtype, device="meta"))
+
+
+def _local_parts(plan: Plan, batch: Any) -> Any:
+    """A rank's part of the sequence, as `local_batch` cuts it under cp."""
+    context, size = plan.assignment.context, plan.mesh.size("cp")
+    if context is None:
+        return batch
+    length, chunks = sequence_length(batch, plan.spec.batch.seq_len), context.num_chunks(size)
+    if length % chunks:
+        what = f"a sequence of {length} does not divide into the {chunks} chunks of cp"
+        origin = plan.spec.origin("batch.seq_len")
+        raise ApplyError(Problem(what, origin, f"use a multiple of {chunks}"))
+    return mapped(batch, lambda t: t.chunk(size, 1)[0].clone() if has_sequence(t, length) else t)
+
+
+def _returned(model: nn.Module, inputs: Any) -> tuple[str, list[tuple[int, ...]]]:
+    """(under which name the model returns what a loss is made of, the shapes of its results)."""
+    mode, shadows = fake_mode(), Shadows()
+    twin, _, _ = twin_of(model, (), mode)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        out = stand_in(tensor)
+        shadows.know(out, tensor)
+        return out
+
+    with torch.no_grad(), quiet_fakes(), mode, shadows, pretending():
+        output = call(twin, mapped(inputs, fake))
+    name, tensor = _made_of(output)
+    shapes = [tuple(t.shape) for t in ([tensor] if tensor is not None else [])]
+    return name, shapes
+
+
+def _made_of(output: Any) -> tuple[str, torch.Tensor | None]:
+    """(its name, the tensor of an output that the loss is computed from); None if there is none."""
+    for name in ("loss", "logits"):
+        found = getattr(output, name, None)
+        if isinstance(found, torch.Tensor):
+            return name, found
+    if isinstance(output, torch.Tensor) and not output.ndim:
+        return "loss", output
+    found = next(iter(results(output)), None)
+    return "output", found
+
+
+def _loss(
+    name: str, shapes: list[tuple[int, ...]], inputs: Any, samples: int
+) -> tuple[Any, Callable[[Any, Any], torch.Tensor], str]:
+    """(targets, the loss function, what it is as words)."""
+    if not shapes:
+        what = "the model returns no tensor of numbers that a loss could be made of"
+        raise PlanError(Problem(what, None, "let its forward return logits, or the loss itself"))
+    shape = shapes[0]
+    if not shape:
+        return (), lambda output, _: _tensor_of(output), "what the model returns"
+    tokens = next((t for _, t in tensors_in(inputs) if t.ndim == 2 and len(shape) == 3), None)
+    is_language = (
+        tokens is not None and not tokens.is_floating_point() and tuple(tokens.shape) == shape[:2]
+    )
+    if len(shape) in (2, 3) and (name == "logits" or is_language):
+        words = "cross-entropy in float32 over the last dim of "
+        targets = _classes(shape[-1], samples, shape[1:-1])
+        return targets, _cross_entropy, words + name
+    targets = _numbers(samples, shape[1:])
+    return targets, _mean_square, f"mean square in float32 of {name} and targets of its shape"
+
+
+def _tensor_of(output: Any) -> torch.Tensor:
+    found = _made_of(output)[1]
+    assert found is not None
+    return found
+
+
+def _cross_entropy(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(_tensor_of(output).flatten(0, -2).float(), targets.flatten())
+
+
+def _mean_square(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(_tensor_of(output).float(), targets)
+
+
+def _classes(count: int, samples: int, rest: tuple[int, ...]) -> torch.Tensor:
+    return torch.zeros((samples, *rest), dtype=torch.int64)
+
+
+def _numbers(samples: int, rest: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty((samples, *rest), device="meta")

@@ -1,0 +1,213 @@
+"""What would make a step fit: single changes to a plan, each estimated like the plan itself.
+
+The cheapest first, by what it costs a training run: nothing, a little sending, more computing, more
+machines. A change that the plan or the model does not admit is not offered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
+
+from meshplan.errors import MeshplanError
+from meshplan.memory.estimate import Fix, MemoryEstimate, margin
+from meshplan.plan import Plan
+from meshplan.runtime.foretell import Question, decided, foretell
+from meshplan.spec import ActivationCheckpointing, Rule, Selector, Spec
+
+_A_FEW_SECONDS: Final = 8.0
+_SHARDED: Final = ("zero1", "zero2", "full_shard")
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One change; `setting` is how a plan would state it."""
+
+    text: str
+    setting: str
+    spec: Spec
+
+
+def with_fixes(
+    question: Question,
+    estimate: MemoryEstimate,
+    is_asked: bool | None,
+    told: Callable[[str], None],
+    took_s: float,
+) -> MemoryEstimate:
+    """The estimate with what would fit, if it does not.
+
+    Args:
+        is_asked: Whether to look; None looks if that takes a few seconds.
+        took_s: How long the estimate itself took.
+    """
+    if estimate.fits is not False or is_asked is False:
+        return estimate
+    found = list(_free(estimate))
+    _, plan = decided(question.spec, question.source)
+    changes = list(_changes(plan))
+    takes_s = took_s * len(changes)
+    if is_asked is None and takes_s > _A_FEW_SECONDS:
+        note = f"--fixes looks for single changes that would fit, in about {takes_s:.0f} s"
+        return replace(estimate, fixes=tuple(found), notes=(*estimate.notes, note))
+    for change in changes:
+        told(f"what if: {change.text}")
+        began = time.monotonic()
+        try:
+            other = foretell(replace(question, spec=change.spec), lambda text: None)
+        except MeshplanError:
+            continue  # It does not go with this plan or this model.
+        assert other.fits is not None
+        took_s = max(took_s, time.monotonic() - began)
+        found.append(
+            Fix(
+                change=change.text,
+                setting=change.setting,
+                total_bytes=other.worst.band[1],
+                fits=other.fits,
+            )
+        )
+    return replace(estimate, fixes=tuple(found))
+
+
+def _free(estimate: MemoryEstimate) -> Iterator[Fix]:
+    """What the allocator can do without the plan: known from the logs that are there."""
+    highs = []
+    for group in estimate.groups:
+        packed = group.packed_bytes
+        saved = 0 if packed is None else margin(group.peak.reserved_bytes) - margin(packed)
+        highs.append(group.band[1] - max(0, saved))
+    assert estimate.limit_bytes is not None
+    if max(highs) < estimate.worst.band[1]:
+        yield Fix(
+            change="let the allocator's segments grow",
+            setting="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            total_bytes=max(highs),
+            fits=max(highs) <= estimate.limit_bytes,
+        )
+
+
+def _changes(plan: Plan) -> Iterator[_Change]:
+    spec, assignment = plan.spec, plan.assignment
+    if assignment.wrapper == "ddp" and not spec.ddp.get("gradient_as_bucket_view", False):
+        ddp = MappingProxyType({**spec.ddp, "gradient_as_bucket_view": True})
+        yield _Change(
+            "let gradients lie in DDP's buckets",
+            "ddp: {gradient_as_bucket_view: true}",
+            replace(spec, ddp=ddp),
+        )
+    apart = _large_of_the_root(plan)
+    if apart:
+        match = tuple(Selector("glob", fqn) for fqn in apart)
+        rules = (*spec.rules, Rule(index=len(spec.rules), match=match, unit=True))
+        setting = f"rules: [{{match: [{', '.join(apart)}], unit: true}}]"
+        words = " and ".join(apart)
+        yield _Change(f"gather {words} apart", setting, replace(spec, rules=rules))
+    if assignment.mesh.size("tp") > 1 and not assignment.loss_parallel:
+        yield _Change(
+            "compute the loss on parts of the vocabulary",
+            "loss_parallel: true",
+            replace(spec, loss_parallel=True),
+        )
+    yield from _batches(plan)
+    yield from _strategies(plan)
+    if not assignment.recompute:
+        for mode, words in (
+            ("selective", "recompute cheap operations"),
+            ("full", "checkpoint every block"),
+        ):
+            policy = ActivationCheckpointing(mode=mode)  # type: ignore[arg-type]
+            yield _Change(
+                words,
+                f"activation_checkpointing: {mode}",
+                replace(spec, activation_checkpointing=policy),
+            )
+    elif spec.activation_checkpointing.mode != "full" or spec.activation_checkpointing.every > 1:
+        policy = ActivationCheckpointing(mode="full")
+        yield _Change(
+            "checkpoint every block",
+            "activation_checkpointing: full",
+            replace(spec, activation_checkpointing=policy),
+        )
+    yield from _more_machines(plan)
+
+
+def _large_of_the_root(plan: Plan) -> list[str]:
+    """Modules that hold a tenth or more of the outermost unit's parameters.
+
+    These stay gathered from the first forward to the last backward.
+    """
+    a = plan.assignment
+    if a.wrapper != "units" or not a.units or a.stages is not None:
+        return []
+    root = a.units.get("")
+    if root is None or not root.is_sharded:
+        return []
+    held: dict[str, int] = {}
+    for placed in a.tensors.values():
+        if placed.unit == "" and len(placed.info.names) == 1:
+            module = placed.info.fqn.rpartition(".")[0]
+            held[module] = held.get(module, 0) + placed.info.numel
+    total = sum(held.values())
+    return [module for module, size in held.items() if module and 10 * size >= total]
+
+
+def _batches(plan: Plan) -> Iterator[_Change]:
+    spec, micro = plan.spec, plan.micro
+    if micro is not None and micro > 1:
+        half = micro // 2
+        count = -(-plan.accumulate * micro // half)
+        if half * count != micro * plan.accumulate:
+            return
+        batch = replace(spec.batch, micro=half, accumulate=count)
+        yield _Change(
+            f"micro batch {micro} to {half}, accumulated {count} times",
+            f"batch: {{micro: {half}, accumulate: {count}}}",
+            replace(spec, batch=batch),
+        )
+
+
+def _strategies(plan: Plan) -> Iterator[_Change]:
+    """The next strategies, which cut more."""
+    spec, mesh = plan.spec, plan.mesh
+    name = plan.assignment.strategy.name
+    if name == "hybrid_shard_zero2":
+        yield _Change(
+            "cut parameters too", "strategy: hybrid_shard", replace(spec, strategy="hybrid_shard")
+        )
+    if name not in ("ddp", *_SHARDED) or mesh.size("dp_replicate", "dp_shard") == 1:
+        return
+    later = _SHARDED[_SHARDED.index(name) + 1 :] if name in _SHARDED else _SHARDED
+    sizes = spec.mesh
+    if isinstance(sizes, Mapping):
+        sizes = MappingProxyType(
+            {"dp_shard" if axis == "dp_replicate" else axis: n for axis, n in sizes.items()}
+        )
+    for strategy in later:
+        cut = {"zero1": "optimizer states", "zero2": "gradients", "full_shard": "parameters"}
+        yield _Change(
+            f"cut {cut[strategy]} over data ranks",
+            f"strategy: {strategy}",
+            replace(spec, strategy=strategy, mesh=sizes),
+        )
+
+
+def _more_machines(plan: Plan) -> Iterator[_Change]:
+    """Twice as many ranks that share what is cut."""
+    spec, mesh = plan.spec, plan.mesh
+    if mesh.size("dp_shard") == 1 or mesh.loans:
+        return
+    sizes = {axis.name: axis.size * (2 if axis.name == "dp_shard" else 1) for axis in mesh}
+    hardware = spec.hardware and replace(spec.hardware, nodes=2 * spec.hardware.nodes)
+    batch = spec.batch
+    if batch.global_ is not None:
+        batch = replace(batch, global_=2 * batch.global_)
+    settings = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
+    yield _Change(
+        f"{2 * mesh.world_size} GPUs",
+        f"mesh: {{{settings}}}",
+        replace(spec, mesh=MappingProxyType(sizes), hardware=hardware, batch=batch),
+    )

@@ -1,0 +1,115 @@
+"""Models for `estimate -f`: few blocks and many, uneven parts, and what cannot be traced."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+WIDTH, VOCAB = 48, 96
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Tower(nn.Module):
+    """A table of tokens, equal blocks and a head."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def tower() -> nn.Module:
+    return Tower(3)
+
+
+def high_tower() -> nn.Module:
+    return Tower(24)
+
+
+class Uneven(nn.Module):
+    """A width that four ranks do not divide, so that the last ones hold less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, 10)
+        self.blocks = nn.ModuleList(nn.Linear(10, 10) for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+class Asks(Block):
+    """Reads a number in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.abs().mean().item() > 1e6:
+            return x
+        return super().forward(x)
+
+
+class Picks(Block):
+    """Computes with as many tokens as numbers say."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = x[..., 0] > 0
+        out = x.clone()
+        out[chosen] = super().forward(x[chosen])
+        return out
+
+
+def asking() -> nn.Module:
+    model = Tower(3)
+    model.blocks[1] = Asks()
+    return model
+
+
+def picking() -> nn.Module:
+    model = Tower(3)
+    model.blocks[2] = Picks()
+    return model
+
+
+@torch.library.custom_op("meshplan_tests::half", mutates_args=())
+def half(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+class Ruleless(Block):
+    """Computes with an operator of which nobody says what it makes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(half(x))
+
+
+def ruleless() -> nn.Module:
+    model = Tower(3)
+    model.blocks[0] = Ruleless()
+    return model
+
+
+def of_many_kinds() -> nn.Module:
+    """Blocks that look alike and are not."""
+    model = high_tower()
+    for number in range(0, 24, 5):
+        model.blocks[number].norm = nn.Identity()
+    return model

@@ -1,0 +1,157 @@
+"""`meshplan estimate -f` at its boundary: the contract, groups, limits, what cannot be told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshplan.cli import main
+from tests import estimated
+
+PLAN: dict[str, Any] = {
+    "version": 1,
+    "mesh": {"dp_shard": 4},
+    "model": {"entry": "tests.estimated:tower"},
+    "batch": {"micro": 2, "seq_len": 16},
+}
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`run(plan, *flags)`: (exit code, stdout, stderr) of the verb."""
+
+    def of(plan: dict[str, Any], *flags: str) -> tuple[int, str, str]:
+        path = tmp_path / "plan.yaml"
+        path.write_text(json.dumps(plan))  # JSON is YAML.
+        code = main(["estimate", "-f", str(path), *flags])
+        return code, *capsys.readouterr()
+
+    return of
+
+
+def result_of(run: Run, plan: dict[str, Any], *flags: str, code: int = 0) -> dict[str, Any]:
+    got, out, err = run(plan, "--json", "-q", *flags)
+    assert (got, err) == (code, "")
+    answer = json.loads(out)
+    assert answer["schema"] == "memory/1"
+    return answer["result"]
+
+
+def test_the_json_contract(run):
+    result = result_of(run, PLAN, "--gpu", "h200")
+    (group,) = result["groups"]
+    peak = group["peak"]
+    assert list(peak) == ["requested_bytes", "allocated_bytes", "reserved_bytes", "driver_bytes"]
+    assert 0 < peak["requested_bytes"] <= peak["allocated_bytes"] <= peak["reserved_bytes"]
+    assert sum(group["terms"].values()) == peak["requested_bytes"]
+    assert group["ranks"] == [0, 1, 2, 3]
+    low, high = group["band"]
+    assert low < peak["reserved_bytes"] + peak["driver_bytes"] < high < result["limit_bytes"]
+    assert group["at"]["phase"] in ("forward", "loss", "backward", "step")
+    assert (group["fits"], result["fits"], result["tier"]) == (True, True, 3)
+    assert (result["limit_bytes"], result["is_upper_bound"]) == (141 * 10**9, False)
+    assert result["fixes"] == []
+
+
+def test_the_steps_lead_from_the_textbook_to_the_total(run):
+    result = result_of(run, PLAN | {"mesh": {"dp_replicate": 4}})
+    first, *steps = result["reconciliation"]
+    num_params = sum(p.numel() for p in estimated.tower().parameters())
+    assert first["total_bytes"] == 20 * num_params  # DDP in fp32: 20a.
+    total = first["total_bytes"]
+    for step in steps:
+        total += step["delta_bytes"]
+        assert step["total_bytes"] == total
+    peak = result["groups"][result["worst"]]["peak"]
+    assert total == peak["reserved_bytes"] + peak["driver_bytes"]
+
+
+def test_uneven_parts_are_told_apart(run):
+    plan = PLAN | {"model": {"entry": "tests.estimated:Uneven"}}
+    groups = result_of(run, plan)["groups"]
+    # Ten rows in four parts: 3, 3, 3, 1.
+    assert [group["ranks"] for group in groups] == [[0, 1, 2], [3]]
+    first, last = (group["terms"]["optimizer"] for group in groups)
+    assert first > last
+
+
+def test_stages_are_told_apart(run):
+    plan = PLAN | {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "batch": {"micro": 4, "seq_len": 16},
+        "pipeline": {"schedule": "1F1B", "microbatches": 4},
+    }
+    groups = result_of(run, plan)["groups"]
+    assert [(group["ranks"], group["stages"]) for group in groups] == [
+        ([0, 1], [0]), ([2, 3], [1]),
+    ]  # fmt: skip
+    assert groups[0]["peak"] != groups[1]["peak"]
+
+
+def test_too_large_is_an_honest_no_and_each_fix_is_estimated(run):
+    plan = PLAN | {"batch": {"micro": 256, "seq_len": 512}}
+    limit = result_of(run, plan)["groups"][0]["band"][1] - 1
+    result = result_of(run, plan, "--memory", str(limit), "--fixes", code=1)
+    assert result["fits"] is False
+    fixes = {fix["setting"]: fix for fix in result["fixes"]}
+    halved = fixes["batch: {micro: 128, accumulate: 2}"]
+    assert halved["fits"]
+    smaller = plan | {"batch": {"micro": 128, "accumulate": 2, "seq_len": 512}}
+    assert result_of(run, smaller)["groups"][0]["band"][1] == halved["high_bytes"]
+    full = result_of(run, plan | {"activation_checkpointing": "full"})["groups"][0]
+    assert fixes["activation_checkpointing: full"]["high_bytes"] == full["band"][1]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("asking", ("aten._local_scalar_dense.default", "blocks.1 (estimated.py:")),
+        ("picking", ("aten.nonzero.default", "blocks.2 (estimated.py:")),
+        ("ruleless", ("meshplan_tests::half", "blocks.0 (estimated.py:")),
+    ],
+)
+def test_what_cannot_be_traced_is_named(run, entry, words):
+    code, out, err = run(PLAN | {"model": {"entry": f"tests.estimated:{entry}"}}, "-q")
+    assert (code, out) == (2, "")
+    assert err.startswith("meshplan: 1 problem\n")
+    assert "    fix: " in err
+    for word in words:
+        assert word in err
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"batch": {"seq_len": 16}}, "add batch: {micro: 1}"),
+        ({"batch": {"micro": 2}}, "add batch: {seq_len: 2048}"),
+        ({"optimizer": "lion"}, "torch has no optimizer 'lion'"),
+        ({"model": {"entry": "tests.estimated:nobody"}}, "has no 'nobody'"),
+        ({"model": {"entry": "tests.estimated:Block"}}, "nothing says what Block takes"),
+    ],
+)
+def test_what_is_missing_is_said(run, change, what):
+    code, out, err = run(PLAN | change, "-q")
+    assert (code, out) == (2, "")
+    assert what in err
+
+
+def test_the_text_says_where_and_why(run):
+    code, out, err = run(PLAN, "--memory", "1GiB", "-q")
+    assert (code, err) == (1, "")
+    assert "OVER by" in out
+    assert "the peak of ranks 0-3 is in " in out
+    assert "from the textbook to this figure:\n  textbook: full_shard, 16*a/n" in out
+    assert "tier 3: the whole step was traced; nothing is extrapolated" in out
+
+
+def test_states_are_still_answered_without_a_model(run):
+    plan = {"version": 1, "mesh": {"dp_shard": 8}, "model": {"params": "3e9"}}
+    assert json.loads(run(plan, "--json")[1])["schema"] == "estimate/1"
+    code, _, err = run(plan, "--fixes")
+    assert code == 2
+    assert "no plan with a model" in err
