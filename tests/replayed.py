@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from meshplan.memory import EventLog
+from meshplan.memory.log import Storage
 from meshplan.memory.replay import replay
 from meshplan.memory.work import Work
 from meshplan.mesh import DATA_AXES
@@ -23,7 +24,7 @@ from meshplan.runtime.rehearse import rehearser
 from meshplan.runtime.trace import graph_of
 from tests import exact, models
 
-Figures = dict[str, tuple[int, int]]
+Figures = tuple[list[int], Mapping[str, tuple[int, int]]]
 
 
 def decided(model_name: str, plan: Mapping[str, Any], world: int) -> tuple[Any, Plan, Any]:
@@ -58,13 +59,22 @@ def work_of(model: Any, plan: Plan, batch: Any, rank: int) -> Work:
 
 
 def figures(log: EventLog) -> Figures:
-    """What is compared: most bytes and bytes at the end of each phase.
+    """(live bytes at each turn from growing to shrinking or back, most bytes of each phase).
 
-    What DeviceMesh takes on the host to find itself in a list of ranks, before the model runs, is
-    no memory of a device.
+    What DeviceMesh takes on the host to find itself in a list of ranks is no memory of a device.
     """
-    out = dict(log.by_phase)
-    return out | {"before": (out["before"][1], out["before"][1])}
+    kept = [e for e in log.events if not _is_on_host(log.storages[e.storage])]
+    turns, live, grows = [], 0, True
+    for delta, _, phase in kept:
+        if phase and (delta > 0) != grows:
+            turns.append(live)
+            grows = delta > 0
+        live += delta
+    return [*turns, live], EventLog(log.storages, tuple(kept), log.phases).by_phase
+
+
+def _is_on_host(storage: Storage) -> bool:
+    return not storage.module and storage.op in ("aten.eq.Scalar", "aten.nonzero.default")
 
 
 def both(

@@ -122,7 +122,7 @@ MISTAKES = {
 
 
 def test_a_mistake_shows(apart: ProcessPoolExecutor) -> None:
-    """Each is seen in the figures of some phase, of a model with odd sizes."""
+    """Each is seen in the figures of a model with odd sizes."""
     plan = FULL | {"rules": [{"match": "head", "unit": True}]}
     answer = apart.submit(replayed.with_mistakes, "odd", plan, 4, MISTAKES).result()
     assert isinstance(answer, tuple), answer

@@ -105,7 +105,7 @@ def _watched(model: nn.Module, plan: Plan, inputs: Any, targets: Any, loss_fn: L
             ledger.forget()
             with ledger:
                 loss = microbatch()
-            marking.finish()
+                marking.finish()
             work = _work(ledger, marking, held, loss)
             del loss
     assert work is not None
