@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
+from meshplan.runtime.shard import forget_entered
 
 _OPS: dict[str, tuple[str, ...]] = {
     "mm": ("mm", "addmm", "_grouped_mm"),
@@ -96,6 +97,8 @@ class _Moving:
             finally:
                 for (owner, name), end in ends.items():
                     owner._buffers[name] = end
+                # The module around is not called again, so its hook does not forget them.
+                forget_entered()
 
         return call
 

@@ -61,7 +61,7 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
         _flow(module, use, tp, outside)
     if not plan.spec.compile:
         for fqn in {fqn.rpartition(".")[0] for fqn in plan.assignment.styles}:
-            model.get_submodule(fqn).register_forward_hook(_forget_entered, always_call=True)
+            model.get_submodule(fqn).register_forward_hook(forget_entered, always_call=True)
     set_local_attributes(model, plan)
 
 
@@ -216,7 +216,8 @@ its tensor, where no collector sees it.
 _MOST_ENTERED: Final = 8
 
 
-def _forget_entered(*unused: Any) -> None:
+def forget_entered(*unused: Any) -> None:
+    """Let go of what entered styled modules: the module around them has run."""
     _entered.clear()
 
 
