@@ -32,7 +32,7 @@ from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.peers import open_groups
 from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.pretend import pretending
-from meshplan.runtime.private import (
+from meshplan.runtime.private_fakes import (
     fake_mode,
     fakes_unnoticed,
     group_of_fakes,
