@@ -3,10 +3,10 @@
 The table is `hardware.json` beside this file: json reads it in a millisecond, a yaml loader
 would cost a third of the whole `estimate`. Refuses to know plans and meshes.
 
-Memory is the datasheet's figure with GB = 1e9 bytes. That is the cautious reading: drivers
-report somewhat more (`nvidia-smi` prints 81559 MiB for an 80 GB H100, which is 85.5 GB, and
-32480 MiB for a 32 GB V100), and a context and the communication library live in the rest.
-State `memory` in the plan, or `--memory`, to use another figure.
+Memory is the datasheet's figure with GB = 1e9 bytes. That is the cautious reading, for those who
+count states alone: drivers show more (79.1 GiB of an 80 GB H100), and a context and the
+communication library live in the rest. What counts these too goes by what torch sees, where that
+is known. State `memory` in the plan, or `--memory`, to use another figure.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Final
 
 from meshplan.errors import Origin, Problem, SpecError
+from meshplan.units import parse_bytes
 
 _FILE: Final = Path(__file__).with_name("hardware.json")
 _GIGA: Final = 10**9
@@ -35,6 +36,8 @@ class Device:
     Args:
         name: The key of the table, or what the user calls a device of their own.
         memory_bytes: Datasheet memory, GB = 1e9 bytes.
+        visible_bytes: What torch sees of it, as in its messages when memory runs out; None where
+            not known.
         peak_flops: Dense operations per second by dtype; a dtype not listed is not known.
         memory_bytes_per_s: Bandwidth of its own memory; None where not known.
         intra_bytes_per_s: Bandwidth to the other devices of the node, one way; None where not
@@ -45,6 +48,7 @@ class Device:
 
     name: str
     memory_bytes: int
+    visible_bytes: int | None = None
     peak_flops: Mapping[str, float] = field(default_factory=dict)
     memory_bytes_per_s: float | None = None
     intra_bytes_per_s: float | None = None
@@ -134,12 +138,15 @@ def _device(name: str, facts: Mapping[str, object]) -> Device:
         return float(value) * _GIGA if isinstance(value, (int, float)) else None
 
     memory, peak, sources = facts["memory_gb"], facts["peak_tflops"], facts["sources"]
+    visible = facts.get("visible_gib")
     assert isinstance(memory, int)
+    assert visible is None or isinstance(visible, float)
     assert isinstance(peak, dict)
     assert isinstance(sources, list)
     return Device(
         name=name,
         memory_bytes=memory * _GIGA,
+        visible_bytes=None if visible is None else parse_bytes(f"{visible}GiB"),
         peak_flops=MappingProxyType({dtype: t * _TERA for dtype, t in peak.items()}),
         memory_bytes_per_s=number("memory_gb_per_s"),
         intra_bytes_per_s=number("intra_gb_per_s"),

@@ -96,7 +96,11 @@ def graph_of(spec: Spec) -> ModelGraph | None:
 
 
 def _facts_of_flags(
-    flags: Mapping[str, Any], problems: list[Problem], notes: list[str]
+    flags: Mapping[str, Any],
+    problems: list[Problem],
+    notes: list[str],
+    *,
+    all_counts: bool = False,
 ) -> dict[str, int]:
     def read(name: str, parse: Callable[[Any], Any], example: str) -> Any:
         if flags.get(name) is None:
@@ -122,14 +126,20 @@ def _facts_of_flags(
     graph = read("config", lambda path: from_config(path, Origin("--config")), "")
     if graph is not None:
         facts["params"] = graph.num_params
-    memory = read("gpu", lambda name: _memory_of(name, Origin("--gpu"), notes), "")
+    memory = read(
+        "gpu", lambda name: _memory_of(name, Origin("--gpu"), notes, all_counts=all_counts), ""
+    )
     if memory is not None:
         facts["memory"] = memory
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def _memory_of(gpu: str, origin: Origin, notes: list[str]) -> int:
+def _memory_of(gpu: str, origin: Origin, notes: list[str], *, all_counts: bool = False) -> int:
+    """The memory of a device; what torch sees of it where everything in it is counted."""
     device = find_device(gpu, origin)
+    if all_counts and device.visible_bytes is not None:
+        notes.append(f"of {device.name} torch sees {format_gib(device.visible_bytes)}")
+        return device.visible_bytes
     gigabytes = f"{device.memory_bytes // 10**9} GB ({format_gib(device.memory_bytes)})"
     notes.append(f"{device.name} counts with its datasheet's {gigabytes}")
     return device.memory_bytes
@@ -216,13 +226,15 @@ def read_limit(
 ) -> tuple[str, int | None, tuple[str, ...]]:
     """(name of the device or "", what it may hold or None, notes) of two flags beside a plan.
 
+    For those who count all that is in it and how sure they are: no headroom is left but a stated.
+
     Raises:
         SpecError: Something cannot be read, or is stated twice and differs.
     """
     problems: list[Problem] = []
     notes: list[str] = []
     flags = {"gpu": gpu, "memory": memory}
-    stated = _facts_of_flags(flags, problems, notes)
+    stated = _facts_of_flags(flags, problems, notes, all_counts=True)
     if problems:
         raise SpecError(problems)
     hardware = spec.hardware
@@ -230,9 +242,11 @@ def read_limit(
     if hardware is not None and hardware.memory_bytes is not None:
         planned["memory"] = hardware.memory_bytes
     elif hardware is not None and hardware.gpu is not None:
-        planned["memory"] = _memory_of(hardware.gpu, spec.origin("hardware.gpu"), notes)
+        planned["memory"] = _memory_of(
+            hardware.gpu, spec.origin("hardware.gpu"), notes, all_counts=True
+        )
     limit = _merge(stated, planned, spec, flags).get("memory")
-    if limit is not None and hardware is not None and hardware.headroom:
+    if limit is not None and hardware is not None and "hardware.headroom" in spec.origins:
         notes.append(f"hardware.headroom leaves {hardware.headroom:.0%} of memory free")
         limit = int(limit * (1 - hardware.headroom))
     device = find_device(gpu).name if gpu is not None else hardware.gpu if hardware else None

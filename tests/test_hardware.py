@@ -25,6 +25,8 @@ def test_every_figure_has_a_unit_that_makes_sense_and_a_source():
 def test_a_datasheet_row():
     h100 = find_device("h100-sxm-80gb")
     assert h100.memory_bytes == 80_000_000_000
+    assert h100.visible_bytes is not None
+    assert 79 * 2**30 < h100.visible_bytes < 80 * 2**30
     assert h100.peak_flops["bfloat16"] == 989e12
     assert h100.memory_bytes_per_s == 3.35e12
     assert h100.intra_bytes_per_s == 450e9
@@ -74,3 +76,9 @@ def test_a_cluster_counts_its_devices():
     cluster = Cluster(device=device, nodes=2, gpus_per_node=4, inter=Link("ethernet", 12.5e9))
     assert cluster.num_gpus == 8
     assert cluster.intra is None
+
+
+def test_torch_sees_about_what_the_name_says_in_gib():
+    seen = {n: d.visible_bytes / d.memory_bytes for n, d in devices().items() if d.visible_bytes}
+    assert len(seen) >= 7
+    assert all(1.05 < share < 2**30 / 1e9 for share in seen.values()), seen

@@ -270,14 +270,22 @@ def test_a_shadowed_rule_is_a_warning_on_rank_0(pool):
     ]
 
 
-def test_a_batchnorm_is_warned_about(pool):
-    assert "keep statistics of their own rank's samples" in pool(2).run(batchnorm)[0]
+def test_norms_that_keep_statistics_are_warned_about(pool):
+    of_one, tracked, plain = pool(2).run(norms)[0]
+    assert "1 and 0 more keep statistics of their own rank's samples" in of_one
+    assert "1 and 0 more keep running statistics of their own rank's samples" in tracked
+    assert "statistics" not in plain
 
 
-def batchnorm() -> str:
+def norms() -> list[str]:
+    tracked = nn.InstanceNorm2d(4, track_running_stats=True)
+    return [told(norm) for norm in (nn.BatchNorm2d(4), tracked, nn.InstanceNorm2d(4, affine=True))]
+
+
+def told(norm: nn.Module) -> str:
     import warnings
 
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.Conv2d(4, 4, 3))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         meshplan.parallelize(model, {"version": 1, "strategy": "ddp"})

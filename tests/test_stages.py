@@ -46,6 +46,20 @@ def test_blocks_are_balanced_with_or_without_a_recorded_forward(with_flow):
                             ["layers.2", "layers.3", "norm", "head"]]  # fmt: skip
 
 
+def test_a_rank_with_nothing_to_train_is_warned_about():
+    def told(frozen: tuple[str, ...]) -> list[str]:
+        model = models.build("own_llama")
+        for name in frozen:
+            model.get_submodule(name).requires_grad_(False)
+        spec = load_spec({"version": 1, "mesh": {"pp": 2}})
+        graph = graph_of(model, record(model, models.batch("own_llama", 0, 2)[0]))
+        return [str(w) for w in make_plan(spec, graph, world_size=2).assignment.warnings]
+
+    assert told(("embed", "layers.0")) == []
+    (warning,) = told(("embed", "layers.0", "layers.1"))
+    assert "along pp, rank 0 has no trainable parameter" in warning
+
+
 class Backwards(nn.Module):
     """Defined the other way round than it runs."""
 

@@ -1,4 +1,4 @@
-"""BatchNorm, the one layer that mixes samples: whose samples its statistics are of."""
+"""Whose samples the statistics of norms are of; BatchNorm is the one layer that mixes samples."""
 
 from __future__ import annotations
 
@@ -36,6 +36,17 @@ def assign_batchnorm(spec: Spec, graph: ModelGraph, mesh: Mesh, stages: Stages |
                 "say sync_batchnorm: true, or use GroupNorm or LayerNorm",
             )
         )
+    tracked = [info for info in graph.modules.values() if _tracks_alone(info, graph)]
+    if tracked and splits_samples:
+        out.warnings.append(
+            Problem(
+                f"{tracked[0].fqn} and {len(tracked) - 1} more keep running statistics of their "
+                "own rank's samples, so evaluation differs from rank to rank and a saved state "
+                "holds those of the first",
+                None,
+                "say track_running_stats=False, or use GroupNorm",
+            )
+        )
     if found and stages is not None and stages.microbatches > 1:
         out.warnings.append(
             Problem(
@@ -51,6 +62,11 @@ def assign_batchnorm(spec: Spec, graph: ModelGraph, mesh: Mesh, stages: Stages |
 
 def _is_batchnorm(info: ModuleInfo) -> bool:
     return info.kind in ("batchnorm", "own_batchnorm")
+
+
+def _tracks_alone(info: ModuleInfo, graph: ModelGraph) -> bool:
+    """Whether it is InstanceNorm that evaluates with what training has seen."""
+    return "InstanceNorm" in info.type and f"{info.fqn}.running_mean" in graph.tensors
 
 
 def _synchronize(spec: Spec, graph: ModelGraph, found: list[ModuleInfo], out: BatchNorm) -> None:

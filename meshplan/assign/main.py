@@ -18,7 +18,7 @@ from meshplan.assign.pieces import pieces_cut_twice
 from meshplan.assign.presets import presets_of
 from meshplan.assign.recompute import assign_recompute
 from meshplan.assign.split import gathered_throughout, split_problems
-from meshplan.assign.stages import assign_stages, order_warnings
+from meshplan.assign.stages import assign_stages, idle_warnings, order_warnings
 from meshplan.assign.tensor_cuts import TensorParallel
 from meshplan.assign.tensor_parallel import assign_tp, no_dim
 from meshplan.assign.types import Assignment, Placed, Reason, Unit
@@ -148,6 +148,7 @@ def assign(
             *_other_size(spec, world_size),
             *batchnorm.warnings,
             *order_warnings(spec, graph, stages),
+            *idle_warnings(spec, graph, stages),
         ),
     )
 

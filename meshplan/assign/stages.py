@@ -87,6 +87,28 @@ def assign_stages(
     )
 
 
+def idle_warnings(spec: Spec, graph: ModelGraph, stages: Stages | None) -> list[Problem]:
+    """That a rank has nothing to train, which torch's optimizers refuse to be given."""
+    if stages is None:
+        return []
+    trained = [fqn for fqn in stages.tensors if graph.tensors[fqn].trainable]
+    idle = [
+        place
+        for place in range(stages.num_ranks)
+        if not any(stages.holds(fqn, place) for fqn in trained)
+    ]
+    if not trained or not idle:
+        return []
+    return [
+        Problem(
+            f"along pp, rank {', '.join(map(str, idle))} has no trainable parameter: an optimizer "
+            "of trainable parameters alone would be empty there, which torch refuses",
+            spec.origin("mesh.pp"),
+            "give the optimizer all of model.parameters(), or cut elsewhere with pipeline.split",
+        )
+    ]
+
+
 def order_warnings(spec: Spec, graph: ModelGraph, stages: Stages | None) -> list[Problem]:
     """That `parallelize`, which records the forward, may cut elsewhere than this."""
     if stages is None or graph.flow is not None:

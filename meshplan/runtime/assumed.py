@@ -19,7 +19,7 @@ from meshplan.runtime.batch import mapped
 from meshplan.runtime.context.batch import has_sequence, sequence_length
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.pretend import pretending
-from meshplan.runtime.private import fake_mode, quiet_fakes
+from meshplan.runtime.private_fakes import fake_mode, quiet_fakes
 from meshplan.runtime.record import stand_in, twin_of
 from meshplan.runtime.sample import call, results, sample_inputs
 from meshplan.runtime.shadows import Shadows

@@ -32,6 +32,7 @@ from meshplan.runtime.peers import open_groups
 from meshplan.runtime.private import forget_units
 from meshplan.runtime.record import record
 from meshplan.runtime.rehearse import rehearser
+from meshplan.runtime.state import refuse_whole_tensors
 from meshplan.runtime.trace import graph_of
 from meshplan.spec import Spec
 
@@ -85,6 +86,7 @@ def _parallelize(
     with _untouched_on_error(model):
         values = agree_on_values(model, decided)
         wrapped = apply_plan(model, decided, mesh, values)
+        refuse_whole_tensors(wrapped)
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
                 warnings.warn(str(warning), stacklevel=3)

@@ -5,8 +5,6 @@ Where torch changes one of them, this is the file to mend; those of DeviceMesh s
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -17,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from meshplan.runtime.private_fakes import is_fake
 
 
 def replicate_unit(
@@ -34,35 +34,6 @@ def replicate_unit(
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     replicate(module, mesh=mesh, mp_policy=policy, ignored_params=ignored)
-
-
-def fake_mode() -> AbstractContextManager[object]:
-    """Tensors made inside have shapes and dtypes, but neither numbers nor memory.
-
-    Private, yet what `torch.export` and `torch.compile` rest on; there is no public name.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-@contextmanager
-def quiet_fakes() -> Iterator[None]:
-    """Fake tensors log a traceback before they raise; what is expected to raise is not news."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor was made under `fake_mode`; no public name tells."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes | None:
@@ -287,71 +258,11 @@ def on_resize(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
         torch.UntypedStorage.resize_ = resize
 
 
-@contextmanager
-def meshes_outside_fakes() -> Iterator[None]:
-    """Let DeviceMesh be made while tensors are fake: it looks at the numbers of its ranks.
-
-    FSDP2 makes one of the data axes and tp inside `fully_shard`.
-    """
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    init = DeviceMesh.__init__
-
-    def plain_init(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
-        with unset_fake_temporarily():
-            init(self, *args, **kwargs)
-
-    DeviceMesh.__init__ = plain_init
-    try:
-        yield
-    finally:
-        DeviceMesh.__init__ = init
-
-
-@contextmanager
-def group_of_fakes(rank: int, world_size: int) -> Iterator[None]:
-    """A process group in which this process stands for one rank of many, and nothing is sent.
-
-    Private: torch keeps this backend, which its own tests rest on, out of the public names. What
-    DTensor has worked out holds the mesh that it was asked for first, and an equal mesh of the next
-    rank would be handed that one's groups.
-    """
-    from torch.distributed.tensor import debug
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        clear: Any = debug
-        clear._clear_sharding_prop_cache()
-
-
 def without_modes() -> AbstractContextManager[Any]:
     """Run operators as if no mode were open, fake tensors and observers among them."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
-
-
-@contextmanager
-def fakes_unnoticed() -> Iterator[None]:
-    """Let transformers take fake tensors for what they stand for, and not for a compilation.
-
-    It builds masks whenever a compiler traces, since those could be needed, and asks a name of its
-    own for it.
-    """
-    utils: Any = sys.modules.get("transformers.utils.import_utils")
-    if utils is None:
-        yield
-        return
-    ask = utils.is_fake_tensor
-    utils.is_fake_tensor = lambda tensor: False
-    try:
-        yield
-    finally:
-        utils.is_fake_tensor = ask
 
 
 def autograd_sequence() -> int:
@@ -366,27 +277,34 @@ def running_node() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
-def untraceable(error: BaseException) -> tuple[str, str] | None:
-    """(the operator, why fakes cannot run it: "number", "shape" or "rule"), None for other errors.
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call something once the running backward has run all it had to run.
 
-    What fake tensors raise has private names and messages that only its makers understand.
+    Private: FSDP2 ends its own backward by the same way, and no public hook comes as late.
     """
-    from torch._subclasses import fake_tensor
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
-    for kind, why in (
-        (fake_tensor.DataDependentOutputException, "number"),
-        (fake_tensor.DynamicOutputShapeException, "shape"),
-        (fake_tensor.UnsupportedOperatorException, "rule"),
-    ):
-        if isinstance(error, kind):
-            return str(error.func), why
-    text = str(error)
-    if "There was no fake impl registered for" in text:
-        return text.partition("registered for ")[2].partition(".\n")[0].partition(". This")[
-            0
-        ], "rule"
-    if isinstance(error, NotImplementedError) and "Could not run '" in text:
-        return text.partition("Could not run '")[2].partition("'")[0], "rule"
-    if ".numpy() is not supported for tensor subclasses" in text:
-        return "numpy()", "number"
-    return None
+
+def tensors_with_gradient(value: Any) -> tuple[torch.Tensor, ...]:
+    """What FSDP2 hangs its hooks on in what a module takes or gives.
+
+    Private: what it looks into, and what not, is its own business.
+    """
+    from torch.distributed.fsdp._common_utils import collect_grad_tensors
+
+    return tuple(collect_grad_tensors(value))
+
+
+def with_tensors_replaced(value: Any, others: Iterable[torch.Tensor]) -> Any:
+    """`value` with others in place of `tensors_with_gradient(value)`."""
+    from torch.distributed.fsdp._common_utils import replace_grad_tensors
+
+    return replace_grad_tensors(value, iter(others))
+
+
+def with_floats_as(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its floating tensors cast, as FSDP2 casts what a unit takes and gives."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
+    from torch.distributed.utils import _apply_to_tensors
+
+    return _apply_to_tensors(partial(_cast_fp_tensor, dtype), value)

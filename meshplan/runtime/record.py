@@ -24,7 +24,8 @@ from meshplan.flow import UPDATE, Call, Flow, Op, Ref, Value
 from meshplan.runtime.batch import as_arguments, mapped
 from meshplan.runtime.leftovers import Trace, nothing_left
 from meshplan.runtime.nest import shape_of, tensors_in
-from meshplan.runtime.private import bytes_of, fake_mode
+from meshplan.runtime.private import bytes_of
+from meshplan.runtime.private_fakes import fake_mode
 from meshplan.runtime.remembered import changes, remembered
 
 _REAL_BYTES_LIMIT = 4 * 2**30

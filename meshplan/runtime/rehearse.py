@@ -14,7 +14,7 @@ from torch import nn
 from meshplan.flow import Flow
 from meshplan.rehearsal import Rehearsal, Rehearse, Stopped
 from meshplan.runtime.leftovers import Trace, nothing_left
-from meshplan.runtime.private import fake_mode, quiet_fakes
+from meshplan.runtime.private_fakes import fake_mode, quiet_fakes
 from meshplan.runtime.record import Recorder, twin_of
 
 

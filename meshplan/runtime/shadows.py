@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshplan.runtime.private import is_fake, without_modes
+from meshplan.runtime.private import without_modes
+from meshplan.runtime.private_fakes import is_fake
 
 _MOST: Final = 1 << 20
 """Elements of the largest tensor whose numbers are kept."""

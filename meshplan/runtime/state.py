@@ -1,12 +1,17 @@
-"""State: the full state dict of a parallelized model."""
+"""State: the full state dict of a parallelized model, and what may be loaded into one."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from meshplan.errors import ApplyError, Problem
 from meshplan.runtime.applied import applied
 from meshplan.runtime.guard import guarded
 from meshplan.runtime.mesh import full
@@ -39,3 +44,23 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if is_first:
             out[name] = gathered[id(value)]
     return out
+
+
+def refuse_whole_tensors(model: nn.Module) -> None:
+    """Let `load_state_dict` of a parallelized model say what it cannot take, before it begins."""
+    roots = model.stage_modules if isinstance(model, PipelinedModule) else [model]
+    for root in roots:
+        root.register_load_state_dict_pre_hook(_check_loaded)
+
+
+def _check_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    for name, own in module.named_parameters():
+        given = state.get(prefix + name)
+        if isinstance(own, DTensor) and given is not None and not isinstance(given, DTensor):
+            raise ApplyError(
+                Problem(
+                    f"load_state_dict was given the whole of {name}, of which this rank holds a "
+                    "part",
+                    fix="load it into the model before parallelize, which gives each rank its part",
+                )
+            )

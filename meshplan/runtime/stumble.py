@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from meshplan.errors import Origin, Problem
-from meshplan.runtime.private import untraceable
+from meshplan.runtime.private_fakes import untraceable
 
 _WHY: Final = MappingProxyType(
     {

@@ -1,0 +1,121 @@
+"""One microbatch of a model that nobody has built: its `Work` from sizes alone, without torch.
+
+The same interface as a traced model gives, so that the wrappers' rules act on either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from meshplan.graph import ModelGraph
+from meshplan.memory.blocks import Part, gpt2_block, llama_block, rms_norm
+from meshplan.memory.log import Term
+from meshplan.memory.rows import Writer
+from meshplan.memory.shape import Shape, shape_of
+from meshplan.memory.tape import Grad, Tape, play
+from meshplan.memory.work import Work
+
+_ID: Final = 8
+_FP32: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """How one rank computes a microbatch.
+
+    Args:
+        batch: Sequences of the microbatch.
+        seq_len: Tokens of one that this rank has.
+        element_bytes: Of the dtype that is computed in.
+        tp, is_sequence, caches: As in `blocks.Part`.
+        recomputed: The numbers of the blocks that backward runs again.
+        keeps_chosen: Whether those are spared what `Row.is_kept` marks.
+        is_cuda: Whether CUDA's kernels run.
+        in_place: Whether gradients that meet are added up in place; see `tape.play`.
+    """
+
+    batch: int
+    seq_len: int
+    element_bytes: int = 4
+    tp: int = 1
+    is_sequence: bool = False
+    caches: bool = False
+    recomputed: frozenset[int] = frozenset()
+    keeps_chosen: bool = False
+    is_cuda: bool = True
+    in_place: bool = True
+
+
+def work_of(graph: ModelGraph, run: Run) -> Work:
+    """The `Work` of a decoder of a known family, as transformers computes it.
+
+    Raises:
+        PlanError: The model is of no family whose blocks are known operation by operation.
+    """
+    return play(tape_of(shape_of(graph), run), sums_in_place=run.in_place)
+
+
+def tape_of(shape: Shape, run: Run) -> Tape:
+    """The operations of a causal language model of transformers, loss included."""
+    tape = Tape()
+    w = Writer(tape, run.element_bytes, run.element_bytes, run.is_cuda)
+    tokens = run.batch * run.seq_len
+    ids, targets = tape.value(tokens * _ID), tape.value(tokens * _ID)
+    tape.before |= {ids: Term.INPUTS, targets: Term.INPUTS}
+    is_llama = not shape.positions
+    body = w.at("model" if is_llama else "transformer")
+    begin = _rotary if is_llama else _learned
+    x, part, held = begin(body, shape, run, ids)
+    block, blocks = (llama_block, "layers") if is_llama else (gpt2_block, "h")
+    for number in range(shape.layers):
+        start, fqn = len(tape.rows), f"{body.module}.{blocks}.{number}"
+        x = block(w.at(fqn), shape, x, part)
+        tape.units.append((fqn, start, len(tape.rows)))
+        if number in run.recomputed:
+            w.recomputed(start, keeps_chosen=run.keeps_chosen)
+    last = x
+    if is_llama:
+        x = rms_norm(body, x, shape.hidden, "norm")
+    else:
+        x = body.layer_norm(x, shape.hidden, "ln_f")
+    w.touch(last, *held)
+    logits = w.linear(x, shape.hidden, shape.vocab, "lm_head")
+    if shape.tied:
+        _tie(tape, f"{body.module}.{'embed_tokens' if is_llama else 'wte'}.weight")
+    tape.loss_start = len(tape.rows)
+    w.cross_entropy(logits, targets, run.element_bytes)
+    tape.hold(logits)
+    return tape
+
+
+def _rotary(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tuple[int, ...]]:
+    """Words; the angles that every block rotates by."""
+    frequencies = w.tape.value(2 * -(-shape.head_dim // 2) * _FP32)
+    w.tape.before[frequencies] = Term.BUFFERS
+    x = w.embedding(ids, shape.vocab, shape.hidden, "embed_tokens")
+    positions = w.row("arange", (), run.seq_len * _ID)
+    at, size = w.at(f"{w.module}.rotary_emb"), run.seq_len * shape.head_dim
+    cos, sin = (at.row(name, (positions,), size * run.element_bytes) for name in ("cos", "sin"))
+    part = Part(tp=run.tp, is_sequence=run.is_sequence, cos=cos, sin=sin, caches=run.caches)
+    return x, part, (positions, cos, sin, x)
+
+
+def _learned(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tuple[int, ...]]:
+    """Words and their places; the gradient of places is summed over the batch."""
+    words = w.embedding(ids, shape.vocab, shape.hidden, "wte")
+    positions = w.row("arange", (), run.seq_len * _ID)
+    places = w.embedding(positions, shape.positions, shape.hidden, "wpe")
+    total = w.row(
+        "add", (words, places), w.size(words),
+        grads=(Grad(words, 0), Grad(places, w.size(places) if run.batch > 1 else 0)),
+    )  # fmt: skip
+    part = Part(tp=run.tp, is_sequence=run.is_sequence, caches=run.caches)
+    x = w.at(f"{w.module}.drop").dropout(total, shape.dropout)
+    return x, part, (words, positions, places)
+
+
+def _tie(tape: Tape, name: str) -> None:
+    """The last operation reads the embedding's table."""
+    row = tape.rows[-1]
+    tape.rows[-1] = row._replace(parameters=((name, row.parameters[0][1]),))

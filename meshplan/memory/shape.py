@@ -1,0 +1,123 @@
+"""What a transformer's sizes and switches are, and which part of it one rank computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from meshplan.errors import PlanError, Problem
+from meshplan.graph import ModelGraph
+
+_KNOWN: Final = frozenset(
+    {
+        "GPT2LMHeadModel",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    }
+)
+
+_ACTIVATIONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "SiLUActivation": "silu",
+        "NewGELUActivation": "gelu_new",
+        "GELUActivation": "gelu",
+        "GELUTanh": "gelu",
+        "ReLU": "relu",
+    }
+)
+"""By class, the operation that keeps what it keeps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A decoder of repeated blocks.
+
+    Args:
+        head_dim: Features of one head.
+        mlp: Features inside the feed-forward.
+        is_gated: Whether the feed-forward has a gate beside it.
+        norm: "rms" or "layer".
+        activation: As configs name it.
+        positions: Rows of the table of learned positions, 0 where positions are rotated in.
+        qkv_bias, o_bias, mlp_bias: Whether these projections have one.
+        qk_norm: Whether queries and keys are normalised per head.
+        dropout: The probability, 0 for none.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    is_gated: bool = True
+    norm: str = "rms"
+    activation: str = "silu"
+    positions: int = 0
+    tied: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    dropout: float = 0.0
+
+    @property
+    def q_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+
+def shape_of(graph: ModelGraph) -> Shape:
+    """Read off a blueprint's graph.
+
+    Raises:
+        PlanError: Its blocks are not known operation by operation.
+    """
+    sizes, tensors = graph.config, graph.tensors
+    root = graph.modules[""].type if "" in graph.modules else ""
+    if root not in _KNOWN:
+        what = f"the operations of {root or graph.name} are not known one by one"
+        known = ", ".join(sorted(_KNOWN))
+        raise PlanError(
+            Problem(what, fix=f"give the model itself; known from a config are {known}")
+        )
+    is_gpt2 = root == "GPT2LMHeadModel"
+    heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+    first = "transformer.h.0" if is_gpt2 else "model.layers.0"
+    act = graph.modules[f"{first}.mlp.act" if is_gpt2 else f"{first}.mlp.act_fn"].type
+    if act not in _ACTIVATIONS:
+        known = ", ".join(sorted(_ACTIVATIONS))
+        what = f"what {act} keeps for backward is not known"
+        raise PlanError(
+            Problem(what, fix=f"give the model itself; known from a config are {known}")
+        )
+
+    def has(name: str) -> bool:
+        return f"{first}.{name}" in tensors
+
+    return Shape(
+        layers=sizes["num_hidden_layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=sizes.get("num_key_value_heads", heads),
+        head_dim=sizes.get("head_dim", hidden // heads),
+        mlp=sizes.get("n_inner", 4 * hidden) if is_gpt2 else sizes["intermediate_size"],
+        vocab=sizes["vocab_size"],
+        is_gated=not is_gpt2,
+        norm="layer" if is_gpt2 else "rms",
+        activation=_ACTIVATIONS[act],
+        positions=sizes["max_position_embeddings"] if is_gpt2 else 0,
+        tied="lm_head.weight" not in tensors,
+        qkv_bias=is_gpt2 or has("self_attn.q_proj.bias"),
+        o_bias=is_gpt2 or has("self_attn.o_proj.bias"),
+        mlp_bias=is_gpt2 or has("mlp.up_proj.bias"),
+        qk_norm=has("self_attn.q_norm.weight"),
+    )

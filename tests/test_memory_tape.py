@@ -1,0 +1,184 @@
+"""What is told from a config alone is what a trace of transformers' own code shows.
+
+Which seeded bug would this catch? An operation that keeps a tensor too many or too few, a frame
+that lets go of one too late, a block recomputed that should not be: saved bytes of a block and the
+peaks of all phases would be off.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+
+from meshplan.blueprint import from_mapping
+from meshplan.errors import PlanError
+from meshplan.memory.analytic import Run, tape_of, work_of
+from meshplan.memory.shape import shape_of
+from meshplan.memory.tape import play
+from meshplan.memory.work import Moment
+
+BATCH, SEQ_LEN = 2, 32
+DECODER: dict[str, Any] = {
+    "vocab_size": 160, "hidden_size": 48, "intermediate_size": 112, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_hidden_layers": 3, "max_position_embeddings": 64,
+    "use_cache": False, "tie_word_embeddings": False, "head_dim": 12,
+}  # fmt: skip
+GPT2: dict[str, Any] = {
+    "vocab_size": 160, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64,
+    "use_cache": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+
+CASES: dict[str, tuple[str, dict[str, Any], int, bool]] = {
+    "llama": ("llama", DECODER, 4, False),
+    "llama in bf16": ("llama", DECODER, 2, False),
+    "llama, recomputed, in bf16": ("llama", DECODER, 2, True),
+    "llama, tied": ("llama", DECODER | {"tie_word_embeddings": True}, 4, False),
+    "mistral, gelu": ("mistral", DECODER | {"hidden_act": "gelu"}, 2, False),
+    "qwen2": ("qwen2", DECODER, 4, True),
+    "qwen3 in bf16": ("qwen3", DECODER, 2, False),
+    "gpt2": ("gpt2", GPT2, 4, False),
+    "gpt2, recomputed": ("gpt2", GPT2, 4, True),
+    "gpt2 in bf16": ("gpt2", GPT2, 2, False),
+}
+
+
+def traced(model_type: str, config: dict[str, Any], element_bytes: int, recomputes: bool) -> Any:
+    """(most bytes, bytes at the end) by phase, parameters apart; in a process of its own."""
+    try:
+        return _traced(model_type, config, element_bytes, recomputes)
+    except Exception:
+        return traceback.format_exc()
+
+
+def _traced(model_type: str, config: dict[str, Any], element_bytes: int, recomputes: bool) -> Any:
+    import torch
+    import torch.nn.functional as F
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from meshplan.plan import make_plan
+    from meshplan.reader import load_spec
+    from meshplan.runtime.imagine import imagine_step
+    from meshplan.runtime.trace import graph_of
+
+    made = AutoConfig.for_model(model_type, **config)
+    model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
+    spec = {"version": 1, "mesh": {"tp": 1}}
+    spec |= {"precision": "bf16-true"} if element_bytes == 2 else {}
+    spec |= {"activation_checkpointing": "full"} if recomputes else {}
+    plan = make_plan(load_spec(spec), graph_of(model), world_size=1)
+    ids = torch.zeros(BATCH, SEQ_LEN, dtype=torch.long)
+
+    def loss_fn(output: Any, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
+
+    log = imagine_step(
+        model, plan, ids, ids.clone(), loss_fn, lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
+    )
+    size = element_bytes * sum(p.numel() for p in model.parameters())
+    return {name: (most - size, end - size) for name, (most, end) in log.by_phase.items()}
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[ProcessPoolExecutor]:
+    """A process that is in no group."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
+        yield executor
+
+
+def told(case: str, layers: int) -> Any:
+    """The same from the config."""
+    model_type, config, element_bytes, recomputes = CASES[case]
+    key = "n_layer" if model_type == "gpt2" else "num_hidden_layers"
+    graph = from_mapping(config | {"model_type": model_type, key: layers})
+    run = Run(
+        batch=BATCH, seq_len=SEQ_LEN, element_bytes=element_bytes, is_cuda=False, in_place=False,
+        recomputed=frozenset(range(layers)) if recomputes else frozenset(),
+    )  # fmt: skip
+    return work_of(graph, run)
+
+
+WIDE = ("llama, tied", "gpt2, recomputed", "gpt2 in bf16", "mistral, gelu")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.wide] if c in WIDE else []) for c in CASES]
+)
+def test_a_config_tells_what_a_trace_shows(apart: ProcessPoolExecutor, case: str) -> None:
+    real = apart.submit(traced, *CASES[case]).result()
+    assert isinstance(real, dict), real
+    recomputes = CASES[case][-1]
+    log = told(case, 3).log
+    for phase in ("forward", "loss", "backward"):
+        for mine, theirs in zip(log.by_phase[phase], real[phase], strict=True):
+            # Gradients of activations flow through 3 blocks here: a tensor of one is 3 % and more.
+            allowed = 0.005 * theirs if (phase, recomputes) != ("forward", True) else 0.05 * theirs
+            assert abs(mine - theirs) <= allowed, (phase, mine, theirs)
+
+
+def test_saved_bytes_of_a_block_are_those_of_the_trace(apart: ProcessPoolExecutor) -> None:
+    model_type, config, element_bytes, recomputes = CASES["llama in bf16"]
+    ends = [
+        apart.submit(
+            traced, model_type, config | {"num_hidden_layers": n}, element_bytes, recomputes
+        ).result()["forward"][1]
+        for n in (2, 3)
+    ]
+    mine = [told("llama in bf16", n).log.by_phase["forward"][1] for n in (2, 3)]
+    assert mine[1] - mine[0] == ends[1] - ends[0] > 0
+
+
+def test_a_tensor_too_few_would_show() -> None:
+    """The test above can fail: a row that forgets what it keeps changes saved bytes by more."""
+    model_type, config, *_ = CASES["llama"]
+    shape = shape_of(from_mapping(config | {"model_type": model_type}))
+    run = Run(batch=BATCH, seq_len=SEQ_LEN, is_cuda=False, in_place=False)
+    whole, broken = tape_of(shape, run), tape_of(shape, run)
+    for number, row in enumerate(broken.rows):
+        if row.op == "silu":
+            broken.rows[number] = row._replace(keeps=())
+    ends = [play(tape).log.by_phase["forward"][1] for tape in (whole, broken)]
+    assert ends[1] < 0.98 * ends[0]
+
+
+def test_everything_but_gradients_ends() -> None:
+    work = told("qwen3 in bf16", 4)
+    log = work.log
+    left = set(log.live_after(len(log.events)))
+    kept = {n for n, s in enumerate(log.storages) if s.phase == "before"}
+    loss = {n for n in left - kept if not s_is_gradient(work, n)}
+    assert left == kept | set(work.gradients.values()) | loss
+    assert sum(log.live_after(len(log.events))[n] for n in loss) <= 8
+    assert set(work.gradients) == {
+        fqn for fqn, t in from_mapping(
+            CASES["qwen3 in bf16"][1] | {"model_type": "qwen3", "num_hidden_layers": 4}
+        ).tensors.items() if not t.is_buffer
+    }  # fmt: skip
+
+
+def s_is_gradient(work: Any, number: int) -> bool:
+    return number in work.gradients.values()
+
+
+def test_marks_stand_around_every_unit() -> None:
+    work = told("llama", 3)
+    order = [(mark.moment, mark.unit) for mark in work.marks]
+    blocks = [f"model.layers.{n}" for n in range(3)]
+    before, after = Moment.BEFORE_FORWARD, Moment.AFTER_FORWARD
+    back, done = Moment.BEFORE_BACKWARD, Moment.AFTER_BACKWARD
+    assert order == [
+        (before, ""), *[(m, b) for b in blocks for m in (before, after)], (after, ""),
+        (back, ""), *[(m, b) for b in reversed(blocks) for m in (back, done)], (done, ""),
+    ]  # fmt: skip
+    assert [mark.event for mark in work.marks] == sorted(mark.event for mark in work.marks)
+
+
+def test_an_unknown_family_is_refused() -> None:
+    graph = from_mapping({"model_type": "mixtral"})
+    with pytest.raises(PlanError, match="MixtralForCausalLM are not known one by one"):
+        work_of(graph, Run(batch=1, seq_len=8))
