@@ -113,3 +113,32 @@ def of_many_kinds() -> nn.Module:
     for number in range(0, 24, 5):
         model.blocks[number].norm = nn.Identity()
     return model
+
+
+def slow_tower() -> nn.Module:
+    """Whose trace takes long: what is interrupted."""
+    return nn.Sequential(Tower(2), *(nn.Identity() for _ in range(2)), *slow_blocks())
+
+
+def slow_blocks() -> list[nn.Module]:
+    return [Changing(n) for n in range(400)]
+
+
+class Changing(nn.Module):
+    """A block that is no other block's equal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(VOCAB, VOCAB)
+        self.factor = 1.0 + number % 7 * number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.factor
+
+
+def dropping() -> nn.Module:
+    """Reads numbers while it is built, as timm's models do for their drop rates."""
+    model = Tower(3)
+    for block, rate in zip(model.blocks, torch.linspace(0, 0.5, 3), strict=True):
+        block.rate = rate.item()
+    return model

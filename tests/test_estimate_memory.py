@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +15,15 @@ from typing import Any
 import pytest
 
 from meshplan.cli import main
+from meshplan.errors import Origin
+from meshplan.memory import EventLog, reserve
+from meshplan.reader import load_spec
+from meshplan.runtime.apart import run_apart
+from meshplan.runtime.foretell import _imagine
+from meshplan.runtime.shrink import Source
 from tests import estimated
+
+ROOT = Path(__file__).resolve().parent.parent
 
 PLAN: dict[str, Any] = {
     "version": 1,
@@ -155,3 +168,92 @@ def test_states_are_still_answered_without_a_model(run):
     code, _, err = run(plan, "--fixes")
     assert code == 2
     assert "no plan with a model" in err
+
+
+def whole_log(plan: dict[str, Any], entry: str) -> EventLog:
+    """Of rank 0, with all blocks."""
+    source = Source(entry=f"tests.estimated:{entry}", origin=Origin("<test>"))
+    (imagined,) = run_apart(_imagine, [(load_spec(plan), source, 0)])
+    return imagined.log
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"clip_grad_norm": 1.0, "batch": {"micro": 2, "seq_len": 16, "accumulate": 2},
+         "activation_checkpointing": {"mode": "full", "every": 2}},
+        pytest.param({"precision": "bf16-mixed"}, marks=pytest.mark.wide),
+        pytest.param({"strategy": "zero1"}, marks=pytest.mark.wide),
+        pytest.param({"mesh": {"dp_replicate": 4}, "clip_grad_norm": 1.0}, marks=pytest.mark.wide),
+        pytest.param({"mesh": {"dp_shard": 2, "tp": 2}, "tp_plan": "auto",
+                      "activation_checkpointing": "full"}, marks=pytest.mark.wide),
+    ],
+)  # fmt: skip
+def test_few_blocks_tell_the_whole(run, more):
+    plan = PLAN | {"model": {"entry": "tests.estimated:high_tower"}} | more
+    result = result_of(run, plan)
+    assert result["tier"] == 2
+    assert "found again to the byte with" in result["certified"]
+    group = result["groups"][0]
+    log = whole_log(plan, "high_tower")
+    workspaces = group["terms"].pop("library workspaces")
+    assert group["peak"]["requested_bytes"] - workspaces == log.peak.live_bytes
+    assert group["terms"] == {term: size for term, size in log.terms_at_peak.items() if size}
+    assert group["peak"]["reserved_bytes"] - workspaces == reserve(log).reserved_bytes
+
+
+def test_blocks_that_differ_are_all_traced(run):
+    result = result_of(run, PLAN | {"model": {"entry": "tests.estimated:of_many_kinds"}})
+    assert result["tier"] == 3
+
+
+@pytest.mark.parametrize("layer", [pytest.param(0, marks=pytest.mark.wide), 23])
+def test_a_rule_for_one_block_is_seen(run, layer):
+    rules = [{"match": f"blocks.{layer}", "activation_checkpointing": "full"}]
+    plan = PLAN | {"model": {"entry": "tests.estimated:high_tower"}, "rules": rules}
+    assert result_of(run, plan)["tier"] == 3
+
+
+def test_a_model_that_reads_numbers_while_it_is_built(run):
+    assert result_of(run, PLAN | {"model": {"entry": "tests.estimated:dropping"}})["groups"]
+
+
+def test_nothing_recomputed_lives_on(run):
+    """With tp the hook that lets go of activations is not called for what runs again."""
+    tp = {"mesh": {"tp": 2}, "tp_plan": "auto"}
+    again = whole_log(PLAN | tp | {"activation_checkpointing": "full"}, "tower")
+    assert again.by_phase["step"][1] == whole_log(PLAN | tp, "tower").by_phase["step"][1]
+
+
+def test_an_interrupt_ends_everything(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(json.dumps(PLAN | {"model": {"entry": "tests.estimated:slow_tower"}}))
+    command = [sys.executable, "-m", "meshplan", "estimate", "-f", str(path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("note: imagining")
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "")
+    with pytest.raises(ProcessLookupError):
+        while True:  # The fork server goes when it notices that its parent has.
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+
+
+@pytest.mark.wide
+def test_a_script_without_a_main_guard_is_not_run_again(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import meshplan\nprint('once')\n"
+        f"estimate = meshplan.estimate_memory({PLAN!r}, memory='80GiB')\n"
+        "print(estimate.fits)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("once\nTrue\n", "")

@@ -51,10 +51,15 @@ class PeakBytes(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """When and where the peak is."""
+    """When and where the peak is, and what the storage is that makes it.
+
+    Attributes:
+        module: "" outside of all: in the loss, in the optimizer's step.
+    """
 
     phase: str
     module: str
+    term: Term
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +178,7 @@ def group_of(
         limit_bytes: What the GPU may hold; None where nothing says.
     """
     held = reserve(log)
+    made = log.storages[log.events[log.peak.event].storage]
     peak = PeakBytes(
         held.requested_bytes, held.allocated_bytes, held.reserved_bytes, driver.expected
     )
@@ -185,7 +191,7 @@ def group_of(
         stages=tuple(stages),
         peak=peak,
         band=(low, high),
-        at=Spot(log.phase_at_peak, log.module_at_peak),
+        at=Spot(log.phase_at_peak, log.module_at_peak, made.term),
         terms=MappingProxyType(terms),
         fits=fits,
         packed_bytes=reserve(log, expandable=True).reserved_bytes if fits is False else None,

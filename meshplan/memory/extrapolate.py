@@ -1,10 +1,10 @@
 """A step with many equal blocks, from two steps with few: what one more block adds, added again.
 
 The log with one more period of blocks is the other log with pieces put in: the forward of a block,
-its backward, its share of the optimizer's step. Putting each piece in as often as blocks are missing
+its backward, its share of the optimizer's step. Each piece, put in as often as blocks are missing,
 gives the log of the whole model, event by event, so that peak, terms and allocator are read from
-it as from any other. What does not repeat in this way is refused; whether it does is to be proved on
-a third log.
+it as from any other. What does not repeat in this way is refused; whether it does is to be proved
+on a third log.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Final, NamedTuple
 
 from meshplan.memory.allocator import reserve
 from meshplan.memory.log import Event, EventLog, Storage
-
 
 _GROWN_COST: Final = 3
 """How many pieces put in are worth one storage that has grown."""

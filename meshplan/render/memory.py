@@ -117,7 +117,7 @@ def _peak(estimate: MemoryEstimate) -> list[str]:
     group = estimate.worst
     whole = group.peak.requested_bytes
     whose = f"rank{'s' if len(group.ranks) > 1 else ''} {ranks_to_text(group.ranks)}"
-    where = f"in {group.at.module}" if group.at.module else "outside of every module"
+    where = f"in {group.at.module}" if group.at.module else f"of no module, for {group.at.term}"
     title = f"the peak of {whose} is in {group.at.phase}, {where}:"
     largest_first = sorted(group.terms.items(), key=lambda item: -item[1])
     rows = [

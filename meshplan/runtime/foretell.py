@@ -16,7 +16,7 @@ from typing import Final
 
 from torch import nn
 
-from meshplan.errors import ApplyError, MeshplanError, PlanError
+from meshplan.errors import ApplyError, MeshplanError, PlanError, SpecError
 from meshplan.memory.driver import communicators, driver_bytes, with_workspaces
 from meshplan.memory.estimate import MemoryEstimate, Tier, group_of
 from meshplan.memory.extrapolate import Blocks, NotRepeatingError, extrapolate, is_same
@@ -28,9 +28,11 @@ from meshplan.runtime.apart import run_apart
 from meshplan.runtime.assumed import Loop, check_stated, loop_of
 from meshplan.runtime.example import find_example
 from meshplan.runtime.imagine import imagine_step
+from meshplan.runtime.private_fakes import fake_mode
 from meshplan.runtime.record import record
 from meshplan.runtime.rehearse import rehearser
 from meshplan.runtime.repeats import Repeats, cut, is_alike, repeats_of
+from meshplan.runtime.shadows import Shadows
 from meshplan.runtime.shrink import Source, model_of_source, rules_that_match
 from meshplan.runtime.stumble import problem_of
 from meshplan.runtime.trace import graph_of
@@ -166,7 +168,7 @@ def _worth_cutting(model: nn.Module, plan: Plan) -> Repeats | None:
     kept = [sum(repeats.counts) - len(repeats.counts) * repeats.blocks.period * num
             for num in _left_out(repeats)]  # fmt: skip
     is_possible = repeats.spare > _CERTIFYING
-    return repeats if is_possible and sum(kept) < sum(repeats.counts) else None
+    return repeats if is_possible and sum(kept) <= sum(repeats.counts) else None
 
 
 def _left_out(repeats: Repeats) -> tuple[int, int, int]:
@@ -182,25 +184,28 @@ def _with_few_blocks(
     Raises:
         NotRepeatingError: It is not so.
     """
+    left_out = _left_out(repeats)
+    wanted = [(rank, num) for rank in ranks for num in left_out[:2]]
+    wanted.append((ranks[0], left_out[2]))  # Other ranks do the same with parts of other sizes.
     tasks = [
-        (question.spec, question.source, rank, (repeats.blocks, num, plan))
-        for rank in ranks
-        for num in _left_out(repeats)
+        (question.spec, question.source, rank, (repeats.blocks, num, plan)) for rank, num in wanted
     ]
     found = run_apart(_imagine_cut, tasks)
     refused = next((each for each in found if isinstance(each, str)), None)
     if refused is not None:
         raise NotRepeatingError(refused)
-    logs = []
-    for few, more, proof in zip(found[::3], found[1::3], found[2::3], strict=True):
-        again = extrapolate(few.log, more.log, repeats.blocks, _CERTIFYING - 1)
-        if not is_same(again, proof.log):
-            raise NotRepeatingError("a third model with few blocks came out differently")
-        logs.append(extrapolate(few.log, more.log, repeats.blocks, repeats.spare - 1))
-    kept = [max(repeats.counts) - repeats.blocks.period * num for num in _left_out(repeats)]
+    *pairs, proof = [each.log for each in found]
+    again = extrapolate(pairs[0], pairs[1], repeats.blocks, _CERTIFYING - 1)
+    if not is_same(again, proof):
+        raise NotRepeatingError("a third model with few blocks came out differently")
+    logs = [
+        extrapolate(few, more, repeats.blocks, repeats.spare - 1)
+        for few, more in zip(pairs[::2], pairs[1::2], strict=True)
+    ]
+    most = max(repeats.counts)
+    kept = [most - repeats.blocks.period * num for num in _left_out(repeats)]
     certified = (
-        f"from {kept[0]} and {kept[1]} of {max(repeats.counts)} blocks, and found again to the byte "
-        f"with {kept[2]}"
+        f"from {kept[0]} and {kept[1]} of {most} blocks, and found again to the byte with {kept[2]}"
     )
     return _Answer(logs, found[0].assumed, Tier.FEW_BLOCKS, certified)
 
@@ -217,7 +222,7 @@ def decided(
         SpecError: The model cannot be built.
         PlanError: The plan does not fit it.
     """
-    model = model_of_source(source, on_meta=True).train()
+    model = _built(source).train()
     if change is not None:
         before = graph_of(model)
         model = change(copy.deepcopy(model))  # The user may have named a model, not a function.
@@ -233,6 +238,20 @@ def decided(
             raise PlanError(problem_of(error.__cause__, model, source.origin)) from None
         raise PlanError(error.problems) from None
     return model, make_plan(spec, graph_of(model, flow), rehearse=rehearser(model, inputs))
+
+
+def _built(source: Source) -> nn.Module:
+    """The model without memory: on meta, or where its code reads numbers meanwhile, as fakes."""
+    if source.config is not None and getattr(source.config, "use_cache", False):
+        config = copy.deepcopy(source.config)
+        config.use_cache = False  # It is for generating; in training it would only hold tensors.
+        source = replace(source, config=config)
+    try:
+        return model_of_source(source, on_meta=True)
+    except SpecError:
+        with contextlib.suppress(SpecError), fake_mode(), Shadows():
+            return model_of_source(source)
+        raise
 
 
 def _imagine(spec: Spec, source: Source, rank: int) -> Imagined:

@@ -116,11 +116,9 @@ def _decisions(plan: Plan) -> Iterator[_Decision]:
         )  # fmt: skip
         yield fqn, said, (*p.info.aliases, *(() if p.unit is None else (p.unit,)))
     for fqn, unit in a.units.items():
-        said = (
-            unit.shard_axes, unit.replicate_axes, unit.reshard_after_forward, unit.precision,
-            unit.casts_inputs,
-        )  # fmt: skip
-        yield fqn, said, ()
+        kept = unit.reshard_after_forward
+        said_of = (unit.shard_axes, unit.replicate_axes, kept, unit.precision, unit.casts_inputs)
+        yield fqn, said_of, ()
     for fqn, use in a.styles.items():
         yield fqn, (use.style.name, use.axis, use.pieces, use.is_written), ()
     for fqn, again in a.recompute.items():

@@ -25,7 +25,7 @@ _MOST: Final = 1 << 20
 _ANSWERS: Final = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _MAKERS: Final = tuple(
     getattr(torch.ops.aten, name)
-    for name in ("arange", "ones", "zeros", "full", "scalar_tensor", "lift_fresh", "eye")
+    for name in ("arange", "ones", "zeros", "full", "scalar_tensor", "lift_fresh", "eye", "linspace")
 )
 """Operators that make numbers out of nothing but their arguments."""
 
