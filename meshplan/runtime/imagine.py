@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from meshplan.runtime.mesh import device_mesh
 from meshplan.runtime.moments import heard_by
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.peers import open_groups
+from meshplan.runtime.personality import AS_IT_IS, CPU, Behaviour, behaving_as
 from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.pretend import pretending
 from meshplan.runtime.private import (
@@ -53,6 +54,7 @@ def imagine_step(
     loss_fn: LossFn,
     make_optimizer: MakeOptimizer,
     rank: int = 0,
+    device: str = CPU,
 ) -> EventLog:
     """The events of the second training step, from which on all steps are alike.
 
@@ -64,9 +66,12 @@ def imagine_step(
         loss_fn: As `train_step` takes it.
         make_optimizer: Gets the wrapped model.
         rank: Which rank to be.
+        device: Whose kernels to imagine: "cpu", "cuda", or a name of `hardware`. Libraries'
+            workspaces are not in the log (`memory.driver.with_workspaces`).
 
     Raises:
-        ApplyError: This process is in a process group already.
+        ApplyError: This process is in a process group already, or the device runs an operator
+            that nothing is known of.
     """
     if dist.is_initialized():
         raise ApplyError(
@@ -88,12 +93,16 @@ def imagine_step(
                 shadows.know(out, tensor)
             return out
 
-        with meshes_outside_fakes(), fakes_unnoticed(), mode, shadows, pretending():
+        worlds = (meshes_outside_fakes(), fakes_unnoticed(), mode, shadows, pretending())
+        with ExitStack() as stack:
+            for world in worlds:
+                stack.enter_context(world)
+            behaviour = stack.enter_context(behaving_as(device))
             batch, goals = mapped(inputs, fake), mapped(targets, fake)
             wrapped = apply_plan(twin, plan, mesh, Values())
             applied(wrapped).is_tested = True
             optimizer = make_optimizer(wrapped)
-            return watch_steps(wrapped, optimizer, batch, goals, loss_fn)[0]
+            return watch_steps(wrapped, optimizer, batch, goals, loss_fn, behaviour=behaviour)[0]
 
 
 def watch_steps(
@@ -104,13 +113,15 @@ def watch_steps(
     loss_fn: LossFn,
     count: int = 1,
     around: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext(),
+    behaviour: Behaviour = AS_IT_IS,
 ) -> list[EventLog]:
     """Train one step, and log each of the next ones; on real tensors or on fakes.
 
     Args:
         around: Gets the number of each step, from 0, and is opened around it.
+        behaviour: Of the device that the tensors stand for.
     """
-    ledger = Ledger(_names_of(model))
+    ledger = Ledger(_names_of(model), behaviour)
     ledger.note(model.parameters(), Term.PARAMETERS)
     ledger.note(model.buffers(), Term.BUFFERS)
     ledger.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
@@ -132,9 +143,22 @@ def watch_steps(
             with around(step), ledger:
                 train_step(model, optimizer, inputs, targets, take)
             logs.append(ledger.log())
-            states = (tensor for _, tensor in tensors_in(list(optimizer.state.values())))
+            states = [tensor for _, tensor in tensors_in(list(optimizer.state.values()))]
             ledger.note(states, Term.OPTIMIZER)
+            if behaviour.has_host:
+                ledger.overlook(_counters(optimizer))
     return logs[1:]
+
+
+def _counters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The step counts that torch keeps on the host: those no kernel reads."""
+    for group in optimizer.param_groups:
+        if group.get("fused") or group.get("capturable"):
+            continue
+        for param in group["params"]:
+            count = optimizer.state.get(param, {}).get("step")
+            if isinstance(count, torch.Tensor):
+                yield count
 
 
 def _names_of(model: nn.Module) -> dict[nn.Module, str]:
