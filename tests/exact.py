@@ -24,6 +24,8 @@ Figures = dict[str, tuple[int, int]]
 def optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     """One that takes the parameters one by one, or all at once where they are of one kind."""
     is_uniform = len({type(p.data) for p in model.parameters()}) == 1
+    if name == "default":  # As the user of torch gets it.
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
     make: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adam": torch.optim.Adam,
                  "rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad}[name]  # fmt: skip
     return make(model.parameters(), lr=1e-3, foreach=is_uniform)
@@ -100,17 +102,19 @@ def _profile(step: int) -> Iterator[None]:
     _profiled.append([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())])
 
 
-def imagined(model_name: str, plan: Mapping[str, Any], how: str, world: int, rank: int) -> Any:
+def imagined(
+    model_name: str, plan: Mapping[str, Any], how: str, world: int, rank: int, device: str = "cpu"
+) -> Any:
     """(`EventLog`, `StateBytes`) of one rank, in a process without a group; or what it raised."""
     warnings.simplefilter("ignore")
     try:
-        return _imagined(model_name, plan, how, world, rank)
+        return _imagined(model_name, plan, how, world, rank, device)
     except Exception:
         return traceback.format_exc()
 
 
 def _imagined(
-    model_name: str, plan: Mapping[str, Any], how: str, world: int, rank: int
+    model_name: str, plan: Mapping[str, Any], how: str, world: int, rank: int, device: str
 ) -> tuple[EventLog, StateBytes]:
     from meshplan.mesh import DATA_AXES
     from meshplan.plan import make_plan
@@ -132,6 +136,7 @@ def _imagined(
     cp = decided.mesh.size("cp")
     batch = mapped(batch, lambda t: t.chunk(cp, 1)[0].clone() if t.ndim > 1 else t)
     log = imagine_step(
-        model, decided, *batch, models.loss, lambda wrapped: optimizer(wrapped, how), rank
+        model, decided, *batch, models.loss, lambda wrapped: optimizer(wrapped, how), rank, device
     )
-    return log, state_bytes(decided.assignment, how, rank)
+    words = {"default": "adamw"}
+    return log, state_bytes(decided.assignment, words.get(how, how), rank)

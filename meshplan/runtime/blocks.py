@@ -31,12 +31,19 @@ from meshplan.runtime.marking import Marking
 from meshplan.runtime.materialize import Values
 from meshplan.runtime.moments import begin, heard_by
 from meshplan.runtime.nest import tensors_in
+from meshplan.runtime.personality import CPU, Behaviour
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 def trace_work(
-    model: nn.Module, plan: Plan, inputs: Any, targets: Any, loss_fn: LossFn, rank: int = 0
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFn,
+    rank: int = 0,
+    device: str = CPU,
 ) -> Work:
     """What one microbatch allocates and frees on one rank, from the second one on.
 
@@ -46,13 +53,14 @@ def trace_work(
         targets: The same microbatch's targets.
         loss_fn: As `train_step` takes it.
         rank: Which rank to be.
+        device: As for `imagine_step`.
     """
     bare = without_data(plan)
-    with imagining(model, bare, rank) as (twin, mesh, fake):
+    with imagining(model, bare, rank, device) as (twin, mesh, fake, behaviour):
         batch, goals = mapped(inputs, fake), mapped(targets, fake)
         wrapped = apply_plan(twin, bare, mesh, Values())
         applied(wrapped).is_tested = True
-        return _watched(wrapped, plan, batch, goals, loss_fn)
+        return _watched(wrapped, plan, batch, goals, loss_fn, behaviour)
 
 
 def without_data(plan: Plan) -> Plan:
@@ -73,9 +81,16 @@ def without_data(plan: Plan) -> Plan:
     return replace(plan, assignment=bare, accumulate=1)
 
 
-def _watched(model: nn.Module, plan: Plan, inputs: Any, targets: Any, loss_fn: LossFn) -> Work:
+def _watched(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFn,
+    behaviour: Behaviour,
+) -> Work:
     """The second of two microbatches: what a model keeps from one to the next is there by then."""
-    ledger = Ledger(names_of(model))
+    ledger = Ledger(names_of(model), behaviour)
     ledger.note(model.parameters(), Term.PARAMETERS)
     ledger.note(model.buffers(), Term.BUFFERS)
     ledger.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)

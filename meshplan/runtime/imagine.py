@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from meshplan.runtime.mesh import device_mesh
 from meshplan.runtime.moments import heard_by
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.peers import open_groups
+from meshplan.runtime.personality import AS_IT_IS, CPU, Behaviour, behaving_as
 from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.pretend import pretending
 from meshplan.runtime.private_fakes import (
@@ -54,6 +55,7 @@ def imagine_step(
     loss_fn: LossFn,
     make_optimizer: MakeOptimizer,
     rank: int = 0,
+    device: str = CPU,
 ) -> EventLog:
     """The events of the second training step, from which on all steps are alike.
 
@@ -65,26 +67,33 @@ def imagine_step(
         loss_fn: As `train_step` takes it.
         make_optimizer: Gets the wrapped model.
         rank: Which rank to be.
+        device: Whose kernels to imagine: "cpu", "cuda", or a name of `hardware`. Libraries'
+            workspaces are not in the log (`memory.driver.with_workspaces`).
 
     Raises:
-        ApplyError: This process is in a process group already.
+        ApplyError: This process is in a process group already, or the device runs an operator
+            that nothing is known of.
     """
-    with imagining(model, plan, rank) as (twin, mesh, fake):
+    with imagining(model, plan, rank, device) as (twin, mesh, fake, behaviour):
         batch, goals = mapped(inputs, fake), mapped(targets, fake)
         wrapped = apply_plan(twin, plan, mesh, Values())
         applied(wrapped).is_tested = True
         optimizer = make_optimizer(wrapped)
-        return watch_steps(wrapped, optimizer, batch, goals, loss_fn)[0]
+        return watch_steps(wrapped, optimizer, batch, goals, loss_fn, behaviour=behaviour)[0]
 
 
 @contextmanager
 def imagining(
-    model: nn.Module, plan: Plan, rank: int
-) -> Iterator[tuple[nn.Module, DeviceMesh, Callable[[torch.Tensor], torch.Tensor]]]:
+    model: nn.Module, plan: Plan, rank: int, device: str = CPU
+) -> Iterator[tuple[nn.Module, DeviceMesh, Callable[[torch.Tensor], torch.Tensor], Behaviour]]:
     """Be one rank of a job, on tensors without numbers.
 
+    Args:
+        device: As for `imagine_step`.
+
     Returns:
-        A copy of the model, the mesh of the plan, and what makes a tensor such a one.
+        A copy of the model, the mesh of the plan, what makes a tensor such a one, and how the
+        device behaves.
 
     Raises:
         ApplyError: This process is in a process group already.
@@ -109,8 +118,10 @@ def imagining(
                 shadows.know(out, tensor)
             return out
 
-        with meshes_outside_fakes(), fakes_unnoticed(), mode, shadows, pretending():
-            yield twin, mesh, fake
+        with ExitStack() as stack:
+            for world in (meshes_outside_fakes(), fakes_unnoticed(), mode, shadows, pretending()):
+                stack.enter_context(world)
+            yield twin, mesh, fake, stack.enter_context(behaving_as(device))
 
 
 def watch_steps(
@@ -121,13 +132,15 @@ def watch_steps(
     loss_fn: LossFn,
     count: int = 1,
     around: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext(),
+    behaviour: Behaviour = AS_IT_IS,
 ) -> list[EventLog]:
     """Train one step, and log each of the next ones; on real tensors or on fakes.
 
     Args:
         around: Gets the number of each step, from 0, and is opened around it.
+        behaviour: Of the device that the tensors stand for.
     """
-    ledger = Ledger(names_of(model))
+    ledger = Ledger(names_of(model), behaviour)
     ledger.note(model.parameters(), Term.PARAMETERS)
     ledger.note(model.buffers(), Term.BUFFERS)
     ledger.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
@@ -149,9 +162,22 @@ def watch_steps(
             with around(step), ledger:
                 train_step(model, optimizer, inputs, targets, take)
             logs.append(ledger.log())
-            states = (tensor for _, tensor in tensors_in(list(optimizer.state.values())))
+            states = [tensor for _, tensor in tensors_in(list(optimizer.state.values()))]
             ledger.note(states, Term.OPTIMIZER)
+            if behaviour.has_host:
+                ledger.overlook(_counters(optimizer))
     return logs[1:]
+
+
+def _counters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The step counts that torch keeps on the host: those no kernel reads."""
+    for group in optimizer.param_groups:
+        if group.get("fused") or group.get("capturable"):
+            continue
+        for param in group["params"]:
+            count = optimizer.state.get(param, {}).get("step")
+            if isinstance(count, torch.Tensor):
+                yield count
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:

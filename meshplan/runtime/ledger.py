@@ -2,13 +2,13 @@
 
 Works alike on real tensors and on fake ones, so that a trace without memory and a real process can
 be held side by side, byte by byte. What an operator allocates and frees inside itself is not seen,
-nor what never becomes a tensor.
+but for what `inside` knows of, nor what never becomes a tensor.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
@@ -21,9 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from meshplan.memory.log import Event, EventLog, Storage, Term
 from meshplan.memory.terms import settle
+from meshplan.runtime.personality import AS_IT_IS, Behaviour
 from meshplan.runtime.place import Place
 from meshplan.runtime.pretend import is_pretending
 from meshplan.runtime.private import on_resize
+from meshplan.runtime.private_ops import around_propagation
 
 _SENDING: Final = ("c10d", "_c10d_functional", "_dtensor")
 """Namespaces of operators that send."""
@@ -35,13 +37,15 @@ class Ledger(TorchDispatchMode):
 
     Args:
         names: The fqn of every module of the model.
+        behaviour: Of the device that tensors stand for.
 
     Attributes:
         phases: Their names so far; the last one runs.
     """
 
-    def __init__(self, names: Mapping[nn.Module, str]) -> None:
+    def __init__(self, names: Mapping[nn.Module, str], behaviour: Behaviour = AS_IT_IS) -> None:
         super().__init__()
+        self._behaviour = behaviour
         self._place = Place(names)
         self.phases: list[str] = ["before"]
         self._storages: list[Storage] = []
@@ -50,6 +54,8 @@ class Ledger(TorchDispatchMode):
         """By address of the storage: (its number, what tells of its death)."""
         self._sizes: dict[int, int] = {}
         self._sent: set[int] = set()
+        self._overlooked: set[int] = set()
+        self._muted = _Muted()
         self._num_before = 0
         self._open = ExitStack()
 
@@ -95,9 +101,20 @@ class Ledger(TorchDispatchMode):
                 number = self._live[plain.untyped_storage()._cdata][0]
                 self._storages[number] = self._storages[number]._replace(term=term)
 
+    def overlook(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These live already, but not in the device's memory."""
+        for tensor in tensors:
+            for plain in _plain(tensor):
+                known = self._live.get(plain.untyped_storage()._cdata)
+                if known is not None:
+                    self._sizes[known[0]] = 0
+                    self._overlooked.add(known[0])
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # Its parts come by on their own.
+        if self._muted.depth:
+            return func(*args, **(kwargs or {}))
         # Waiting gives back what was waited for; only the rule for fake tensors makes a new one.
         is_wait = func is _WAIT and is_pretending()
         out = args[0] if is_wait else func(*args, **(kwargs or {}))
@@ -107,6 +124,7 @@ class Ledger(TorchDispatchMode):
                 if isinstance(tensor, torch.Tensor):
                     for plain in _plain(tensor):
                         self._see(plain, str(func), Term.TEMPORARIES)
+        self._pass_by(str(func), self._behaviour.inside(func, args, out))
         if func.namespace in _SENDING:
             for tensor in tree_leaves((args, kwargs, out)):
                 if isinstance(tensor, torch.Tensor):
@@ -118,6 +136,7 @@ class Ledger(TorchDispatchMode):
     def __enter__(self) -> Ledger:
         self._open = ExitStack()
         self._open.enter_context(on_resize(self._resized))
+        self._open.enter_context(around_propagation(self._muted))
         self._open.enter_context(self._place)
         super().__enter__()
         return self
@@ -134,12 +153,24 @@ class Ledger(TorchDispatchMode):
             self._change(known[0], size)
             return
         number = len(self._storages)
-        if term == Term.TEMPORARIES and self._place.is_loss:
-            term = Term.LOSS
-        self._storages.append(Storage(term, op, self._place.module, self.phases[-1]))
+        self._storages.append(self._storage(op, term))
         ref = weakref.ref(storage, partial(self._dies, key, number))
         self._live[key] = (number, ref)
         self._change(number, size)
+
+    def _storage(self, op: str, term: Term) -> Storage:
+        if term == Term.TEMPORARIES and self._place.is_loss:
+            term = Term.LOSS
+        return Storage(term, op, self._place.module, self.phases[-1], self._behaviour.stream())
+
+    def _pass_by(self, op: str, sizes: Sequence[int]) -> None:
+        """What an operator took for itself, while its results were there."""
+        first = len(self._storages)
+        for number, size in enumerate(sizes, first):
+            self._storages.append(self._storage(op, Term.TEMPORARIES))
+            self._change(number, size)
+        for number in range(first, len(self._storages)):
+            self._change(number, 0)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         known = self._live.get(storage._cdata)
@@ -152,10 +183,25 @@ class Ledger(TorchDispatchMode):
         self._change(number, 0)
 
     def _change(self, number: int, size: int) -> None:
+        if number in self._overlooked:
+            return
         delta = size - self._sizes.get(number, 0)
         self._sizes[number] = size
         if delta:
             self._events.append(Event(delta, number, len(self.phases) - 1))
+
+
+class _Muted:
+    """Open while nothing is to be written down: what runs has no memory on any device."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

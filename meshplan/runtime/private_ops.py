@@ -1,0 +1,78 @@
+"""Private torch names of operators and optimizers, each behind a function with the reason.
+
+As `private`, for what takes the place of operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+
+def below_autograd() -> AbstractContextManager[Any]:
+    """Run operators as if autograd did not see them, DTensor and fakes still do.
+
+    Private, because torch means it for its own kernels.
+    """
+    guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
+    return guard
+
+
+@contextmanager
+def operators_replaced(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let other functions compute aten operators of CPU tensors, above their autograd.
+
+    Args:
+        kernels: By name and overload.
+
+    `torch.library.Library` is public, and how to take what it has registered back is not.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "AutogradCPU")
+        yield
+    finally:
+        library._destroy()
+
+
+@contextmanager
+def optimizers_at_once() -> Iterator[None]:
+    """Let optimizers take all CPU parameters at once unless told otherwise, as on CUDA.
+
+    Private: torch asks a list of devices for it, under a name in each of two modules.
+    """
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    modules: tuple[Any, ...] = (optimizer, _foreach_utils)
+    name = "_get_foreach_kernels_supported_devices"
+    before = [getattr(module, name) for module in modules]
+    for module, ask in zip(modules, before, strict=True):
+        setattr(module, name, lambda ask=ask: [*ask(), "cpu"])
+    try:
+        yield
+    finally:
+        for module, ask in zip(modules, before, strict=True):
+            setattr(module, name, ask)
+
+
+@contextmanager
+def around_propagation(context: AbstractContextManager[Any]) -> Iterator[None]:
+    """Let DTensor open a context wherever it computes with tensors as large as all ranks' together.
+
+    It does so once for each operator, on tensors without memory, to learn the shape of a result.
+    Private: torch means the name for a lock of its own tests.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    propagator: Any = ShardingPropagator
+    before = propagator._fake_mode_lock
+    propagator._fake_mode_lock = context
+    try:
+        yield
+    finally:
+        propagator._fake_mode_lock = before
