@@ -13,11 +13,11 @@ from meshplan.memory.replay.alone import Alone
 from meshplan.memory.replay.buckets import Buckets, Options
 from meshplan.memory.replay.optimizer import Updated, check_optimizer, state_of, step
 from meshplan.memory.replay.prepare import Prepared
-from meshplan.memory.replay.shards import unit_shards
+from meshplan.memory.replay.shards import numels_of, unit_shards
 from meshplan.memory.replay.units import Units
 from meshplan.memory.replay.writer import Copy, Writer
 from meshplan.memory.work import Mark, Moment, Work
-from meshplan.mesh import DATA_AXES, GRADIENT_AXES, UNIT_AXES
+from meshplan.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.plan import Plan
 
 _MOST: Final = 3
@@ -116,8 +116,8 @@ class _Step:
         copy.be_there(self._work.before, times={Term.INPUTS: self._plan.accumulate})
         for fqn, placed in a.tensors.items():
             if not placed.info.is_buffer:
-                numel = placed.stored.padded_numel(placed.info.shape, mesh, UNIT_AXES, self._rank)
-                size = numel * DTYPE_BYTES[placed.dtype]
+                numels = numels_of(placed.info.shape, placed.stored, mesh, self._rank)
+                size = numels.padded * DTYPE_BYTES[placed.dtype]
                 writer.make(size, Term.PARAMETERS, fqn.rpartition(".")[0])
         for param in self._params():
             if param.fqn in self._work.gradients:
@@ -134,8 +134,8 @@ class _Step:
                 continue
             if alone and placed.unit is not None and self._plan.assignment.wrapper == "units":
                 continue
-            numel = placed.stored.local_numel(placed.info.shape, self._plan.mesh, self._rank)
-            yield Updated(fqn, numel, placed.dtype)
+            numels = numels_of(placed.info.shape, placed.stored, self._plan.mesh, self._rank)
+            yield Updated(fqn, numels.local, placed.dtype)
 
     def _buffers(self) -> Iterator[tuple[str, int]]:
         """(dtype, bytes) of each buffer."""
