@@ -11,6 +11,7 @@ from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.log import EventLog, Term
 from meshplan.memory.replay.alone import Alone
 from meshplan.memory.replay.buckets import Buckets, Options
+from meshplan.memory.replay.clip import clip
 from meshplan.memory.replay.optimizer import Updated, check_optimizer, state_of, step
 from meshplan.memory.replay.prepare import Prepared
 from meshplan.memory.replay.shards import numels_of, unit_shards
@@ -58,7 +59,6 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
             "find_unused_parameters with accumulation",
         ),
         (spec.precision.param == "float16", "a scaled loss (float16)"),
-        (spec.clip_grad_norm is not None, "clipped gradients"),
     ):
         if is_there:
             fix = "trace the whole step (tier 3) or a shorter model (tier 2)"
@@ -242,6 +242,12 @@ class _Step:
         """The optimizer takes what has a gradient."""
         found = self._units.reduced().keys() | set(self._alone.found)
         params = [param for param in self._params() if param.fqn in found]
+        if self._plan.spec.clip_grad_norm is not None:
+            by_axes: dict[tuple[str, ...], list[Updated]] = {}
+            for param in params:
+                axes = self._plan.assignment.tensors[param.fqn].stored.axes
+                by_axes.setdefault(self._plan.mesh.present(axes), []).append(param)
+            clip(self._writer, by_axes)
         step(self._writer, params, self._optimizer, foreach=self._foreach)
 
 
