@@ -6,7 +6,7 @@ accumulates and updates is not, and is composed by `memory.replay`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import MappingProxyType
@@ -17,8 +17,10 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from meshplan.assign import Assignment
+from meshplan.errors import ApplyError
 from meshplan.memory.log import Term
 from meshplan.memory.replay.buckets import Options
+from meshplan.memory.stretch import Run, stretch
 from meshplan.memory.work import Work
 from meshplan.mesh import UNIT_AXES
 from meshplan.plan import Plan
@@ -32,6 +34,7 @@ from meshplan.runtime.materialize import Values
 from meshplan.runtime.moments import begin, heard_by
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.personality import CPU, Behaviour
+from meshplan.runtime.runs import Edges, runs_of, short_plan, shortened
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -54,13 +57,39 @@ def trace_work(
         loss_fn: As `train_step` takes it.
         rank: Which rank to be.
         device: As for `imagine_step`.
+
+    Blocks that are alike are traced a few times, however many there are.
     """
+    runs = [] if plan.assignment.apply else runs_of(model, plan)
+    if runs:
+        try:
+            with shortened(model, runs):
+                short = short_plan(plan, runs)
+                work, found = _traced(model, short, inputs, targets, loss_fn, rank, device, runs)
+            return stretch(work, found)
+        except Exception as error:  # The model's code may count on its blocks, and raise anything.
+            if isinstance(error, ApplyError):
+                raise
+    return _traced(model, plan, inputs, targets, loss_fn, rank, device, ())[0]
+
+
+def _traced(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFn,
+    rank: int,
+    device: str,
+    runs: Sequence[Run],
+) -> tuple[Work, list[Run]]:
+    """(the work, the runs with the events at which their blocks begin)."""
     bare = without_data(plan)
     with imagining(model, bare, rank, device) as (twin, mesh, fake, behaviour):
         batch, goals = mapped(inputs, fake), mapped(targets, fake)
         wrapped = apply_plan(twin, bare, mesh, Values())
         applied(wrapped).is_tested = True
-        return _watched(wrapped, plan, batch, goals, loss_fn, behaviour)
+        return _watched(wrapped, plan, batch, goals, loss_fn, behaviour, runs)
 
 
 def without_data(plan: Plan) -> Plan:
@@ -88,7 +117,8 @@ def _watched(
     targets: Any,
     loss_fn: LossFn,
     behaviour: Behaviour,
-) -> Work:
+    runs: Sequence[Run],
+) -> tuple[Work, list[Run]]:
     """The second of two microbatches: what a model keeps from one to the next is there by then."""
     ledger = Ledger(names_of(model), behaviour)
     ledger.note(model.parameters(), Term.PARAMETERS)
@@ -96,6 +126,7 @@ def _watched(
     ledger.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
     held = {number for param in model.parameters() for number in ledger.numbers_of(param)}
     marking = _marking(model, plan, ledger)
+    edges = [Edges(model, run, ledger) for run in runs]
     args, kwargs = as_arguments(inputs)
 
     def take(output: Any) -> torch.Tensor:
@@ -113,18 +144,21 @@ def _watched(
             (loss * 1.0).backward()
         return loss
 
-    work = None
+    work, num_left_out = None, 0
     with heard_by(ledger.begin):
         for _ in range(2):
             marking.clear()
+            for edge in edges:
+                edge.clear()
             ledger.forget()
             with ledger:
                 loss = microbatch()
                 marking.finish()
+            num_left_out = sum(event.storage in held for event in ledger.log().events)
             work = _work(ledger, marking, held, loss)
             del loss
     assert work is not None
-    return work
+    return work, [edge.found(num_left_out) for edge in edges]
 
 
 def _marking(model: nn.Module, plan: Plan, ledger: Ledger) -> Marking:

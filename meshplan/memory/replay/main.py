@@ -11,13 +11,14 @@ from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.log import EventLog, Term
 from meshplan.memory.replay.alone import Alone
 from meshplan.memory.replay.buckets import Buckets, Options
+from meshplan.memory.replay.clip import clip
 from meshplan.memory.replay.optimizer import Updated, check_optimizer, state_of, step
 from meshplan.memory.replay.prepare import Prepared
-from meshplan.memory.replay.shards import unit_shards
+from meshplan.memory.replay.shards import numels_of, unit_shards
 from meshplan.memory.replay.units import Units
 from meshplan.memory.replay.writer import Copy, Writer
 from meshplan.memory.work import Mark, Moment, Work
-from meshplan.mesh import DATA_AXES, GRADIENT_AXES, UNIT_AXES
+from meshplan.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.plan import Plan
 
 _MOST: Final = 3
@@ -58,7 +59,6 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
             "find_unused_parameters with accumulation",
         ),
         (spec.precision.param == "float16", "a scaled loss (float16)"),
-        (spec.clip_grad_norm is not None, "clipped gradients"),
     ):
         if is_there:
             fix = "trace the whole step (tier 3) or a shorter model (tier 2)"
@@ -116,8 +116,8 @@ class _Step:
         copy.be_there(self._work.before, times={Term.INPUTS: self._plan.accumulate})
         for fqn, placed in a.tensors.items():
             if not placed.info.is_buffer:
-                numel = placed.stored.padded_numel(placed.info.shape, mesh, UNIT_AXES, self._rank)
-                size = numel * DTYPE_BYTES[placed.dtype]
+                numels = numels_of(placed.info.shape, placed.stored, mesh, self._rank)
+                size = numels.padded * DTYPE_BYTES[placed.dtype]
                 writer.make(size, Term.PARAMETERS, fqn.rpartition(".")[0])
         for param in self._params():
             if param.fqn in self._work.gradients:
@@ -134,8 +134,8 @@ class _Step:
                 continue
             if alone and placed.unit is not None and self._plan.assignment.wrapper == "units":
                 continue
-            numel = placed.stored.local_numel(placed.info.shape, self._plan.mesh, self._rank)
-            yield Updated(fqn, numel, placed.dtype)
+            numels = numels_of(placed.info.shape, placed.stored, self._plan.mesh, self._rank)
+            yield Updated(fqn, numels.local, placed.dtype)
 
     def _buffers(self) -> Iterator[tuple[str, int]]:
         """(dtype, bytes) of each buffer."""
@@ -242,6 +242,12 @@ class _Step:
         """The optimizer takes what has a gradient."""
         found = self._units.reduced().keys() | set(self._alone.found)
         params = [param for param in self._params() if param.fqn in found]
+        if self._plan.spec.clip_grad_norm is not None:
+            by_axes: dict[tuple[str, ...], list[Updated]] = {}
+            for param in params:
+                axes = self._plan.assignment.tensors[param.fqn].stored.axes
+                by_axes.setdefault(self._plan.mesh.present(axes), []).append(param)
+            clip(self._writer, by_axes)
         step(self._writer, params, self._optimizer, foreach=self._foreach)
 
 
