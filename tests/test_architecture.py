@@ -31,9 +31,9 @@ LEVELS = [
         schema
         blueprint reader assign formulas
         solve sizing
-        memory cost
         plan
         restrict
+        memory cost
         traffic
         verdict
         planner render runtime

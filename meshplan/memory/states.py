@@ -19,7 +19,7 @@ from meshplan.layout import Layout
 from meshplan.mesh import UNIT_AXES, Mesh
 from meshplan.spec import OPTIMIZER_STATES
 
-_STEP_COUNTERS: Final[Mapping[str, int]] = MappingProxyType(
+STEP_COUNTERS: Final[Mapping[str, int]] = MappingProxyType(
     {"adamw": 1, "adam": 1, "adagrad": 1, "rmsprop": 1}
 )
 """torch keeps the step count of these as one float32 scalar per parameter."""
@@ -95,7 +95,7 @@ def _places(assignment: Assignment, fqn: str) -> tuple[int, ...]:
 def _sum(kinds: Mapping[_Kind, int], mesh: Mesh, optimizer: str, rank: int) -> StateBytes:
     parameters = gradients = states = buffers = 0
     place = mesh.index(rank, ("pp",))
-    kept, counters = OPTIMIZER_STATES[optimizer], 4 * _STEP_COUNTERS.get(optimizer, 0)
+    kept, counters = OPTIMIZER_STATES[optimizer], 4 * STEP_COUNTERS.get(optimizer, 0)
     for kind, tensors in kinds.items():
         count = tensors * kind.places.count(place)
         stored = _stored_numel(kind, mesh, rank) * DTYPE_BYTES[kind.dtype]

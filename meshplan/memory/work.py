@@ -8,7 +8,7 @@ buckets, accumulation, stages and the optimizer are `memory.replay`'s, which act
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ class Moment(StrEnum):
     AFTER_FORWARD = "after forward"
     BEFORE_BACKWARD = "before backward"
     AFTER_BACKWARD = "after backward"
+    END_OF_BACKWARD = "end of backward"
+    """Once, when autograd has run all it had to run; of the root."""
 
 
 class Mark(NamedTuple):
@@ -46,8 +48,17 @@ class Work:
         marks: In the order of the events.
         gradients: By the fqn of a parameter, the storage of its gradient as backward computes it,
             neither reduced nor cut over data ranks. Its birth is in the log, its end is not.
+        ready: By the fqn of a parameter, the number of the event before which its gradient is
+            whole and belongs to the parameter; of others it is as soon as it is born.
+        losses: Storages of the loss, which the loop keeps until the next loss is there.
+        settling: By the fqn of a parameter whose gradient is not laid out as the parameter is:
+            (bytes, storage) of what is made and freed to lay it so, once it is reduced; the last
+            one left is then the gradient. These storages are no storages of the log.
     """
 
     log: EventLog
     marks: tuple[Mark, ...]
     gradients: Mapping[str, int]
+    ready: Mapping[str, int] = field(default_factory=dict)
+    losses: tuple[int, ...] = ()
+    settling: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)

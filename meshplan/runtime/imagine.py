@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from meshplan.errors import ApplyError, Problem
@@ -68,6 +69,26 @@ def imagine_step(
     Raises:
         ApplyError: This process is in a process group already.
     """
+    with imagining(model, plan, rank) as (twin, mesh, fake):
+        batch, goals = mapped(inputs, fake), mapped(targets, fake)
+        wrapped = apply_plan(twin, plan, mesh, Values())
+        applied(wrapped).is_tested = True
+        optimizer = make_optimizer(wrapped)
+        return watch_steps(wrapped, optimizer, batch, goals, loss_fn)[0]
+
+
+@contextmanager
+def imagining(
+    model: nn.Module, plan: Plan, rank: int
+) -> Iterator[tuple[nn.Module, DeviceMesh, Callable[[torch.Tensor], torch.Tensor]]]:
+    """Be one rank of a job, on tensors without numbers.
+
+    Returns:
+        A copy of the model, the mesh of the plan, and what makes a tensor such a one.
+
+    Raises:
+        ApplyError: This process is in a process group already.
+    """
     if dist.is_initialized():
         raise ApplyError(
             Problem(
@@ -89,11 +110,7 @@ def imagine_step(
             return out
 
         with meshes_outside_fakes(), fakes_unnoticed(), mode, shadows, pretending():
-            batch, goals = mapped(inputs, fake), mapped(targets, fake)
-            wrapped = apply_plan(twin, plan, mesh, Values())
-            applied(wrapped).is_tested = True
-            optimizer = make_optimizer(wrapped)
-            return watch_steps(wrapped, optimizer, batch, goals, loss_fn)[0]
+            yield twin, mesh, fake
 
 
 def watch_steps(
@@ -110,7 +127,7 @@ def watch_steps(
     Args:
         around: Gets the number of each step, from 0, and is opened around it.
     """
-    ledger = Ledger(_names_of(model))
+    ledger = Ledger(names_of(model))
     ledger.note(model.parameters(), Term.PARAMETERS)
     ledger.note(model.buffers(), Term.BUFFERS)
     ledger.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
@@ -137,7 +154,7 @@ def watch_steps(
     return logs[1:]
 
 
-def _names_of(model: nn.Module) -> dict[nn.Module, str]:
+def names_of(model: nn.Module) -> dict[nn.Module, str]:
     """Every module that runs on this rank, as the plan names it."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     roots = inner.stage_modules if isinstance(inner, PipelinedModule) else [inner]

@@ -59,6 +59,21 @@ class Ledger(TorchDispatchMode):
             self.phases.append(phase)
         self._place.mark(is_loss=phase == "loss")
 
+    @property
+    def num_events(self) -> int:
+        """How many there are so far."""
+        return len(self._events)
+
+    def cut(self, first: int) -> tuple[Event, ...]:
+        """Take back the events from the one of this number on."""
+        out, self._events = tuple(self._events[first:]), self._events[:first]
+        return out
+
+    def numbers_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The storages that a tensor is made of, those that were seen."""
+        known = (self._live.get(part.untyped_storage()._cdata) for part in _plain(tensor))
+        return tuple(each[0] for each in known if each is not None)
+
     def log(self) -> EventLog:
         """What has happened so far."""
         events, phases = tuple(self._events), tuple(self.phases)

@@ -364,3 +364,36 @@ def running_node() -> int | None:
     """The number of the node whose backward runs; None in forward."""
     node: Any = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call something once the running backward has run all it had to run.
+
+    Private: FSDP2 ends its own backward by the same way, and no public hook comes as late.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def tensors_with_gradient(value: Any) -> tuple[torch.Tensor, ...]:
+    """What FSDP2 hangs its hooks on in what a module takes or gives.
+
+    Private: what it looks into, and what not, is its own business.
+    """
+    from torch.distributed.fsdp._common_utils import collect_grad_tensors
+
+    return tuple(collect_grad_tensors(value))
+
+
+def with_tensors_replaced(value: Any, others: Iterable[torch.Tensor]) -> Any:
+    """`value` with others in place of `tensors_with_gradient(value)`."""
+    from torch.distributed.fsdp._common_utils import replace_grad_tensors
+
+    return replace_grad_tensors(value, iter(others))
+
+
+def with_floats_as(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its floating tensors cast, as FSDP2 casts what a unit takes and gives."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
+    from torch.distributed.utils import _apply_to_tensors
+
+    return _apply_to_tensors(partial(_cast_fp_tensor, dtype), value)

@@ -1,0 +1,120 @@
+"""DistributedDataParallel's rules: gradients in buckets, buffers sent before each forward.
+
+Source: torch 2.13, csrc/distributed/c10d/reducer.cpp and nn/parallel/distributed.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from meshplan.memory.log import Term
+from meshplan.memory.replay.optimizer import Updated
+from meshplan.memory.replay.writer import Writer
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a plan's `ddp:` says, as `runtime.data` passes it on."""
+
+    is_view: bool = True
+    broadcasts: bool = True
+    finds_unused: bool = False
+    is_static: bool = False
+
+    @classmethod
+    def of(cls, words: Mapping[str, object]) -> Options:
+        """Of the words of a plan."""
+        return cls(
+            is_view=bool(words.get("gradient_as_bucket_view", True)),
+            broadcasts=bool(words.get("broadcast_buffers", True)),
+            finds_unused=bool(words.get("find_unused_parameters", False)),
+            is_static=bool(words.get("static_graph", False)),
+        )
+
+    @property
+    def clones_output(self) -> bool:
+        """What the model gives is copied, so that backward comes by."""
+        return self.finds_unused and not self.is_static
+
+
+class Buckets:
+    """The gradients of the whole model, one bucket for each dtype: the cut changes no sum.
+
+    Args:
+        buffers: (dtype, bytes) of each buffer.
+
+    Attributes:
+        gradients: Storages of the gradients that are no views of buckets, by parameter.
+        found: Parameters that have a gradient.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        params: Iterable[Updated],
+        buffers: Iterable[tuple[str, int]],
+        options: Options,
+    ) -> None:
+        self._writer, self._options = writer, options
+        self._sizes = Counter[str]()
+        self._count = 0
+        for param in params:
+            self._sizes[param.dtype] += param.num_bytes
+            self._count += 1
+        self._buffers = Counter[str]()
+        for dtype, size in buffers if options.broadcasts else ():
+            self._buffers[dtype] += size
+        self._buckets: list[int] = []
+        self._used: list[int] = []
+        self._synchronizes = True
+        self.gradients: dict[str, int] = {}
+        self.found: set[str] = set()
+
+    def be_there(self) -> None:
+        """What there is before a step."""
+        term = Term.GRADIENTS if self._options.is_view else Term.COMMUNICATION
+        self._buckets = [self._writer.make(size, term) for size in self._sizes.values()]
+        if self._options.finds_unused or self._options.is_static:
+            self._used = self._note_use()
+
+    def before_forward(self, *, is_first: bool, is_last: bool) -> None:
+        """Buffers are sent flat, if the backward before was synchronized.
+
+        In the second forward of all, which the second step begins with unless it accumulates, the
+        buckets are made anew in the order in which gradients came.
+        """
+        self._synchronizes = is_last
+        if is_first and is_last:
+            self._writer.free_all(self._buckets)
+            used = self._used
+            self.be_there()
+            self._writer.free_all(used)
+        flat = [
+            self._writer.make(size, Term.COMMUNICATION)
+            for size in (self._buffers.values() if is_first else ())
+        ]
+        self._writer.free_all(flat)
+
+    def has_gradient(self, param: str, storage: int) -> None:
+        """It is added to one that is there, and goes into the bucket when it is reduced."""
+        self.found.add(param)
+        if param in self.gradients:
+            self._writer.free(storage)
+        else:
+            self.gradients[param] = storage
+        if self._synchronizes and self._options.is_view:
+            self._writer.free(self.gradients.pop(param))
+
+    def fill(self) -> None:
+        """Nothing is made of gradients that are missing."""
+
+    def drop_gradients(self) -> None:
+        """`zero_grad(set_to_none=True)`: buckets stay."""
+        self._writer.free_all(self.gradients.values())
+        self.gradients.clear()
+        self.found.clear()
+
+    def _note_use(self) -> list[int]:
+        return [self._writer.make(4 * self._count, Term.COMMUNICATION) for _ in range(2)]

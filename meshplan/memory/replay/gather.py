@@ -1,0 +1,105 @@
+"""FSDP2's rules for parameters: gathered before a unit runs, freed after it.
+
+Source: torch 2.13, torch/distributed/fsdp/_fully_shard: `_fsdp_param_group`, `_fsdp_param`, and
+`foreach_all_gather` of `_fsdp_collectives`.
+"""
+
+from __future__ import annotations
+
+from meshplan.memory.log import Term
+from meshplan.memory.replay.unit import Doing, Held, Unit
+from meshplan.memory.replay.writer import Writer
+
+
+class Gathering:
+    """The gathers of all units on one rank.
+
+    Attributes:
+        last: In forward, the buffer of the last one, which is freed after the next.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self.last: int | None = None
+
+    def end_forward(self) -> None:
+        """The root's forward is done: the last buffer is not waited with any longer."""
+        self._writer.free(self.last)
+        self.last = None
+
+    def start(self, unit: Unit) -> None:
+        """`FSDPParamGroup.unshard`: shards are cast into one buffer, and gathered in another."""
+        if not unit.shards.params or unit.gathering is not None or unit.held is Held.WHOLE:
+            return
+        if unit.num_ranks == 1:
+            unit.gathering = -1
+            return
+        total, cast = unit.shards.gathered_bytes, unit.shards.cast_bytes
+        copy = self._make(unit, cast // unit.num_ranks, Term.TEMPORARIES) if cast else None
+        unit.gathering = self._make(unit, total, Term.COMMUNICATION)
+        self._writer.free(copy)
+
+    def wait(self, unit: Unit) -> None:
+        """`FSDPParamGroup.wait_for_unshard`.
+
+        In forward, the buffer is kept until the next unit has copied its own out.
+        """
+        if unit.gathering is None:
+            return
+        is_forward, before = unit.doing is Doing.FORWARD, None
+        if is_forward:
+            before, self.last = self.last, None
+        if unit.num_ranks == 1:
+            self._copy_own(unit)
+        else:
+            self._copy_out(unit)
+        if unit.held is Held.FEWER:
+            self._writer.free_all(unit.fewer.values())
+            unit.fewer.clear()
+        gathered = unit.gathering
+        unit.held, unit.was_gathered, unit.gathering = Held.WHOLE, True, None
+        if gathered >= 0 and is_forward:
+            self.last = gathered
+        elif gathered >= 0:
+            self._writer.free(gathered)
+        self._writer.free(before)
+
+    def _copy_out(self, unit: Unit) -> None:
+        """What is cut along another dim than the first is copied twice."""
+        between = []
+        for param in unit.shards.params:
+            unit.whole.append(self._make(unit, param.whole_bytes, Term.GATHERED))
+            if param.dim:
+                between.append(self._make(unit, param.whole_bytes, Term.TEMPORARIES))
+        self._writer.free_all(between)
+
+    def _copy_own(self, unit: Unit) -> None:
+        """Of one rank there is nothing to gather; what is cast is copied twice."""
+        before = None
+        for param in unit.shards.params:
+            cast = self._make(unit, param.whole_bytes, Term.TEMPORARIES) if param.is_cast else None
+            self._writer.free(before)
+            unit.whole.append(self._make(unit, param.whole_bytes, Term.GATHERED))
+            before = cast
+        self._writer.free(before)
+
+    def reshard(self, unit: Unit) -> None:
+        """`FSDPParamGroup.reshard`."""
+        after = unit.shards.reshard_after_forward
+        if unit.doing is Doing.FORWARD and not after:
+            return
+        if unit.doing is Doing.FORWARD and unit.shards.fewer_ranks:
+            for param, whole in zip(unit.shards.params, unit.whole, strict=True):
+                size = param.whole_bytes // unit.shards.fewer_ranks
+                own = self._make(unit, size, Term.GATHERED)
+                self._writer.free(unit.fewer.pop(param.fqn, None))
+                unit.fewer[param.fqn] = own
+                self._writer.free(whole)
+            unit.held = Held.FEWER
+        elif unit.held is not Held.SHARDED:
+            self._writer.free_all(unit.whole)
+            unit.held = Held.SHARDED
+        unit.whole = [] if unit.held is not Held.WHOLE else unit.whole
+
+    def _make(self, unit: Unit, size: int, term: Term) -> int:
+        return self._writer.make(size, term, unit.fqn)

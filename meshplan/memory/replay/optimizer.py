@@ -1,0 +1,107 @@
+"""What an optimizer takes for itself while it steps, and gives back.
+
+Source: torch 2.13, torch/optim; each row was read off a traced step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from meshplan.errors import PlanError, Problem
+from meshplan.graph import DTYPE_BYTES
+from meshplan.memory.log import Term
+from meshplan.memory.replay.writer import Writer
+from meshplan.memory.states import STEP_COUNTERS
+from meshplan.spec import OPTIMIZER_STATES
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """How many times a parameter's bytes a step takes.
+
+    Args:
+        together: Of all parameters at once (foreach): this many each, until the step is done.
+        alone: Of one parameter after the other (for loop): this many at once, of which the last
+            is held until the next parameter has its own.
+    """
+
+    together: int
+    alone: int
+
+
+OPTIMIZERS: Final[Mapping[str, Steps]] = MappingProxyType(
+    {
+        "adamw": Steps(1, 2),  # The root of the second moment; also divided by its bias.
+        "adam": Steps(1, 2),
+        "rmsprop": Steps(1, 1),
+        "adagrad": Steps(2, 1),  # The root, and the update.
+        "sgd": Steps(0, 0),
+        "sgd_momentum": Steps(0, 0),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """A parameter that the optimizer holds: its local part, unpadded."""
+
+    fqn: str
+    numel: int
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+def check_optimizer(name: str) -> None:
+    """Refuse what is not in the table.
+
+    Raises:
+        PlanError: Nothing is known of its step.
+    """
+    if name not in OPTIMIZERS:
+        what = f"the replay of a step does not know what the optimizer {name} takes while it steps"
+        fix = "trace the whole step instead, or use one of " + ", ".join(OPTIMIZERS)
+        raise PlanError(Problem(what, fix=fix))
+
+
+def state_of(param: Updated, name: str) -> int:
+    """Bytes of the state that is kept of one parameter from the second step on."""
+    return OPTIMIZER_STATES[name] * param.num_bytes + 4 * STEP_COUNTERS.get(name, 0)
+
+
+def step(writer: Writer, params: Sequence[Updated], name: str, *, foreach: bool) -> None:
+    """Play one step over the parameters that have gradients."""
+    if foreach:
+        _together(writer, params, OPTIMIZERS[name].together)
+    else:
+        _alone(writer, params, OPTIMIZERS[name].alone)
+
+
+def _together(writer: Writer, params: Sequence[Updated], times: int) -> None:
+    """Dtype by dtype; what one took is freed when the next has its own."""
+    before: list[int] = []
+    for dtype in dict.fromkeys(param.dtype for param in params):
+        alike = [param for param in params if param.dtype == dtype]
+        now = [
+            writer.make(param.num_bytes, Term.TEMPORARIES)
+            for _ in range(times)
+            for param in alike
+        ]  # fmt: skip
+        writer.free_all(before)
+        before = now
+    writer.free_all(before)
+
+
+def _alone(writer: Writer, params: Sequence[Updated], times: int) -> None:
+    before = None
+    for param in params if times else ():
+        now = [writer.make(param.num_bytes, Term.TEMPORARIES) for _ in range(times)]
+        writer.free_all(now[:-1])
+        writer.free(before)
+        before = now[-1]
+    writer.free(before)

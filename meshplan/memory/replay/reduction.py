@@ -1,0 +1,165 @@
+"""FSDP2's rules for gradients: added up, laid into one buffer, scattered, summed over replicas.
+
+Source: torch 2.13, torch/distributed/fsdp/_fully_shard: `post_backward` of `_fsdp_param_group`, and
+`foreach_reduce` of `_fsdp_collectives`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from meshplan.memory.log import Term
+from meshplan.memory.replay.shards import Shard
+from meshplan.memory.replay.unit import Unit
+from meshplan.memory.replay.writer import Writer
+
+
+class Reduction:
+    """The reductions of all units on one rank.
+
+    Args:
+        settling: Of the work: what it takes to lay a gradient as its parameter is.
+        fills: Whether missing gradients are made zeros before they are reduced.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        settling: Mapping[str, Sequence[tuple[int, int]]],
+        *,
+        fills: bool,
+    ) -> None:
+        self._writer, self._settling, self._fills = writer, settling, fills
+        self._scattering: list[int] = []
+        self._filled: set[str] = set()
+        self._real: set[str] = set()
+
+    def add_up(self, unit: Unit) -> None:
+        """What waits in the dtype of the reduction takes in what autograd gave."""
+        for param in unit.shards.params:
+            if param.fqn in unit.summed and param.fqn in unit.grads:
+                self._writer.free(unit.grads.pop(param.fqn))
+
+    def take(self, unit: Unit) -> Mapping[Shard, int]:
+        """The gradients that are to be reduced."""
+        return {
+            param: storage
+            for param in unit.shards.params
+            if (storage := self._taken(unit, param)) is not None
+        }
+
+    def run(self, unit: Unit, found: Mapping[Shard, int]) -> None:
+        """Reduce them, once the buffer of the unit before is given back."""
+        self.end()
+        if found:
+            self._writer.free(unit.sending)
+            unit.sending = None
+            self._run(unit, found)
+
+    def end(self) -> None:
+        """No reduction runs any longer: its buffer is freed."""
+        self._writer.free_all(self._scattering)
+        self._scattering.clear()
+
+    def _taken(self, unit: Unit, param: Shard) -> int | None:
+        """The gradient of a parameter, laid as the parameter is along the other axes."""
+        if param.fqn in unit.summed:
+            storage, itemsize = unit.summed.pop(param.fqn), unit.shards.reduce_itemsize
+        elif param.fqn in unit.grads:
+            storage, itemsize = unit.grads.pop(param.fqn), param.itemsize
+        else:
+            return None
+        made: dict[int, int] = {}
+        for delta, number in self._settling.get(param.fqn, ()):
+            if delta > 0:
+                size = delta * itemsize // param.itemsize
+                made[number] = self._make(unit, size, Term.GRADIENTS)
+            else:
+                self._writer.free(made.pop(number))
+        if made:
+            self._writer.free(storage)
+            (storage,) = made.values()
+        return storage
+
+    def fill(self, unit: Unit) -> None:
+        """`runtime.gradients`: one rank may have a gradient that another has not."""
+        for param in unit.shards.trained if self._fills else ():
+            waits = param.fqn in unit.grads or param.fqn in unit.summed
+            has_been_filled = param.fqn in self._filled
+            if waits or (param.fqn in unit.reduced and not has_been_filled):
+                self._real.add(param.fqn)
+            else:
+                self._filled.add(param.fqn)
+            if not waits:
+                unit.grads[param.fqn] = self._make(unit, param.grad_bytes, Term.GRADIENTS)
+
+    def forget_filled(self, units: Iterable[Unit]) -> None:
+        """A gradient that no rank has is none, and not zero."""
+        for unit in units:
+            for fqn in self._filled - self._real:
+                self._writer.free(unit.reduced.pop(fqn, None))
+        self._filled, self._real = set(), set()
+
+    def widen(self, unit: Unit) -> None:
+        """Gradients that wait are summed in the dtype in which they are reduced."""
+        for param in unit.shards.trained:
+            size = param.grad_numel * unit.shards.reduce_itemsize
+            if param.fqn in unit.grads and size != param.grad_bytes:
+                unit.summed[param.fqn] = self._make(unit, size, Term.GRADIENTS)
+                self._writer.free(unit.grads.pop(param.fqn))
+
+    def _run(self, unit: Unit, found: Mapping[Shard, int]) -> None:
+        """`foreach_reduce`: into one buffer, scattered into another, which is the gradients."""
+        writer, shards = self._writer, unit.shards
+        laid, kept = self._lay(unit, found)
+        numel = sum(param.padded_numel for param in found)
+        self._scattering.append(
+            self._make(unit, numel * shards.reduce_itemsize, Term.COMMUNICATION)
+        )
+        writer.free_all(laid)
+        size = numel // shards.num_ranks * shards.reduce_itemsize
+        out = self._make(unit, size, Term.GRADIENTS)
+        if shards.is_replicated and not unit.reduces_replicas:
+            writer.free_all(kept)
+            if unit.partial is None:
+                unit.partial = out
+            else:
+                writer.free(out)
+            return
+        if shards.is_replicated:
+            unit.sending = out
+            writer.hold(out)
+        if shards.is_recast:
+            cast = self._make(unit, numel // shards.num_ranks * shards.itemsize, Term.GRADIENTS)
+            writer.free(out)
+            out = cast
+        for param in found:
+            if param.fqn not in unit.reduced:
+                unit.reduced[param.fqn] = out
+                writer.hold(out)
+        writer.free_all(kept)
+        writer.free(out)
+        writer.free(unit.partial)
+        unit.partial = None
+
+    def _lay(self, unit: Unit, found: Mapping[Shard, int]) -> tuple[list[int], list[int]]:
+        """(what is freed once it is in the buffer, what the names of a loop hold until the end).
+
+        Gradients cut along another dim than the first are copied.
+        """
+        laid = list(found.values())
+        if unit.shards.num_ranks == 1:
+            return laid, []
+        in_parts, is_copied = None, False
+        for place, (param, storage) in enumerate(found.items()):
+            is_copied = param.dim > 0
+            if is_copied:
+                self._writer.free(in_parts)
+                size = param.padded_numel * unit.shards.grad_itemsize
+                laid[place] = self._make(unit, size, Term.GRADIENTS)
+                in_parts = storage
+        kept = [] if is_copied else [laid.pop()]
+        return laid, kept if in_parts is None else [*kept, in_parts]
+
+    def _make(self, unit: Unit, size: int, term: Term) -> int:
+        return self._writer.make(size, term, unit.fqn)

@@ -1,0 +1,162 @@
+"""What a unit gathers and reduces, in bytes, from the layouts of its parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshplan.assign import Assignment, Placed, Unit
+from meshplan.graph import DTYPE_BYTES, ModelGraph
+from meshplan.mesh import UNIT_AXES, Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One parameter of a unit, as one rank sees it.
+
+    Args:
+        fqn: Its name.
+        padded_numel: Elements of all its shards together, each padded to the first one's size.
+        grad_numel: Elements of its gradient, and of it without padding.
+        itemsize: Bytes of an element while it is computed with.
+        dim: The dim that the unit's axes cut.
+        is_cast: It is stored in another dtype than it is computed in.
+        is_trained: It gets a gradient.
+    """
+
+    fqn: str
+    padded_numel: int
+    grad_numel: int
+    itemsize: int
+    dim: int
+    is_cast: bool
+    is_trained: bool
+
+    @property
+    def whole_bytes(self) -> int:
+        """Gathered."""
+        return self.padded_numel * self.itemsize
+
+    @property
+    def grad_bytes(self) -> int:
+        """Of its gradient as autograd computes it."""
+        return self.grad_numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class UnitShards:
+    """One unit, as one rank sees it.
+
+    Args:
+        fqn: Of its module.
+        params: Those that it gathers, in FSDP2's order.
+        num_ranks: Over how many they are cut; 1 for replicas.
+        is_sharded: It is one of `fully_shard`, if only over one rank.
+        is_replicated: Its gradients are all-reduced too.
+        reshard_after_forward: Whether its parameters are freed after forward.
+        fewer_ranks: Over how many they are cut then; 0 for as many as at rest.
+        itemsize: Bytes of an element of the stored parameters.
+        grad_itemsize: Of the gradients as autograd computes them.
+        reduce_itemsize: Of the gradients while they are reduced.
+        is_recast: The reduced gradients are cast to the dtype of the parameters.
+    """
+
+    fqn: str
+    params: tuple[Shard, ...]
+    num_ranks: int
+    is_sharded: bool
+    is_replicated: bool
+    reshard_after_forward: bool
+    fewer_ranks: int
+    itemsize: int
+    grad_itemsize: int
+    reduce_itemsize: int
+    is_recast: bool
+
+    @property
+    def trained(self) -> tuple[Shard, ...]:
+        """Those that get a gradient."""
+        return tuple(param for param in self.params if param.is_trained)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of the buffer that an all-gather fills."""
+        return sum(param.whole_bytes for param in self.params)
+
+    @property
+    def cast_bytes(self) -> int:
+        """Of what is cast before it is gathered, on all ranks together."""
+        return sum(param.whole_bytes for param in self.params if param.is_cast)
+
+
+def unit_shards(assignment: Assignment, graph: ModelGraph, rank: int) -> list[UnitShards]:
+    """The units of a plan, in the order of the modules."""
+    order = _inner_first(graph)
+    owned: dict[str, list[Placed]] = {fqn: [] for fqn in assignment.units}
+    for placed in assignment.tensors.values():
+        if placed.unit is not None:
+            owned[placed.unit].append(placed)
+    places = {fqn: number for number, fqn in enumerate(graph.modules)}
+    return [
+        _unit(
+            assignment.units[fqn],
+            sorted(owned[fqn], key=lambda p: order[p.info.module]),
+            assignment.mesh,
+            rank,
+        )
+        for fqn in sorted(assignment.units, key=lambda fqn: places[fqn])
+    ]
+
+
+def _unit(unit: Unit, tensors: list[Placed], mesh: Mesh, rank: int) -> UnitShards:
+    ranks = mesh.size(*unit.shard_axes)
+    fewer = unit.reshard_after_forward
+    trained = [p for p in tensors if p.info.trainable]
+    stored = trained[0].dtype if trained else "float32"
+    computed = trained[0].compute_dtype if trained else "float32"
+    reduced = unit.precision.reduce or computed
+    return UnitShards(
+        fqn=unit.fqn,
+        params=tuple(_shard(placed, unit, mesh, rank) for placed in tensors),
+        num_ranks=ranks,
+        is_sharded=unit.is_sharded,
+        is_replicated=not unit.is_sharded or mesh.size(*unit.replicate_axes) > 1,
+        reshard_after_forward=bool(fewer),
+        fewer_ranks=0 if isinstance(fewer, bool) or fewer == ranks else fewer,
+        itemsize=DTYPE_BYTES[stored],
+        grad_itemsize=DTYPE_BYTES[computed],
+        reduce_itemsize=DTYPE_BYTES[reduced],
+        is_recast=reduced != stored,
+    )
+
+
+def _shard(placed: Placed, unit: Unit, mesh: Mesh, rank: int) -> Shard:
+    shape, layout = placed.info.shape, placed.stored
+    ranks = mesh.size(*unit.shard_axes)
+    return Shard(
+        fqn=placed.info.fqn,
+        padded_numel=layout.padded_numel(shape, mesh, UNIT_AXES, rank) * ranks,
+        grad_numel=math.prod(layout.without(*UNIT_AXES).local_shape(shape, mesh, rank)),
+        itemsize=DTYPE_BYTES[placed.compute_dtype],
+        dim=(layout.dim_of(unit.shard_axes[0]) or 0) if unit.shard_axes else 0,
+        is_cast=placed.compute_dtype != placed.dtype,
+        is_trained=placed.info.trainable,
+    )
+
+
+def _inner_first(graph: ModelGraph) -> Mapping[str, int]:
+    """The place of each module where every module comes after those inside it."""
+    children: dict[str, list[str]] = {}
+    for fqn in graph.modules:
+        if fqn:
+            children.setdefault(fqn.rpartition(".")[0], []).append(fqn)
+    out: dict[str, int] = {}
+
+    def visit(fqn: str) -> None:
+        for child in children.get(fqn, ()):
+            visit(child)
+        out[fqn] = len(out)
+
+    visit("")
+    return out

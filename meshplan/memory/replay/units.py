@@ -1,0 +1,149 @@
+"""FSDP2's rules: what its units gather, free and reduce as forward and backward go by.
+
+A unit is one `fully_shard` module, or one of `replicate`. The methods are named as the hooks that
+call them, and do what these do, in their order, on bytes.
+
+Source: torch 2.13, torch/distributed/fsdp/_fully_shard: `_fsdp_state` and
+`_fsdp_param_group`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from meshplan.memory.replay.gather import Gathering
+from meshplan.memory.replay.reduction import Reduction
+from meshplan.memory.replay.shards import UnitShards
+from meshplan.memory.replay.unit import Doing, Unit
+from meshplan.memory.replay.writer import Writer
+
+
+class Units:
+    """All units of a model on one rank.
+
+    Args:
+        shards: In the order of the modules.
+        settling: Of the work: what it takes to lay a gradient as its parameter is.
+        fills: Whether missing gradients are made zeros before they are reduced.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        shards: Sequence[UnitShards],
+        settling: Mapping[str, Sequence[tuple[int, int]]],
+        *,
+        fills: bool,
+    ) -> None:
+        self._writer = writer
+        self._gathering = Gathering(writer)
+        self._reduction = Reduction(writer, settling, fills=fills)
+        self._units = {each.fqn: Unit(each) for each in shards}
+        self._order: list[Unit] = []
+        self._root: Unit | None = None
+
+    def set_last(self, is_last: bool, *, keeps_whole: bool) -> None:
+        """As `runtime.data.set_gradient_sync` does before each microbatch."""
+        for unit in self._units.values():
+            if keeps_whole or not unit.shards.is_sharded:
+                unit.reduces = is_last
+            elif unit.shards.is_replicated:
+                unit.reduces_replicas = is_last
+
+    def before_forward(self, fqn: str) -> None:
+        """`FSDPState._pre_forward`."""
+        unit = self._units[fqn]
+        if unit.hook is Doing.PRE_BACKWARD:
+            self._gathering.start(unit)
+            self._gathering.wait(unit)
+            return
+        unit.hook = Doing.FORWARD
+        if self._root is None:
+            self._root = unit
+        unit.doing = Doing.FORWARD
+        self._gathering.start(unit)
+        self._gathering.wait(unit)
+
+    def after_forward(self, fqn: str, *, in_backward: bool) -> None:
+        """`FSDPState._post_forward`; a forward that runs again in backward frees nothing."""
+        unit = self._units[fqn]
+        if unit.hook is Doing.PRE_BACKWARD:
+            return
+        if unit.shards.params:
+            if not in_backward:
+                self._gathering.reshard(unit)
+                unit.places.append(len(self._order))
+                self._order.append(unit)
+            unit.doing = Doing.IDLE
+        unit.hook = Doing.IDLE
+        if self._root is unit:
+            self._gathering.end_forward()
+            self._root = None
+
+    def before_backward(self, fqn: str) -> None:
+        """`FSDPState._pre_backward`, which also gathers what ran before it in forward."""
+        unit = self._units[fqn]
+        unit.hook = Doing.PRE_BACKWARD
+        if not unit.shards.params or unit.doing is Doing.PRE_BACKWARD:
+            return
+        unit.doing = Doing.PRE_BACKWARD
+        self._gathering.start(unit)
+        self._gathering.wait(unit)
+        if unit.places and (place := unit.places.pop()) > 0:
+            self._gathering.start(self._order[place - 1])
+
+    def has_gradient(self, fqn: str, param: str, storage: int) -> None:
+        """Autograd has computed the gradient of a parameter; it may add it to one that is there."""
+        unit = self._units[fqn]
+        if param in unit.grads:
+            self._writer.free(storage)
+        else:
+            unit.grads[param] = storage
+
+    def after_backward(self, fqn: str) -> None:
+        """`FSDPParamGroup.post_backward`: give back what is whole, reduce the gradients."""
+        unit = self._units[fqn]
+        if not unit.shards.params:
+            return
+        if unit.reduces and unit.was_gathered:
+            self._reduction.fill(unit)
+        unit.doing = Doing.POST_BACKWARD
+        self._reduction.add_up(unit)
+        if not unit.reduces:
+            self._gathering.reshard(unit)
+            self._reduction.widen(unit)
+            return
+        found = self._reduction.take(unit)
+        self._gathering.reshard(unit)
+        self._reduction.run(unit, found)
+
+    def end_of_backward(self, *, is_last: bool) -> None:
+        """`FSDPState._root_post_backward_final_callback`: what no gradient came to is done now."""
+        self._root = None
+        for unit in self._units.values():
+            if unit.shards.params and unit.doing is not Doing.POST_BACKWARD:
+                self.after_backward(unit.fqn)
+            unit.doing = unit.hook = Doing.IDLE
+            if is_last:
+                self._writer.free(unit.sending)
+                if unit.gathering is not None and unit.gathering >= 0:
+                    self._writer.free(unit.gathering)
+                unit.sending = unit.gathering = None
+                unit.places.clear()
+        if is_last:
+            self._order.clear()
+            self._reduction.end()
+
+    def forget_filled(self) -> None:
+        """The ranks have told each other which gradients there are."""
+        self._reduction.forget_filled(self._units.values())
+
+    def reduced(self) -> Mapping[str, int]:
+        """The storages of the gradients that the optimizer finds, by parameter."""
+        return {fqn: n for unit in self._units.values() for fqn, n in unit.reduced.items()}
+
+    def drop_gradients(self) -> None:
+        """`zero_grad(set_to_none=True)`."""
+        for unit in self._units.values():
+            self._writer.free_all(unit.reduced.values())
+            unit.reduced.clear()

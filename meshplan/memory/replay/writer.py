@@ -1,0 +1,130 @@
+"""Writes an event log: what wrappers make and free, between pieces of traced or told work."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from meshplan.memory.log import Event, EventLog, Storage, Term
+
+
+class Writer:
+    """An event log in the making."""
+
+    def __init__(self) -> None:
+        self._storages: list[Storage] = []
+        self._events: list[Event] = []
+        self._phases: list[str] = ["before"]
+        self._sizes: dict[int, int] = {}
+        self._holders: Counter[int] = Counter()
+
+    def begin(self, phase: str) -> None:
+        """Say which phase begins."""
+        if self._phases[-1] != phase:
+            self._phases.append(phase)
+
+    def make(self, size: int, term: Term, module: str = "", op: str = "") -> int:
+        """A storage of this many bytes, held once."""
+        number = len(self._storages)
+        self._storages.append(Storage(term, op, module, self._phases[-1]))
+        self.adopt(number, size)
+        if size:
+            self._events.append(Event(size, number, len(self._phases) - 1))
+        return number
+
+    def adopt(self, number: int, size: int, holders: int = 1) -> None:
+        """From now on the wrappers hold a storage that the work made."""
+        self._sizes[number] = size
+        self._holders[number] += holders
+
+    def hold(self, number: int) -> None:
+        """One more holds it."""
+        self._holders[number] += 1
+
+    def free(self, number: int | None) -> None:
+        """One holder lets go; the last one frees it."""
+        if number is None:
+            return
+        self._holders[number] -= 1
+        if self._holders[number] == 0:
+            size = self._sizes.pop(number)
+            if size:
+                self._events.append(Event(-size, number, len(self._phases) - 1))
+
+    def free_all(self, numbers: Iterable[int]) -> None:
+        """Of each, one holder lets go."""
+        for number in numbers:
+            self.free(number)
+
+    def log(self) -> EventLog:
+        """All of it."""
+        return EventLog(tuple(self._storages), tuple(self._events), tuple(self._phases))
+
+    def add_storages(self, storages: Sequence[Storage]) -> int:
+        """Room for storages of work; returns the number of the first."""
+        first = len(self._storages)
+        self._storages.extend(storages)
+        return first
+
+    def add_events(self, events: Sequence[Event], first: int, known: Mapping[int, int]) -> None:
+        """Events of work, all of one phase, whose storages begin at `first`."""
+        if not events:
+            return
+        now = len(self._phases) - 1
+        if not first and not known and events[0].phase == now:
+            self._events.extend(events)
+        else:
+            self._events.extend(Event(d, known.get(s, first + s), now) for d, s, _ in events)
+
+
+class Copy:
+    """One time that work is done: its events, with numbers of their own.
+
+    Args:
+        first_event: What comes before it is there already.
+        known: What is there already, by the number that the work gives it: inputs, buffers.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        log: EventLog,
+        first_event: int,
+        known: Mapping[int, int] | None = None,
+    ) -> None:
+        self._writer, self._log = writer, log
+        self._first = writer.add_storages(log.storages)
+        self._known = known or {}
+        self._at = first_event
+
+    def number(self, storage: int) -> int:
+        """What the written log calls a storage of the work."""
+        return self._known.get(storage, self._first + storage)
+
+    def be_there(self, before: Sequence[Event], times: Mapping[Term, int]) -> None:
+        """What is there before the work; of some terms, so many times as much."""
+        for delta, storage, phase in before:
+            many = times.get(self._log.storages[storage].term, 1)
+            event = Event(delta * many, storage, phase)
+            self._writer.add_events([event], self._first, self._known)
+
+    def until(self, event: int, *, enters: bool = False) -> None:
+        """Do the work up to this event, and enter the phase of the next one or not."""
+        events = self._log.events
+        at, self._at = self._at, max(self._at, event)
+        while at < event:
+            end = self._end_of_phase(at, event)
+            self._begin(at)
+            self._writer.add_events(events[at:end], self._first, self._known)
+            at = end
+        if enters:
+            self._begin(min(event, len(events) - 1))
+
+    def _begin(self, event: int) -> None:
+        self._writer.begin(self._log.phases[self._log.events[event].phase])
+
+    def _end_of_phase(self, at: int, event: int) -> int:
+        events = self._log.events
+        if events[event - 1].phase == events[at].phase:
+            return event
+        return next(n for n in range(at, event) if events[n].phase != events[at].phase)

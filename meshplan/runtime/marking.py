@@ -1,0 +1,192 @@
+"""Where FSDP2 would act in a step, noted while the model runs without it.
+
+Hooks stand where those of FSDP2 stand: before and after the forward of a unit, on the gradients of
+what it gives, and behind those of what it takes. They cast as a unit casts, and do nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshplan.assign import Unit
+from meshplan.memory.work import Mark, Moment
+from meshplan.runtime.ledger import Ledger
+from meshplan.runtime.private import (
+    at_end_of_backward,
+    tensors_with_gradient,
+    with_floats_as,
+    with_tensors_replaced,
+)
+
+
+class Marking:
+    """The marks of one microbatch, and the gradients that came with it.
+
+    Args:
+        params: The trainable parameters, by fqn.
+
+    Attributes:
+        gradients: The storage of each gradient, by fqn.
+        ready: The event before which it was there.
+        held: The gradients themselves: who reduces them decides how long they live.
+        settling: What it takes to lay a gradient as its parameter is.
+    """
+
+    def __init__(self, ledger: Ledger, params: Mapping[str, nn.Parameter]) -> None:
+        self._ledger, self._params = ledger, params
+        self._is_ending = False
+        self._units: list[_Unit] = []
+        self.marks: list[Mark] = []
+        self.gradients: dict[str, int] = {}
+        self.ready: dict[str, int] = {}
+        self.held: list[torch.Tensor] = []
+        self.settling: dict[str, tuple[tuple[int, int], ...]] = {}
+        for fqn, param in params.items():
+            param.register_post_accumulate_grad_hook(partial(self._note_ready, fqn))
+
+    def watch(self, module: nn.Module, unit: Unit, owned: Sequence[str]) -> None:
+        """Mark what the wrapper of a unit would do.
+
+        Args:
+            owned: The parameters that it would gather and reduce.
+        """
+        self._units.append(_Unit(module, unit, tuple(owned), self))
+
+    def clear(self) -> None:
+        """Forget what was noted, before another microbatch."""
+        self.marks, self.gradients, self.ready, self.held = [], {}, {}, []
+        self.settling = {}
+        for param in self._params.values():
+            param.grad = None
+
+    def note(self, moment: Moment, unit: str) -> None:
+        """A wrapper acts now."""
+        self.marks.append(Mark(self._ledger.num_events, moment, unit))
+
+    def take(self, fqns: tuple[str, ...]) -> None:
+        """The gradients of these parameters, as whoever reduces them takes them away."""
+        for fqn in fqns:
+            param = self._params.get(fqn)
+            if param is None or param.grad is None:  # Frozen, or not used.
+                continue
+            gradient, param.grad = param.grad, None
+            assert fqn not in self.gradients, "autograd adds up before it hands over"
+            self.gradients[fqn] = self._ledger.numbers_of(gradient)[0]
+            self.held.append(gradient)
+            self._settle(fqn, param, gradient)
+
+    def _note_ready(self, fqn: str, param: torch.Tensor) -> None:
+        self.ready[fqn] = self._ledger.num_events
+
+    def _settle(self, fqn: str, param: nn.Parameter, gradient: torch.Tensor) -> None:
+        """As FSDP2 lays a gradient like its parameter: what that takes is kept apart."""
+        if not isinstance(gradient, DTensor) or not isinstance(param, DTensor):
+            return
+        if gradient.placements == param.placements:
+            return
+        first = self._ledger.num_events
+        self.held.append(gradient.redistribute(placements=param.placements))
+        if events := self._ledger.cut(first):
+            self.settling[fqn] = tuple((event.delta, event.storage) for event in events)
+
+    def begin_backward(self) -> None:
+        """Some unit's backward begins: its end will be marked."""
+        if not self._is_ending:
+            self._is_ending = True
+            at_end_of_backward(self._end)
+
+    def finish(self) -> None:
+        """The microbatch is done: the gradients that no unit has taken."""
+        self.take(tuple(self._params))
+
+    def _end(self) -> None:
+        self._is_ending = False
+        self.note(Moment.END_OF_BACKWARD, "")
+        for unit in self._units:
+            unit.is_in_backward = False
+
+
+class _Unit:
+    """The hooks of one unit.
+
+    Attributes:
+        is_in_backward: A gradient has come to what it gives, in this backward.
+    """
+
+    def __init__(
+        self, module: nn.Module, unit: Unit, owned: tuple[str, ...], marking: Marking
+    ) -> None:
+        self.is_in_backward = False
+        self._fqn, self._owned, self._marking = unit.fqn, owned, marking
+        precision = unit.precision
+        self._taken = _dtype(precision.param) if unit.casts_inputs else None
+        self._given = _dtype(precision.output)
+        module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._after)
+
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.is_in_backward:  # Its forward runs again: gathered first, cast then.
+            self._marking.note(Moment.BEFORE_FORWARD, self._fqn)
+            return self._cast(args, kwargs)
+        args, kwargs = self._cast(args, kwargs)
+        self._marking.note(Moment.BEFORE_FORWARD, self._fqn)
+        taken = tensors_with_gradient((args, kwargs)) if torch.is_grad_enabled() else ()
+        if not taken or not self._owned:
+            return args, kwargs
+        passed = _AfterBackward.apply(self._end_backward, *taken)
+        out: tuple[tuple[Any, ...], dict[str, Any]]
+        out = with_tensors_replaced((args, kwargs), passed)
+        return out
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._marking.note(Moment.AFTER_FORWARD, self._fqn)
+        if not self.is_in_backward and torch.is_grad_enabled():
+            for tensor in tensors_with_gradient(output):
+                tensor.register_hook(self._begin_backward)
+        return output if self._given is None else with_floats_as(output, self._given)
+
+    def _cast(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._taken is None:
+            return args, kwargs
+        return with_floats_as(args, self._taken), with_floats_as(kwargs, self._taken)
+
+    def _begin_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.is_in_backward = True
+        self._marking.begin_backward()
+        self._marking.note(Moment.BEFORE_BACKWARD, self._fqn)
+        return gradient
+
+    def _end_backward(self) -> None:
+        self._marking.note(Moment.AFTER_BACKWARD, self._fqn)
+        self._marking.take(self._owned)
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Passes what a unit takes, and tells when the gradients of all of it are there."""
+
+    @staticmethod
+    def forward(call: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.call = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        ctx.call()
+        return (None, *gradients)
+
+
+def _dtype(word: str | None) -> torch.dtype | None:
+    return getattr(torch, word) if word else None

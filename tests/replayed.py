@@ -1,0 +1,116 @@
+"""One training step composed from one traced microbatch, and the same step traced whole."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from meshplan.memory import EventLog
+from meshplan.memory.log import Storage
+from meshplan.memory.replay import replay
+from meshplan.memory.work import Work
+from meshplan.mesh import DATA_AXES
+from meshplan.plan import Plan, make_plan
+from meshplan.reader import load_spec
+from meshplan.runtime.batch import chunk, mapped
+from meshplan.runtime.blocks import trace_work
+from meshplan.runtime.imagine import imagine_step
+from meshplan.runtime.record import record
+from meshplan.runtime.rehearse import rehearser
+from meshplan.runtime.trace import graph_of
+from tests import exact, models
+
+Figures = tuple[list[int], Mapping[str, tuple[int, int]]]
+
+
+def decided(model_name: str, plan: Mapping[str, Any], world: int) -> tuple[Any, Plan, Any]:
+    """(the model, its plan, one rank's inputs and targets of a step)."""
+    model, spec = models.build(model_name), load_spec(dict(plan))
+    inputs, targets = models.batch(model_name, 0)
+    example = inputs if isinstance(inputs, dict) else (inputs,)
+    flow = record(model, example) if spec.reads_flow else None
+    rehearse = rehearser(model, example) if spec.reads_flow else None
+    found = make_plan(spec, graph_of(model, flow), world_size=world, rehearse=rehearse)
+    ranks = found.mesh.size(*DATA_AXES)
+    batch = mapped((inputs, targets), lambda t: chunk(t, ranks, "data ranks")[0])
+    cp = found.mesh.size("cp")
+    batch = mapped(batch, lambda t: t.chunk(cp, 1)[0].clone() if t.ndim > 1 else t)
+    return model, found, batch
+
+
+def is_uniform(plan: Plan) -> bool:
+    """Whether all parameters are of one class, so that the optimizer takes them together."""
+    placed = [p for p in plan.assignment.tensors.values() if not p.info.is_buffer]
+    in_units = plan.assignment.wrapper == "units"
+    return len({(in_units and p.unit is not None) or bool(p.stored.axes) for p in placed}) == 1
+
+
+def work_of(model: Any, plan: Plan, batch: Any, rank: int) -> Work:
+    """Traced from one microbatch with memory of its own."""
+
+    def first(tensor: torch.Tensor) -> torch.Tensor:
+        return chunk(tensor, plan.accumulate, "microbatches")[0].clone()
+
+    return trace_work(model, plan, *mapped(batch, first), models.loss, rank)
+
+
+def figures(log: EventLog) -> Figures:
+    """(live bytes at each turn from growing to shrinking or back, most bytes of each phase).
+
+    What DeviceMesh takes on the host to find itself in a list of ranks is no memory of a device.
+    """
+    kept = [e for e in log.events if not _is_on_host(log.storages[e.storage])]
+    turns, live, grows = [], 0, True
+    for delta, _, phase in kept:
+        if phase and (delta > 0) != grows:
+            turns.append(live)
+            grows = delta > 0
+        live += delta
+    return [*turns, live], EventLog(log.storages, tuple(kept), log.phases).by_phase
+
+
+def _is_on_host(storage: Storage) -> bool:
+    return not storage.module and storage.op in ("aten.eq.Scalar", "aten.nonzero.default")
+
+
+def both(
+    model_name: str, plan: Mapping[str, Any], how: str, world: int, rank: int
+) -> tuple[Figures, Figures] | str:
+    """(traced whole, composed), in a process without a group; or what was raised."""
+    warnings.simplefilter("ignore")
+    try:
+        model, found, batch = decided(model_name, plan, world)
+        whole = imagine_step(
+            model, found, *batch, models.loss, lambda m: exact.optimizer(m, how), rank
+        )
+        work = work_of(model, found, batch, rank)
+        composed = replay(work, found, how, rank=rank, foreach=is_uniform(found))
+        return figures(whole), figures(composed)
+    except Exception:
+        return traceback.format_exc()
+
+
+def with_mistakes(
+    model_name: str, plan: Mapping[str, Any], world: int, mistakes: Mapping[str, Callable[[], Any]]
+) -> tuple[Figures, dict[str, Figures]] | str:
+    """(composed, composed with each mistake): each puts something wrong and returns what mends."""
+    warnings.simplefilter("ignore")
+    try:
+        model, found, batch = decided(model_name, plan, world)
+        work = work_of(model, found, batch, 0)
+        right = figures(replay(work, found, "adamw"))
+        wrong = {}
+        for name, make in mistakes.items():
+            mend = make()
+            try:
+                wrong[name] = figures(replay(work, found, "adamw"))
+            finally:
+                mend()
+        assert figures(replay(work, found, "adamw")) == right
+        return right, wrong
+    except Exception:
+        return traceback.format_exc()

@@ -1,0 +1,130 @@
+"""A step composed from one traced microbatch has the bytes of the step traced whole.
+
+`test_memory_exact` proves that the whole trace has the bytes of real processes. Which seeded bug
+would this catch? Any rule of a wrapper that is left out, comes early or late, or pads otherwise:
+`test_a_mistake_shows` makes such mistakes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace as changed
+from typing import Any
+
+import pytest
+
+from meshplan.memory.replay import gather, optimizer, reduction, shards, units
+from tests import replayed
+from tests.test_memory_exact import CASES, FULL
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[ProcessPoolExecutor]:
+    """A process that is in no group."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
+        yield executor
+
+
+NOT_YET = tuple(case for case in CASES if case.startswith("stages")) + ("full_shard, clipped",)
+DEFAULT = (
+    "full_shard, bf16", "full_shard of odd sizes", "zero1, accumulated",
+    "hybrid_shard, accumulated, bf16", "ddp, accumulated", "tp x full_shard, sequence",
+)  # fmt: skip
+"""One of each kind; the others are of the wide run."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case in DEFAULT else [pytest.mark.wide])
+        for case in CASES
+        if case not in NOT_YET
+    ],
+)
+def test_the_composed_step_is_the_traced_step(apart: ProcessPoolExecutor, case: str) -> None:
+    model, world, plan, *rest = CASES[case]
+    how = rest[0] if rest else "adamw"
+    ranks = (world - 1,) if case in DEFAULT else (0, world - 1)
+    for rank in ranks:
+        answer = apart.submit(replayed.both, model, plan, how, world, rank).result()
+        assert isinstance(answer, tuple), answer
+        whole, composed = answer
+        assert composed == whole
+
+
+def _instead(owner: Any, name: str, wrong: Any) -> Callable[[], None]:
+    right = getattr(owner, name)
+    setattr(owner, name, wrong)
+    return lambda: setattr(owner, name, right)
+
+
+def _keep_last_gathered() -> Callable[[], None]:
+    return _instead(gather.Gathering, "end_forward", lambda self: setattr(self, "last", None))
+
+
+def _free_before_copying_out() -> Callable[[], None]:
+    wait = gather.Gathering.wait
+
+    def early(self: gather.Gathering, unit: Any) -> None:
+        self.end_forward()
+        wait(self, unit)
+
+    return _instead(gather.Gathering, "wait", early)
+
+
+def _gather_without_padding() -> Callable[[], None]:
+    make = shards._shard
+
+    def exact(*args: Any) -> shards.Shard:
+        out = make(*args)
+        return changed(out, padded_numel=out.grad_numel)
+
+    return _instead(shards, "_shard", exact)
+
+
+def _reduce_late() -> Callable[[], None]:
+    return _instead(reduction.Reduction, "end", lambda self: None)
+
+
+def _do_not_prefetch() -> Callable[[], None]:
+    before = units.Units.before_backward
+
+    def alone(self: units.Units, fqn: str) -> None:
+        self._units[fqn].places.clear()
+        before(self, fqn)
+
+    return _instead(units.Units, "before_backward", alone)
+
+
+def _take_parameters_alone() -> Callable[[], None]:
+    return _instead(optimizer, "_together", optimizer._alone)
+
+
+def _let_go_of_the_last_gradient() -> Callable[[], None]:
+    lay = reduction.Reduction._lay
+
+    def all_of_it(self: reduction.Reduction, *args: Any) -> tuple[list[int], list[int]]:
+        laid, kept = lay(self, *args)
+        return laid + kept, []
+
+    return _instead(reduction.Reduction, "_lay", all_of_it)
+
+
+MISTAKES = {
+    make.__name__: make
+    for make in (
+        _keep_last_gathered, _free_before_copying_out, _gather_without_padding, _reduce_late,
+        _do_not_prefetch, _take_parameters_alone, _let_go_of_the_last_gradient,
+    )
+}  # fmt: skip
+
+
+def test_a_mistake_shows(apart: ProcessPoolExecutor) -> None:
+    """Each is seen in the figures of a model with odd sizes."""
+    plan = FULL | {"rules": [{"match": "head", "unit": True}]}
+    answer = apart.submit(replayed.with_mistakes, "odd", plan, 4, MISTAKES).result()
+    assert isinstance(answer, tuple), answer
+    right, wrong = answer
+    assert {name for name, seen in wrong.items() if seen == right} == set()
