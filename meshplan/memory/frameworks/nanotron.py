@@ -18,7 +18,7 @@ from typing import Final
 from meshplan.memory.log import Term
 from meshplan.memory.rows import Writer
 from meshplan.memory.shape import Shape
-from meshplan.memory.tape import Grad, Row, Tape
+from meshplan.memory.tape import Grad, Tape
 
 _BF16: Final = 2
 _FP32: Final = 4
@@ -38,13 +38,19 @@ class Stage:
     first: bool
     last: bool
 
-    def parameters(self, shape: Shape, tp: int) -> int:
-        """Elements that one of tp ranks holds; norms are on all of them."""
-        hidden = shape.hidden
-        matrices = hidden * (2 * shape.q_width + 2 * shape.kv_width + 3 * shape.mlp)
-        ends = self.first + self.last - (shape.tied and self.first and self.last)
-        count = self.layers * (matrices // tp + 2 * hidden)
-        return count + ends * shape.vocab * hidden // tp + self.last * hidden
+    def parameters(self, shape: Shape, tp: int) -> list[int]:
+        """Elements of each that one of tp ranks holds; norms are on all of them."""
+        hidden, table = shape.hidden, shape.vocab * shape.hidden // tp
+        block = [
+            hidden,
+            hidden * (shape.q_width + 2 * shape.kv_width) // tp,
+            shape.q_width * hidden // tp,
+            hidden,
+            2 * shape.mlp * hidden // tp,
+            shape.mlp * hidden // tp,
+        ]
+        head = [hidden] if shape.tied and self.first else [hidden, table]
+        return [table] * self.first + block * self.layers + head * self.last
 
 
 def stages(shape: Shape, pp: int) -> tuple[Stage, ...]:
@@ -90,16 +96,13 @@ def tape_of(shape: Shape, stage: Stage, batch: int, seq_len: int, tp: int) -> Ta
     tape.loss_start = len(tape.rows)
     # Its backward turns the probabilities into the gradient where they lie.
     softmax = w.row("sharded_cross_entropy", (wide,), w.size(wide), grads=(Grad(wide, 0),))
-    loss = w.row("loss", (softmax, ids), _FP32, keeps=(softmax,), grads=(Grad(softmax, w.size(wide)),))
+    w.row("loss", (softmax, ids), _FP32, keeps=(softmax,), grads=(Grad(softmax, w.size(wide)),))
     w.touch(wide)
     return tape
 
 
 def _embedding(w: Writer, shape: Shape, ids: int, tp: int) -> int:
     x = w.embedding(ids, shape.vocab // tp, shape.hidden, "token_embedding")
-    if tp > 1:
-        size = w.size(x)
-        x = w.row("index_put_", (x,), 0, grads=(Grad(x, size),)) if False else x
     return w.reduce_scatter(x, tp)
 
 
@@ -151,39 +154,17 @@ def _attention(w: Writer, shape: Shape, x: int, batch: int, tp: int) -> int:
     fused = _column(w, x, shape.hidden, q_size + 2 * kv_size, "qkv_proj", tp)
     tokens = w.size(fused) // ((q_size + 2 * kv_size) * _BF16)
     one, two = tokens * q_size * _BF16, 2 * tokens * kv_size * _BF16
-    copied = w.row("permute_contiguous", (fused,), w.size(fused), grads=(Grad(fused, w.size(fused)),))
+    copied = w.row(
+        "permute_contiguous", (fused,), w.size(fused), grads=(Grad(fused, w.size(fused)),)
+    )
     q, kv = w.chunk(copied, one, two)
     joined = w.row("cat", (kv,), two, grads=(Grad(kv, 0),))
     pair = w.row("permute_contiguous", (joined,), two, grads=(Grad(joined, 0),))
-    turned = w.row("rotary_", (q,), 0, grads=(Grad(q, 0),)) if False else q
     k, v = w.chunk(pair, two // 2, two // 2)
     w.touch(copied)
     scratch = one * _FP32 // _BF16
-    out = w.attention(turned, k, v, shape.heads // tp, shape.head_dim, takes_back=scratch)
+    # Rotated in place, queries keep the whole copy alive.
+    out = w.attention(q, k, v, shape.heads // tp, shape.head_dim, takes_back=scratch)
     result = _row(w, out, q_size, shape.hidden, "o_proj", tp)
-    w.touch(fused, turned, pair)
+    w.touch(fused, pair)
     return result
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class States:
-    """Bytes of one rank that are there between steps."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    buckets: int
-    gathered: int
-
-
-def states(shape: Shape, stage: Stage, batch: int, seq_len: int, *, tp: int, dp: int, zero: int) -> States:
-    count = stage.parameters(shape, tp)
-    cut = dp if zero else 1
-    whole = batch * seq_len * shape.hidden * _BF16
-    return States(
-        parameters=_BF16 * count,
-        gradients=_FP32 * count,
-        optimizer=3 * _FP32 * count // cut,
-        buckets=_BF16 * count if dp > 1 and not zero else 0,
-        gathered=2 * whole if tp > 1 else 0,
-    )
