@@ -253,11 +253,14 @@ class Writer:
 
     # Loss
 
-    def cross_entropy(self, logits: int, ids: int, element_bytes: int) -> int:
+    def cross_entropy(
+        self, logits: int, ids: int, element_bytes: int, *, holds: bool = False
+    ) -> int:
         """The mean over tokens, of logits that are cast to fp32 first.
 
         Args:
             element_bytes: Of the logits' dtype.
+            holds: Whether the training loop holds what is cast through backward.
         """
         ratio = _FP32 / element_bytes
         wide = self.cast(logits, ratio)
@@ -270,6 +273,8 @@ class Writer:
             grads=(Grad(probabilities, size),),
         )  # fmt: skip
         self.tape.touch(wide)
+        if holds:
+            self.tape.hold(wide, outlives=True)
         return loss
 
     def recomputed(self, start: int, *, keeps_chosen: bool = False) -> None:

@@ -95,6 +95,7 @@ class Tape:
             where the training loop lets go of it, before backward.
         units: (fqn, first row, row after the last) of every unit, the root apart.
         loss_start: The first row of the loss; its last row makes the loss itself.
+        outlive: Of the values that the training loop holds, those it holds through backward.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -105,6 +106,7 @@ class Tape:
     spans: list[Span] = field(default_factory=list)
     units: list[tuple[str, int, int]] = field(default_factory=list)
     loss_start: int = -1
+    outlive: set[int] = field(default_factory=set)
 
     def value(self, nbytes: int, of: int | None = None) -> int:
         """A new value; `of` names the one that it is a view of."""
@@ -127,9 +129,11 @@ class Tape:
         base = self.base[value]
         self.last_use[base] = max(self.last_use[base], len(self.rows) - 1)
 
-    def hold(self, value: int) -> None:
-        """The training loop holds the value until the last row has run."""
+    def hold(self, value: int, *, outlives: bool = False) -> None:
+        """The training loop holds the value until the last row has run, or backward has."""
         self.last_use[self.base[value]] = len(self.rows)
+        if outlives:
+            self.outlive.add(self.base[value])
 
 
 def play(tape: Tape, *, sums_in_place: bool = False) -> Work:
@@ -186,13 +190,16 @@ class _Player:
         self._begin_backward()
         for span in reversed(spans):
             self._backward(span)
-        self._mark(Moment.AFTER_BACKWARD, "")
+        for value in tape.outlive:
+            self._drop(self._env.pop(value))
+        self._mark(Moment.END_OF_BACKWARD, "")
         assert not self._grads, "a gradient reached no operation"
         terms = settle(
             self._storages, self._events, _PHASES, sent=self._sent, num_before=num_before
         )
         log = EventLog(terms, tuple(self._events), _PHASES)
-        return Work(log, tuple(self._marks), self._gradients)
+        loss = self._env[tape.rows[-1].makes[0]]
+        return Work(log, tuple(self._marks), self._gradients, losses=(loss,))
 
     # Memory
 
@@ -243,7 +250,8 @@ class _Player:
             elif not span.recompute:
                 self._keep(number, self._env)
             for value in self._dying[number]:
-                self._drop(self._env.pop(value))
+                if number < len(tape.rows) - 1 or value not in row.makes:
+                    self._drop(self._env.pop(value))
             if number in self._ends:
                 self._mark(Moment.AFTER_FORWARD, self._ends[number])
 
@@ -278,7 +286,8 @@ class _Player:
         loss = self._tape.rows[-1].makes[0]
         self._phase = _BACKWARD
         for value in self._dying[len(self._tape.rows)]:
-            self._drop(self._env.pop(value))
+            if value not in self._tape.outlive:
+                self._drop(self._env.pop(value))
         self._grads[loss] = self._born(self._tape.nbytes[loss], self._tape.rows[-1])
 
     def _backward(self, span: Span) -> None:
@@ -314,8 +323,8 @@ class _Player:
                     self._drop(env.pop(value))
         for storage in env.values():
             self._drop(storage)
-        for number in range(last + 1, span.end):
-            self._kept[number] = []
+        for number in range(last, span.end):
+            self._kept.setdefault(number, [])
             for value in rows[number].makes:
                 if value in self._cached:
                     self._drop(self._cached.pop(value))

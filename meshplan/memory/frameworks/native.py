@@ -1,0 +1,124 @@
+"""FSDP2 and DTensor as published PyTorch runs used them, and what their allocator came to hold.
+
+Source: pytorch/torchtitan, models/llama3/infra/parallelize.py and train.py; KempnerForge,
+distributed/parallel.py; torch 2.6, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (the
+streams of all-gather and reduce-scatter).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from meshplan.blueprint import from_mapping
+from meshplan.memory.frameworks.settle import settled
+from meshplan.memory.frameworks.torchtitan import Training, tape_of
+from meshplan.memory.log import EventLog, Term
+from meshplan.memory.replay import replay
+from meshplan.memory.replay.shards import unit_shards
+from meshplan.memory.shape import shape_of
+from meshplan.memory.tape import play
+from meshplan.plan import Plan, make_plan
+from meshplan.reader import load_spec
+
+_GATHER_STREAM: Final = 1
+_REDUCE_STREAM: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """How one framework, of one time, sets FSDP2 and the loop up.
+
+    Args:
+        what: Framework and version.
+        last_stays: Whether the last block stays gathered after forward.
+        ends_apart: Whether embedding and head are units of their own.
+        holds_logits: Whether the loop holds fp32 logits through backward.
+        cuts_loss: Whether logits stay cut over tp.
+        is_pure: Whether parameters and states are bf16.
+        sums_whole: Whether microbatches but the last are not reduced.
+        expandable: Whether the allocator's segments expand.
+    """
+
+    what: str
+    last_stays: bool = False
+    ends_apart: bool = False
+    holds_logits: bool = False
+    cuts_loss: bool = True
+    is_pure: bool = False
+    sums_whole: bool = False
+    expandable: bool = False
+
+
+TITAN_2024_04: Final = Profile(
+    what="torchtitan, spring 2024 (FSDP2's pull request)",
+    last_stays=True,
+    holds_logits=True,
+    cuts_loss=False,
+)
+TITAN_2024_12: Final = Profile(what="torchtitan, December 2024", last_stays=True)
+TITAN_2025_10: Final = Profile(what="torchtitan, October 2025", ends_apart=True, expandable=True)
+KEMPNER: Final = Profile(
+    what="KempnerForge 5666d0d", cuts_loss=False, is_pure=True, sums_whole=True
+)
+TORCHTUNE: Final = Profile(what="torchtune 2025-01, one device", is_pure=True)
+
+
+def log_of(
+    config: Mapping[str, Any],
+    mesh: Mapping[str, int],
+    how: Training,
+    profile: Profile,
+    *,
+    accumulate: int = 1,
+) -> EventLog:
+    """Two steps of the first rank.
+
+    Args:
+        config: Of a decoder of Llama's shape.
+        mesh: Sizes of dp_replicate, dp_shard and tp.
+    """
+    how = replace(how, holds_logits=profile.holds_logits, cuts_loss=profile.cuts_loss)
+    plan = _plan(config, mesh, profile, accumulate)
+    work = play(tape_of(shape_of(plan.graph), how), sums_in_place=True)
+    # Fused Adam takes nothing for itself.
+    log = replay(work, plan, "adamw", foreach=False)
+    streams: dict[tuple[Term, int], int] = {}
+    for unit in unit_shards(plan.assignment, plan.graph, 0):
+        streams[Term.COMMUNICATION, unit.gathered_bytes] = _GATHER_STREAM
+        if unit.cast_bytes:
+            streams[Term.TEMPORARIES, unit.cast_bytes // unit.num_ranks] = _GATHER_STREAM
+        numel = sum(param.padded_numel for param in unit.trained) // unit.num_ranks
+        streams[Term.GRADIENTS, numel * unit.reduce_itemsize] = _REDUCE_STREAM
+    return settled(log, streams)
+
+
+def _plan(
+    config: Mapping[str, Any], mesh: Mapping[str, int], profile: Profile, accumulate: int
+) -> Plan:
+    spec: dict[str, Any] = {"version": 1, "mesh": dict(mesh), "rules": []}
+    spec["precision"] = "bf16-mixed"
+    is_alone = mesh.get("tp", 1) == 1 and mesh.get("dp_shard", 1) > 1
+    sums_whole = profile.sums_whole and accumulate > 1 and is_alone
+    if profile.is_pure:
+        # What waits for the last microbatch waits in the dtype that it was computed in.
+        reduced = "bfloat16" if sums_whole else "float32"
+        spec["precision"] = {"param": "bfloat16", "reduce": reduced, "master": "bfloat16"}
+    if mesh.get("tp", 1) > 1:
+        spec["tp_plan"] = "hf"
+    if profile.ends_apart:
+        spec["rules"] += [{"match": n, "unit": True} for n in ("model.embed_tokens", "lm_head")]
+    if profile.last_stays:
+        last = f"model.layers.{config['num_hidden_layers'] - 1}"
+        spec["rules"].append({"match": last, "reshard_after_forward": False})
+    if accumulate > 1:
+        spec["batch"] = {"accumulate": accumulate}
+    world = 1
+    for size in mesh.values():
+        world *= size
+    plan = make_plan(load_spec(spec), from_mapping(config), world_size=world)
+    if sums_whole:
+        strategy = replace(plan.assignment.strategy, cuts=frozenset({"parameter"}))
+        plan = replace(plan, assignment=replace(plan.assignment, strategy=strategy))
+    return plan

@@ -1,0 +1,190 @@
+"""Published runs, predicted: the very figure that each row names, and whether it fits.
+
+    python -m tests.bench.published FILE.jsonl --json OUT [--jobs 2]
+
+Each row is mapped to a plan by its fields (`mapping`); profiles of frameworks are in
+`meshplan.memory.frameworks`, with their sources, and nothing is fitted to a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from meshplan.errors import MeshplanError
+from meshplan.memory.allocator import OutOfMemoryError, Reserve, reserve
+from meshplan.memory.frameworks import native
+from meshplan.memory.frameworks.nanotron_job import Job, Late, log_of
+from meshplan.memory.log import EventLog
+from meshplan.memory.shape import Shape
+from tests.bench.mapping import Nanotron, Row, SkipError, case_of, metric_of, usable_gib
+
+GIB: Final = 2**30
+OUTSIDE: Final = 2.0
+"""GiB that the context and NCCL's buffers take at most. Source: MEMORY of published runs: context
+0.5 GiB, 0.5 to 0.7 GB a communicator."""
+WORKSPACES: Final = 0.07
+"""GiB of cuBLAS workspaces in native runs, forward's thread and backward's.
+Source: torch, aten/cuda/CublasHandlePool.cpp, 32 MiB each on Hopper."""
+SPREAD: Final = {"eager": 0.03, "compiled": 0.08, "nanotron": 0.04}
+"""Half a band, as a share. [Empirical] of the rows that the profiles were made with."""
+
+BEHIND: Final[Mapping[tuple[int, int], float]] = {
+    (1, 2): 0.1, (1, 4): 0.4, (1, 8): 0.4, (1, 16): 0.45, (1, 32): 0.45,
+    (2, 2): 0.4, (2, 4): 0.1, (2, 8): 0.05, (2, 16): 0.05, (2, 32): 0.05,
+    (4, 2): 0.9, (4, 4): 0.6, (4, 8): 0.6, (4, 16): 0.5, (4, 32): 0.15,
+}  # fmt: skip
+"""By (pp up to 4, tp): how far a nanotron job is between a device that keeps up with the process
+and one that lags by a microbatch, once it has run longer than the pipeline is deep.
+[Empirical] medians over its published grid; the band covers both ends."""
+
+
+def predict(row: Row) -> dict[str, Any]:
+    """One row of the answer."""
+    out: dict[str, Any] = {"id": row.get("id"), "group": row.get("group")}
+    out |= {"predicted_bytes": None, "band": None, "fits": None, "skipped": None}
+    try:
+        kind, usable, case = metric_of(row), usable_gib(row), case_of(row)
+        room = int((usable - OUTSIDE) * GIB)
+        if isinstance(case, Nanotron):
+            figure, band, least = _nanotron(case, kind, room)
+        else:
+            figure, band, least = _native(row, case, kind, room)
+    except SkipError as error:
+        return out | {"skipped": str(error)}
+    except (MeshplanError, KeyError, TypeError, ValueError) as error:
+        return out | {"skipped": f"{type(error).__name__}: {error}"}
+    return out | {
+        "predicted_bytes": round(figure * GIB),
+        "band": [round(edge * GIB) for edge in band],
+        "fits": bool(least <= usable - OUTSIDE),
+        "metric": kind,
+    }
+
+
+def _nanotron(case: Nanotron, kind: str, room: int) -> tuple[float, tuple[float, float], float]:
+    """(figure, band, most allocated) in GiB."""
+    job = case.job
+    least = _held(case.shape, job, Late.NEVER, room)
+    low = _figure(least, kind)
+    if job.tp == 1 or kind != "reserved":
+        figure, high = low, low
+    else:
+        high = max(low, _figure(_held(case.shape, job, Late.NEXT, room), kind))
+        share = BEHIND.get((min(job.pp, 4) if job.pp != 3 else 2, job.tp), 0.3)
+        if job.accumulate <= job.pp:
+            share = min(share, 0.1)
+        elif job.accumulate < 4 * job.pp and job.pp > 2:
+            share /= 2
+        figure = low + share * (high - low)
+    edge = SPREAD["nanotron"]
+    return figure, (low * (1 - edge), high * (1 + edge)), least.allocated_bytes / GIB * (1 + edge)
+
+
+@cache
+def _held(shape: Shape, job: Job, late: Late, room: int) -> Reserve:
+    return _reserve(log_of(shape, job, late), room)
+
+
+def _native(row: Row, case: Any, kind: str, room: int) -> tuple[float, tuple[float, float], float]:
+    """(figure, band, most allocated) in GiB."""
+    log = native.log_of(case.config, case.mesh, case.how, case.profile, accumulate=case.accumulate)
+    held = _reserve(log, room, expandable=case.profile.expandable)
+    figure = _figure(held, kind) + WORKSPACES
+    edge = SPREAD["compiled" if case.how.is_compiled or row["training"].get("float8") else "eager"]
+    band = (figure * (1 - edge), figure * (1 + edge))
+    return figure, band, held.allocated_bytes / GIB * (1 + edge)
+
+
+def _reserve(log: EventLog, room: int, *, expandable: bool = False) -> Reserve:
+    """On a device of this size, or of any where it does not fit."""
+    try:
+        return reserve(log, limit_bytes=room, expandable=expandable)
+    except OutOfMemoryError:
+        return reserve(log, expandable=expandable)
+
+
+def _figure(held: Reserve, kind: str) -> float:
+    return (held.reserved_bytes if kind == "reserved" else held.allocated_bytes) / GIB
+
+
+def measured_gib(row: Row, kind: str) -> float | None:
+    """The figure of the row, if it has one."""
+    return row["measured"].get("peak_mem_gib")
+
+
+def summary(rows: Sequence[Row], answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Per group and in all."""
+    groups: dict[str, list[tuple[Row, Mapping[str, Any]]]] = defaultdict(list)
+    for row, answer in zip(rows, answers, strict=True):
+        groups["all"].append((row, answer))
+        groups[str(row.get("group"))].append((row, answer))
+        if answer["skipped"] is None:
+            groups["native" if "metric" in answer and not _is_nano(row) else "nanotron"].append(
+                (row, answer)
+            )
+    return {name: _of_group(members) for name, members in groups.items()}
+
+
+def _is_nano(row: Row) -> bool:
+    return "tp_mode" in row["parallel"]
+
+
+def _of_group(members: Iterable[tuple[Row, Mapping[str, Any]]]) -> dict[str, Any]:
+    errors, scored, skipped, false_fits, false_refusals = [], 0, defaultdict(int), 0, 0
+    for row, answer in members:
+        if answer["skipped"] is not None:
+            skipped[answer["skipped"]] += 1
+            continue
+        scored += 1
+        real = row["measured"].get("peak_mem_gib")
+        if real:
+            errors.append(abs(answer["predicted_bytes"] / GIB / real - 1))
+        did_fit = row["measured"].get("fits")
+        false_fits += bool(answer["fits"] and did_fit is False)
+        false_refusals += bool(not answer["fits"] and did_fit)
+    errors.sort()
+    return {
+        "scored": scored,
+        "skipped": sum(skipped.values()),
+        "reasons": dict(sorted(skipped.items(), key=lambda each: -each[1])),
+        "with_figure": len(errors),
+        "median": statistics.median(errors) if errors else None,
+        "p90": errors[min(len(errors) - 1, int(0.9 * len(errors)))] if errors else None,
+        "false_fits": false_fits,
+        "false_refusals": false_refusals,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args(arguments)
+    rows = [json.loads(line) for line in options.file.read_text().splitlines() if line.strip()]
+    with ProcessPoolExecutor(options.jobs) as pool:
+        answers = list(pool.map(predict, rows, chunksize=20))
+    told = summary(rows, answers)
+    time_rows = [{"id": a["id"], "predicted_tokens_per_s_per_gpu": None,
+                  "skipped": "comes with the planner"} for a in answers]  # fmt: skip
+    answer = {"memory": {"rows": answers, "summary": told}, "time": {"rows": time_rows}}
+    options.json.write_text(json.dumps(answer, indent=1))
+    print(f"{'group':28} {'scored':>7} {'skipped':>7} {'figures':>7} {'median':>7} {'p90':>7}"
+          f" {'false fits':>10} {'refusals':>8}")  # fmt: skip
+    for name, g in told.items():
+        median, p90 = (f"{x:.1%}" if x is not None else "-" for x in (g["median"], g["p90"]))
+        print(f"{name:28} {g['scored']:7} {g['skipped']:7} {g['with_figure']:7} {median:>7}"
+              f" {p90:>7} {g['false_fits']:10} {g['false_refusals']:8}")  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
