@@ -98,6 +98,7 @@ def imagine_step(
             for world in worlds:
                 stack.enter_context(world)
             behaviour = stack.enter_context(behaving_as(device))
+            stack.enter_context(heard_by(shadows.hear))
             batch, goals = mapped(inputs, fake), mapped(targets, fake)
             wrapped = apply_plan(twin, plan, mesh, Values())
             applied(wrapped).is_tested = True
