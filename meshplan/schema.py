@@ -16,6 +16,7 @@ from meshplan.errors import Origin, SpecError
 from meshplan.graph import DTYPE_BYTES
 from meshplan.hardware import find_device
 from meshplan.mesh import AXES
+from meshplan.optimizers import SHAPED_STATES
 from meshplan.rules import (
     RULE_KEYS,
     activation_checkpointing,
@@ -342,7 +343,7 @@ _PLAN: Final[Mapping[str, Decoder]] = {
     "compile": boolean,
     "ddp": _ddp,
     "clip_grad_norm": _positive,
-    "optimizer": choice(OPTIMIZER_STATES.keys(), "an optimizer"),
+    "optimizer": choice((*OPTIMIZER_STATES, *SHAPED_STATES), "an optimizer"),
     "solve": _solve,
     "rules": _rules,
 }

@@ -20,7 +20,7 @@ LEVELS = [
     line.split()
     for line in """
         version errors units
-        mesh hardware recipes schedules
+        mesh hardware recipes schedules optimizers
         layout flow spec styles heads
         rehearsal
         graph dims relay

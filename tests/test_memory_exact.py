@@ -45,6 +45,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any]] | tuple[str, int, dict[str, Any
     "full_shard": ("own_llama", 4, FULL),
     "full_shard, sgd": ("gpt2", 4, FULL, "sgd"),
     "full_shard, rmsprop": ("vit", 2, FULL, "rmsprop"),
+    "ddp, adafactor": ("resnet", 2, DDP, "adafactor"),
+    "full_shard, muon": ("own_llama", 2, FULL, "muon"),
+    "zero1, muon": ("own_llama", 2, {"version": 1, "strategy": "zero1"}, "muon"),
+    "ddp, muon": ("bert", 2, DDP, "muon"),
     "full_shard, bf16": ("hf_llama", 4, FULL | BF16),
     "full_shard, all in bf16": ("own_llama", 4, FULL | {"precision": "bf16-true"}),
     "full_shard, recomputed": ("own_llama", 4, FULL | selective("full")),
@@ -102,6 +106,7 @@ def apart() -> Iterator[ProcessPoolExecutor]:
 
 
 WIDE = (
+    "full_shard, muon", "zero1, muon", "ddp, muon",
     "full_shard, rmsprop", "full_shard, clipped", "full_shard, tied", "zero1, accumulated", "zero2",
     "hybrid_shard, accumulated, bf16", "ddp, accumulated", "ddp, static", "tp, recomputed",
     "stages, GPipe", "stages of an encoder and a decoder",

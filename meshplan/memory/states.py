@@ -17,6 +17,7 @@ from meshplan.assign import Assignment
 from meshplan.graph import DTYPE_BYTES
 from meshplan.layout import Layout
 from meshplan.mesh import UNIT_AXES, Mesh
+from meshplan.optimizers import SHAPED_STATES
 from meshplan.spec import OPTIMIZER_STATES
 
 STEP_COUNTERS: Final[Mapping[str, int]] = MappingProxyType(
@@ -48,8 +49,8 @@ def state_bytes(assignment: Assignment, optimizer: str, rank: int = 0) -> StateB
     """What `rank` holds right after backward of the last microbatch, before the optimizer step.
 
     Args:
-        optimizer: A word of `spec.OPTIMIZER_STATES`; its state is counted as it is from the
-            second step on.
+        optimizer: A word of `spec.OPTIMIZER_STATES` or `optimizers.SHAPED_STATES`; its state is
+            counted as it is from the second step on.
     """
     return _sum(_kinds(assignment), assignment.mesh, optimizer, rank)
 
@@ -95,7 +96,8 @@ def _places(assignment: Assignment, fqn: str) -> tuple[int, ...]:
 def _sum(kinds: Mapping[_Kind, int], mesh: Mesh, optimizer: str, rank: int) -> StateBytes:
     parameters = gradients = states = buffers = 0
     place = mesh.index(rank, ("pp",))
-    kept, counters = OPTIMIZER_STATES[optimizer], 4 * STEP_COUNTERS.get(optimizer, 0)
+    shaped = SHAPED_STATES.get(optimizer)
+    kept, counters = OPTIMIZER_STATES.get(optimizer, 0), 4 * STEP_COUNTERS.get(optimizer, 0)
     for kind, tensors in kinds.items():
         count = tensors * kind.places.count(place)
         stored = _stored_numel(kind, mesh, rank) * DTYPE_BYTES[kind.dtype]
@@ -107,7 +109,10 @@ def _sum(kinds: Mapping[_Kind, int], mesh: Mesh, optimizer: str, rank: int) -> S
             # FSDP2 reduces gradients into the padded shard whatever the strategy calls itself.
             gradients += count * stored
             local = kind.stored.local_numel(kind.shape, mesh, rank)
-            states += count * (kept * local * DTYPE_BYTES[kind.dtype] + counters)
+            size = DTYPE_BYTES[kind.dtype]
+            states += count * (
+                shaped(kind.shape, local, size) if shaped else kept * local * size + counters
+            )
     return StateBytes(parameters, gradients, states, buffers)
 
 

@@ -121,7 +121,9 @@ def imagining(
         with ExitStack() as stack:
             for world in (meshes_outside_fakes(), fakes_unnoticed(), mode, shadows, pretending()):
                 stack.enter_context(world)
-            yield twin, mesh, fake, stack.enter_context(behaving_as(device))
+            behaviour = stack.enter_context(behaving_as(device))
+            stack.enter_context(heard_by(shadows.hear))
+            yield twin, mesh, fake, behaviour
 
 
 def watch_steps(

@@ -43,21 +43,25 @@ def operators_replaced(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[No
 def optimizers_at_once() -> Iterator[None]:
     """Let optimizers take all CPU parameters at once unless told otherwise, as on CUDA.
 
-    Private: torch asks a list of devices for it, under a name in each of two modules.
+    Private: torch asks lists of devices and of types for it, under a name in each of two modules. A
+    parameter that is fake is of neither type that it stands for.
     """
+    from torch._subclasses.fake_tensor import FakeTensor
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
     modules: tuple[Any, ...] = (optimizer, _foreach_utils)
-    name = "_get_foreach_kernels_supported_devices"
-    before = [getattr(module, name) for module in modules]
-    for module, ask in zip(modules, before, strict=True):
-        setattr(module, name, lambda ask=ask: [*ask(), "cpu"])
+    devices, types = "_get_foreach_kernels_supported_devices", "_foreach_supported_types"
+    before = [(getattr(module, devices), list(getattr(module, types))) for module in modules]
+    for module, (ask, known) in zip(modules, before, strict=True):
+        setattr(module, devices, lambda ask=ask: [*ask(), "cpu"])
+        setattr(module, types, [*known, FakeTensor])
     try:
         yield
     finally:
-        for module, ask in zip(modules, before, strict=True):
-            setattr(module, name, ask)
+        for module, (ask, known) in zip(modules, before, strict=True):
+            setattr(module, devices, ask)
+            setattr(module, types, known)
 
 
 @contextmanager

@@ -4,6 +4,9 @@ Models ask such tensors before they choose a path: whether all tokens may be see
 sequences are packed into one. On fake tensors that raises, or they take another path than they
 would. What is computed from sizes, constants and inputs with known numbers is therefore computed
 for real too, as long as it is small.
+
+An optimizer may ask for any number, a norm or how many steps there were: it scales its update by
+it, and is told 1.
 """
 
 from __future__ import annotations
@@ -25,7 +28,16 @@ _MOST: Final = 1 << 20
 _ANSWERS: Final = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _MAKERS: Final = tuple(
     getattr(torch.ops.aten, name)
-    for name in ("arange", "ones", "zeros", "full", "scalar_tensor", "lift_fresh", "eye", "linspace")
+    for name in (
+        "arange",
+        "ones",
+        "zeros",
+        "full",
+        "scalar_tensor",
+        "lift_fresh",
+        "eye",
+        "linspace",
+    )
 )
 """Operators that make numbers out of nothing but their arguments."""
 
@@ -36,6 +48,11 @@ class Shadows(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._real = WeakTensorKeyDictionary()
+        self._phase = ""
+
+    def hear(self, phase: str) -> None:
+        """Get told what the training step does."""
+        self._phase = phase
 
     def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Say what the numbers of a fake tensor are."""
@@ -51,6 +68,8 @@ class Shadows(TorchDispatchMode):
         is_known = all(t in self._real or not is_fake(t) for t in tensors) and (
             bool(tensors) or func.overloadpacket in _MAKERS
         )
+        if not is_known and func in _ANSWERS[:1] and self._phase == "step":
+            return _one(args[0].dtype)
         if not is_known:
             if func._schema.is_mutable:
                 self._forget_written(func, args)
@@ -78,6 +97,12 @@ class Shadows(TorchDispatchMode):
     @staticmethod
     def _like(real: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), real)
+
+
+def _one(dtype: torch.dtype) -> bool | int | float:
+    if dtype == torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1
 
 
 def _has_free_shape(func: Any) -> bool:

@@ -1,0 +1,53 @@
+"""What optimizers keep, by the shape of a parameter, is what torch's optimizers keep.
+
+Which seeded bug would this catch? A factor of the wrong dim, a counter too many, a vector taken for
+a matrix, a scale forgotten.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshplan.optimizers import SHAPED_STATES
+from meshplan.reader import load_spec
+
+SHAPES = ((6, 10), (7,), (4, 3, 5, 2), ())
+
+
+def kept(optimizer: torch.optim.Optimizer) -> int:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+    tensors = [t for state in optimizer.state.values() for t in state.values()]
+    return sum(t.untyped_storage().nbytes() for t in tensors if isinstance(t, torch.Tensor))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("word", ["adafactor", "muon"])
+def test_states_are_as_large_as_those_of_torch(
+    word: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    param = nn.Parameter(torch.ones(shape, dtype=dtype))
+    make: Any = torch.optim.Adafactor
+    if word == "muon":
+        make = torch.optim.Muon if len(shape) == 2 else torch.optim.AdamW
+    assert SHAPED_STATES[word](shape, param.numel(), dtype.itemsize) == kept(make([param]))
+
+
+@pytest.mark.parametrize(
+    ("numel", "num_bytes"),
+    [(4095, 8 * 4095), (4096, 2 * (4096 + 4 * 16)), (4097, 2 * (4097 + 4 * 17))],
+)
+def test_eight_bits_have_a_scale_for_each_block(numel: int, num_bytes: int) -> None:
+    assert SHAPED_STATES["adamw_8bit"]((numel,), numel, 4) == num_bytes
+
+
+@pytest.mark.parametrize("word", SHAPED_STATES)
+def test_a_plan_may_name_them(word: str) -> None:
+    assert load_spec({"version": 1, "optimizer": word}).optimizer == word
