@@ -327,8 +327,9 @@ def _parts(log: EventLog, runs: Sequence[Run]) -> Iterator[_Part]:
     cuts: list[tuple[int, int, Run, bool, int]] = []
     for run in runs:
         for period in range(KEPT):
-            cuts.append((*run.forward[period : period + 2], run, True, period))
-            cuts.append((*run.backward[period : period + 2], run, False, KEPT - 1 - period))
+            for edges, is_forward in ((run.forward, True), (run.backward, False)):
+                number = period if is_forward else KEPT - 1 - period
+                cuts.append((edges[period], edges[period + 1], run, is_forward, number))
     at = 0
     for start, end, run, is_forward, period in sorted(cuts, key=lambda cut: cut[:2]):
         if start < at or end < start:
