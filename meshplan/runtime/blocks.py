@@ -13,11 +13,11 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from meshplan.assign import Assignment
-from meshplan.errors import ApplyError
 from meshplan.memory.log import Term
 from meshplan.memory.replay.buckets import Options
 from meshplan.memory.stretch import Run, stretch
@@ -61,12 +61,13 @@ def trace_work(
     runs = [] if plan.assignment.apply else runs_of(model, plan)
     if runs:
         try:
-            with shortened(model, runs):
+            with shortened(model, runs) as used:
                 short = short_plan(plan, runs)
                 work, found = _traced(model, short, inputs, targets, loss_fn, rank, runs)
-            return stretch(work, found)
-        except Exception as error:  # The model's code may count on its blocks, and raise anything.
-            if isinstance(error, ApplyError):
+            if not used:
+                return stretch(work, found)
+        except Exception:  # The model's code may count on all its blocks, and raise anything.
+            if dist.is_initialized():
                 raise
     return _traced(model, plan, inputs, targets, loss_fn, rank, ())[0]
 

@@ -149,8 +149,8 @@ class _Step:
             for event, fqn, storage, size in self._work.arrivals
         ]
         for mark in self._work.marks:
-            act = partial(self._at, mark, backwards, is_last=is_last)
-            acts.append((mark.event, _is_before(mark), act))
+            at_mark = partial(self._at, mark, backwards, is_last=is_last)
+            acts.append((mark.event, _is_before(mark), at_mark))
         acts.append((self._work.first_made_in_backward, False, self._drop_loss))
         for event, enters, act in sorted(acts, key=lambda each: each[0]):
             copy.until(event, enters=enters)
