@@ -57,6 +57,7 @@ class Work:
         ready: By the fqn of a parameter, the number of the event before which its gradient is
             whole and belongs to the parameter; of others it is as soon as it is born.
         losses: Storages of the loss, which the loop keeps until the next loss is there.
+        num_before: Events of what is there before; None for all of the phase "before".
         settling: By the fqn of a parameter whose gradient is not laid out as the parameter is:
             (bytes, storage) of what is made and freed to lay it so, once it is reduced; the last
             one left is then the gradient. These storages are no storages of the log.
@@ -68,4 +69,5 @@ class Work:
     ready: Mapping[str, int] = field(default_factory=dict)
     losses: tuple[int, ...] = ()
     again: tuple[tuple[int, str, int], ...] = ()
+    num_before: int | None = None
     settling: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)

@@ -130,12 +130,15 @@ def _traced_pass(
                 for marking in markings:
                     marking.clear()
                 ledger.forget()
+                num_before = ledger.num_events
                 with ledger:
                     with LossParallel() if plan.assignment.loss_parallel else nullcontext():
                         loss = wrapped.step(batch, goals, take)
                     for marking in markings:
                         marking.finish()
-                work = _work(ledger, markings, held, loss)
+                found = _work(ledger, markings, held, loss)
+                num_held = sum(event.storage in held for event in ledger.log().events)
+                work = replace(found, num_before=num_before - num_held)
                 del loss
         assert work is not None
         return work

@@ -140,7 +140,6 @@ class _Step:
 
     def _microbatch(self, copy: Copy, *, is_first: bool, is_last: bool) -> None:
         """Forward, loss, backward, and wrappers at the marks."""
-        self._writer.begin("forward")
         for part in self._parts.values():
             part.begin(is_first=is_first, is_last=is_last and self._num_backwards == 1)
         backwards = Counter[str]()

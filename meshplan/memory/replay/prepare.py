@@ -40,6 +40,8 @@ class Prepared:
             else:
                 ended.append(storage)
                 del live[storage]
+        if work.num_before is not None:
+            num_before = work.num_before
         self.before: tuple[Event, ...] = work.log.events[:num_before]
         held = {event.storage for event in self.before}
         self.gradients = work.gradients
