@@ -327,9 +327,10 @@ def _parts(log: EventLog, runs: Sequence[Run]) -> Iterator[_Part]:
     cuts: list[tuple[int, int, Run, bool, int]] = []
     for run in runs:
         for period in range(KEPT):
-            for edges, is_forward in ((run.forward, True), (run.backward, False)):
-                number = period if is_forward else KEPT - 1 - period
-                cuts.append((edges[period], edges[period + 1], run, is_forward, number))
+            start, end = run.forward[period : period + 2]
+            cuts.append((start, end, run, True, period))
+            start, end = run.backward[period : period + 2]
+            cuts.append((start, end, run, False, KEPT - 1 - period))
     at = 0
     for start, end, run, is_forward, period in sorted(cuts, key=lambda cut: cut[:2]):
         if start < at or end < start:

@@ -13,17 +13,18 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from meshplan.assign import Assignment
-from meshplan.errors import ApplyError
 from meshplan.memory.log import Term
 from meshplan.memory.replay.buckets import Options
 from meshplan.memory.stretch import Run, stretch
-from meshplan.memory.work import Work
+from meshplan.memory.work import AT_STAGE, Mark, Work
 from meshplan.mesh import UNIT_AXES
 from meshplan.plan import Plan
+from meshplan.restrict import restrict
 from meshplan.runtime.applied import applied, apply_plan
 from meshplan.runtime.batch import as_arguments, mapped
 from meshplan.runtime.imagine import imagining, names_of
@@ -34,6 +35,8 @@ from meshplan.runtime.materialize import Values
 from meshplan.runtime.moments import begin, heard_by
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.personality import CPU, Behaviour
+from meshplan.runtime.pipeline.module import PipelinedModule
+from meshplan.runtime.pretend import INSTEAD_OF_WRAPPING
 from meshplan.runtime.runs import Edges, runs_of, short_plan, shortened
 
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -58,17 +61,21 @@ def trace_work(
         rank: Which rank to be.
         device: As for `imagine_step`.
 
-    Blocks that are alike are traced a few times, however many there are.
+    Blocks that are alike are traced a few times, however many there are. Of a pipeline, which does
+    all its microbatches at once, the work is one pass over this rank's inputs of a step.
     """
+    if plan.assignment.stages is not None:
+        return _traced_pass(model, plan, inputs, targets, loss_fn, rank, device)
     runs = [] if plan.assignment.apply else runs_of(model, plan)
     if runs:
         try:
-            with shortened(model, runs):
+            with shortened(model, runs) as used:
                 short = short_plan(plan, runs)
                 work, found = _traced(model, short, inputs, targets, loss_fn, rank, device, runs)
-            return stretch(work, found)
-        except Exception as error:  # The model's code may count on its blocks, and raise anything.
-            if isinstance(error, ApplyError):
+            if not used:
+                return stretch(work, found)
+        except Exception:  # The model's code may count on all its blocks, and raise anything.
+            if dist.is_initialized():
                 raise
     return _traced(model, plan, inputs, targets, loss_fn, rank, device, ())[0]
 
@@ -90,6 +97,67 @@ def _traced(
         wrapped = apply_plan(twin, bare, mesh, Values())
         applied(wrapped).is_tested = True
         return _watched(wrapped, plan, batch, goals, loss_fn, behaviour, runs)
+
+
+def _traced_pass(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFn,
+    rank: int,
+    device: str,
+) -> Work:
+    """The second pass of all microbatches through the stages of this rank."""
+    bare, stages = without_data(plan), plan.assignment.stages
+    assert stages is not None
+    names: dict[nn.Module, str] = {}
+    marks: list[Mark] = []
+    markings: list[Marking] = []
+    coming = iter(stages.of_rank(plan.mesh.index(rank, ("pp",))))
+
+    def mark(module: nn.Module) -> None:
+        stage = next(coming)
+        at = f"{AT_STAGE}{stage}"
+        markings.append(_marking(module, restrict(plan, stage), ledger, at, marks))
+
+    with imagining(model, bare, rank, device) as (twin, mesh, fake, behaviour):
+        ledger = Ledger(names, behaviour)
+        batch, goals = mapped(inputs, fake), mapped(targets, fake)
+        token = INSTEAD_OF_WRAPPING.set(mark)
+        try:
+            wrapped = apply_plan(twin, bare, mesh, Values())
+        finally:
+            INSTEAD_OF_WRAPPING.reset(token)
+        assert isinstance(wrapped, PipelinedModule)
+        names.update(names_of(wrapped))
+        held = _note(ledger, wrapped, (batch, goals))
+
+        def take(output: Any, target: Any) -> torch.Tensor:
+            ledger.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
+            begin("loss")
+            loss = take_loss(loss_fn, output, target)
+            begin("backward")
+            return loss
+
+        work = None
+        with heard_by(ledger.begin):
+            for _ in range(2):
+                for marking in markings:
+                    marking.clear()
+                ledger.forget()
+                num_before = ledger.num_events
+                with ledger:
+                    with LossParallel() if plan.assignment.loss_parallel else nullcontext():
+                        loss = wrapped.step(batch, goals, take)
+                    for marking in markings:
+                        marking.finish()
+                found = _work(ledger, markings, held, loss)
+                num_held = sum(event.storage in held for event in ledger.log().events)
+                work = replace(found, num_before=num_before - num_held)
+                del loss
+        assert work is not None
+        return work
 
 
 def without_data(plan: Plan) -> Plan:
@@ -121,10 +189,7 @@ def _watched(
 ) -> tuple[Work, list[Run]]:
     """The second of two microbatches: what a model keeps from one to the next is there by then."""
     ledger = Ledger(names_of(model), behaviour)
-    ledger.note(model.parameters(), Term.PARAMETERS)
-    ledger.note(model.buffers(), Term.BUFFERS)
-    ledger.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
-    held = {number for param in model.parameters() for number in ledger.numbers_of(param)}
+    held = _note(ledger, model, (inputs, targets))
     marking = _marking(model, plan, ledger)
     edges = [Edges(model, run, ledger) for run in runs]
     args, kwargs = as_arguments(inputs)
@@ -155,16 +220,26 @@ def _watched(
                 loss = microbatch()
                 marking.finish()
             num_left_out = sum(event.storage in held for event in ledger.log().events)
-            work = _work(ledger, marking, held, loss)
+            work = _work(ledger, [marking], held, loss)
             del loss
     assert work is not None
     return work, [edge.found(num_left_out) for edge in edges]
 
 
-def _marking(model: nn.Module, plan: Plan, ledger: Ledger) -> Marking:
+def _note(ledger: Ledger, model: nn.Module, batch: Any) -> set[int]:
+    """Say what is there already; returns the storages of the parameters."""
+    ledger.note(model.parameters(), Term.PARAMETERS)
+    ledger.note(model.buffers(), Term.BUFFERS)
+    ledger.note((tensor for _, tensor in tensors_in(batch)), Term.INPUTS)
+    return {number for param in model.parameters() for number in ledger.numbers_of(param)}
+
+
+def _marking(
+    model: nn.Module, plan: Plan, ledger: Ledger, at: str = "", marks: list[Mark] | None = None
+) -> Marking:
     """Hooks where the plan has units."""
     params = {fqn: param for fqn, param in model.named_parameters() if param.requires_grad}
-    marking = Marking(ledger, params)
+    marking = Marking(ledger, params, at, marks)
     owned: dict[str | None, list[str]] = {}
     for fqn, placed in plan.assignment.tensors.items():
         owned.setdefault(placed.unit, []).append(fqn)
@@ -175,16 +250,19 @@ def _marking(model: nn.Module, plan: Plan, ledger: Ledger) -> Marking:
     return marking
 
 
-def _work(ledger: Ledger, marking: Marking, held: set[int], loss: torch.Tensor) -> Work:
+def _work(ledger: Ledger, markings: Sequence[Marking], held: set[int], loss: torch.Tensor) -> Work:
     """What was noted, without the parameters, whose memory is the wrappers' affair."""
     log = ledger.log()
     num_left_out = sum(event.storage in held for event in log.events)
     assert not any(event.storage in held for event in log.events if event.phase)
     return Work(
         log=replace(log, events=tuple(e for e in log.events if e.storage not in held)),
-        marks=tuple(m._replace(event=m.event - num_left_out) for m in marking.marks),
-        gradients=dict(marking.gradients),
-        ready={fqn: event - num_left_out for fqn, event in marking.ready.items()},
+        marks=tuple(m._replace(event=m.event - num_left_out) for m in markings[0].marks),
+        gradients={name: n for m in markings for name, n in m.gradients.items()},
+        ready={name: event - num_left_out for m in markings for name, event in m.ready.items()},
         losses=ledger.numbers_of(loss),
-        settling=dict(marking.settling),
+        again=tuple(
+            (event - num_left_out, name, n) for m in markings for event, name, n in m.again
+        ),
+        settling={name: each for m in markings for name, each in m.settling.items()},
     )

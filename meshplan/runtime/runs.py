@@ -45,22 +45,64 @@ def runs_of(model: nn.Module, plan: Plan) -> list[Run]:
     return out
 
 
+class _Number(int):
+    """The number of a block, which tells when somebody computes with it.
+
+    A block may do something else because of its number, and most numbers are left out.
+    """
+
+    used: list[int]
+
+    def __deepcopy__(self, memo: Any) -> _Number:
+        return self
+
+
+def _telling(name: str) -> Any:
+    plain = getattr(int, name)
+
+    def tell(self: _Number, *others: Any) -> Any:
+        self.used.append(int.__index__(self))
+        return plain(self, *others)
+
+    return tell
+
+
+for _name in (
+    "eq", "ne", "lt", "le", "gt", "ge", "add", "radd", "sub", "rsub", "mul", "rmul", "mod", "rmod",
+    "floordiv", "truediv", "pow", "and", "or", "xor", "bool", "float",
+):  # fmt: skip
+    setattr(_Number, f"__{_name}__", _telling(f"__{_name}__"))
+_Number.__hash__ = int.__hash__  # type: ignore[method-assign]
+
+
 @contextmanager
-def shortened(model: nn.Module, runs: Sequence[Run]) -> Iterator[None]:
-    """Inside, the model has `KEPT` periods of each run. It is put back as it was."""
+def shortened(model: nn.Module, runs: Sequence[Run]) -> Iterator[list[int]]:
+    """Inside, the model has `KEPT` periods of each run. It is put back as it was.
+
+    Returns:
+        The numbers of blocks that somebody computed with, as they are noted.
+    """
     before = {}
+    labels: list[tuple[dict[str, Any], str, int]] = []
+    used: list[int] = []
     try:
         for run in runs:
             container = model.get_submodule(run.container)
             before[run.container] = container._modules
+            labels += _labels(list(container.children()), run)
             kept = [
                 (place, child)
                 for name, child in container._modules.items()
                 if (place := run.kept(int(name))) is not None
             ]
             container._modules = {str(place): child for place, child in kept}
-        yield
+        for attributes, key, value in labels:
+            attributes[key] = number = _Number(value)
+            number.used = used
+        yield used
     finally:
+        for attributes, key, value in labels:
+            attributes[key] = value
         for fqn, modules in before.items():
             model.get_submodule(fqn)._modules = modules
 
@@ -169,6 +211,22 @@ class Edges:
         self._end = self._ledger.num_events if self._end is None else self._end
 
 
+def _labels(blocks: Sequence[nn.Module], run: Run) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """(attributes of a module, the name of one, its value) for each that numbers its block."""
+    first, other = blocks[run.first], blocks[run.first + run.period]
+    for (name, one), next_one in zip(first.named_modules(), other.modules(), strict=True):
+        for key, value in vars(one).items():
+            if type(value) is int and value != vars(next_one)[key]:
+                for block in blocks:
+                    attributes = vars(block.get_submodule(name)) if _has(block, name) else {}
+                    if type(attributes.get(key)) is int:
+                        yield attributes, key, attributes[key]
+
+
+def _has(block: nn.Module, name: str) -> bool:
+    return any(name == inner for inner, _ in block.named_modules())
+
+
 def _renumbered(run: Run, fqn: str, place: int, kept: int) -> str:
     prefix = f"{run.container}." if run.container else ""
     return f"{prefix}{kept}{fqn[len(prefix) + len(str(place)) :]}"
@@ -241,10 +299,17 @@ def _is_alike(one: nn.Module, other: nn.Module, step: int) -> bool:
 def _has_alike(one: nn.Module, other: nn.Module, step: int) -> bool:
     if type(one) is not type(other):
         return False
-    skipped = {"_modules", "_forward_hooks_with_kwargs"}
-    left, right = vars(one), vars(other)
+    left, right = (
+        # Hooks have keys of their own; children are compared by themselves.
+        {
+            key: list(value.values()) if "_hooks" in key and isinstance(value, dict) else value
+            for key, value in vars(module).items()
+            if key != "_modules" and "_hooks_" not in key
+        }
+        for module in (one, other)
+    )
     return left.keys() == right.keys() and all(
-        key in skipped or _is_same(left[key], right[key], step, _DEPTH) for key in left
+        _is_same(left[key], right[key], step, _DEPTH) for key in left
     )
 
 
@@ -258,8 +323,9 @@ def _is_same(one: Any, other: Any, step: int, depth: int) -> bool:
         return one.shape == other.shape and one.dtype == other.dtype
     if isinstance(one, nn.Module):
         return True  # Compared by its own name, if it lies inside.
-    if isinstance(one, int) and not isinstance(one, bool):
-        return bool(one == other or other == one + step)
+    if isinstance(one, int):
+        is_number = depth == _DEPTH and not isinstance(one, bool)
+        return bool(one == other or (is_number and other == one + step))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(
             _is_same(one[key], other[key], step, depth - 1) for key in one

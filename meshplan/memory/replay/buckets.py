@@ -85,6 +85,7 @@ class Buckets:
         In the second forward of all, which the second step begins with unless it accumulates, the
         buckets are made anew in the order in which gradients came.
         """
+        self._writer.begin("forward")
         self._synchronizes = is_last
         if is_first and is_last:
             self._writer.free_all(self._buckets)
