@@ -7,7 +7,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 from meshplan.memory import EventLog
 from meshplan.memory.log import Storage
@@ -16,6 +18,7 @@ from meshplan.memory.work import Work
 from meshplan.mesh import DATA_AXES
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
+from meshplan.runtime import blocks
 from meshplan.runtime.batch import chunk, mapped
 from meshplan.runtime.blocks import trace_work
 from meshplan.runtime.imagine import imagine_step
@@ -23,6 +26,72 @@ from meshplan.runtime.record import record
 from meshplan.runtime.rehearse import rehearser
 from meshplan.runtime.trace import graph_of
 from tests import exact, models
+
+
+class Block(nn.Module):
+    """One of many, which knows its number; some do more than others."""
+
+    def __init__(self, number: int, special: int) -> None:
+        super().__init__()
+        self.number, self.special = number, special
+        self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.special >= 0 and self.number == self.special:
+            x = torch.tanh(x) * 2
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Deep(nn.Module):
+    """Many blocks, of which one may do more than its weights tell."""
+
+    def __init__(self, special: int) -> None:
+        super().__init__()
+        self.stem = nn.Linear(24, 24)
+        self.blocks = nn.ModuleList([Block(number, special) for number in range(14)])
+        self.head = nn.Linear(24, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = first = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + first)
+
+
+def deep(special: int, plan: Mapping[str, Any]) -> tuple[int, list[Any], list[Any]] | str:
+    """(blocks that were run, the work of a deep model, the same traced whole), for comparison."""
+    warnings.simplefilter("ignore")
+    try:
+        model = Deep(special)
+        found = make_plan(load_spec(dict(plan)), graph_of(model), world_size=4)
+        batch = torch.zeros(2, 24), torch.zeros(2, dtype=torch.int64)
+        count = 0
+
+        def note(*_: Any) -> None:
+            nonlocal count
+            count += 1
+
+        handles = [block.register_forward_hook(note) for block in model.blocks]
+        short = trace_work(model, found, *batch, models.loss)
+        for handle in handles:
+            handle.remove()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(blocks, "runs_of", lambda *_: [])
+            whole = trace_work(model, found, *batch, models.loss)
+        return count, spelled(short), spelled(whole)
+    except Exception:
+        return traceback.format_exc()
+
+
+def spelled(work: Work) -> list[Any]:
+    """All of a work, storages numbered as they come."""
+    numbers: dict[int, int] = {}
+    events = [(e.delta, numbers.setdefault(e.storage, len(numbers)), e.phase)
+              for e in work.log.events]  # fmt: skip
+    names = {new: work.log.storages[old].module for old, new in numbers.items()}
+    gradients = {fqn: numbers[storage] for fqn, storage in work.gradients.items()}
+    return [events, names, work.marks, gradients, work.ready, [numbers[s] for s in work.losses]]
+
 
 Figures = tuple[list[int], Mapping[str, tuple[int, int]]]
 

@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 
-from meshplan.memory.replay import gather, optimizer, reduction, shards, units
+from meshplan.errors import PlanError
+from meshplan.memory import EventLog
+from meshplan.memory.replay import gather, optimizer, reduction, replay, shards, units
+from meshplan.memory.work import Work
 from tests import replayed
 from tests.test_memory_exact import CASES, FULL
 
@@ -27,10 +30,14 @@ def apart() -> Iterator[ProcessPoolExecutor]:
         yield executor
 
 
-NOT_YET = tuple(case for case in CASES if case.startswith("stages")) + ("full_shard, clipped",)
+REFUSED = {
+    "stages, ZBV": "a backward in two halves",
+    "stages of an encoder and a decoder": "parameters that several stages hold",
+}
 DEFAULT = (
     "full_shard, bf16", "full_shard of odd sizes", "zero1, accumulated",
     "hybrid_shard, accumulated, bf16", "ddp, accumulated", "tp x full_shard, sequence",
+    "stages x full_shard",
 )  # fmt: skip
 """One of each kind; the others are of the wide run."""
 
@@ -40,7 +47,7 @@ DEFAULT = (
     [
         pytest.param(case, marks=[] if case in DEFAULT else [pytest.mark.wide])
         for case in CASES
-        if case not in NOT_YET
+        if case not in REFUSED
     ],
 )
 def test_the_composed_step_is_the_traced_step(apart: ProcessPoolExecutor, case: str) -> None:
@@ -52,6 +59,38 @@ def test_the_composed_step_is_the_traced_step(apart: ProcessPoolExecutor, case: 
         assert isinstance(answer, tuple), answer
         whole, composed = answer
         assert composed == whole
+
+
+@pytest.mark.parametrize(
+    ("special", "plan"),
+    [
+        (-1, FULL),
+        (-1, FULL | {"activation_checkpointing": {"mode": "full", "every": 2}}),
+        (5, FULL),  # This block is left out of the short model, and does more.
+        pytest.param(-1, {"version": 1, "strategy": "ddp"}, marks=[pytest.mark.wide]),
+    ],
+)
+def test_blocks_that_are_alike_are_traced_a_few_times(
+    apart: ProcessPoolExecutor, special: int, plan: dict[str, Any]
+) -> None:
+    answer = apart.submit(replayed.deep, special, plan).result()
+    assert isinstance(answer, tuple), answer
+    count, short, whole = answer
+    # Two microbatches each: five periods, or all after the numbers were found to be looked at.
+    kept = 10 if "activation_checkpointing" in plan else 5
+    assert count == 2 * (kept + (14 if special >= 0 else 0))
+    assert short == whole
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_rule_is_refused_by_name(case: str) -> None:
+    model, world, plan, *_ = CASES[case]
+    _, found, _ = replayed.decided(model, plan, world)
+    nothing = Work(EventLog((), (), ("before",)), (), {})
+    with pytest.raises(PlanError, match=REFUSED[case]):
+        replay(nothing, found, "adamw")
+    with pytest.raises(PlanError, match="lion"):
+        replay(nothing, found, "lion")
 
 
 def _instead(owner: Any, name: str, wrong: Any) -> Callable[[], None]:

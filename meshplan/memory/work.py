@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from meshplan.memory.log import EventLog
+
+AT_STAGE: Final = "@stage"
+"""Between a name and the number of the stage that it is of, where a rank has several."""
 
 
 class Moment(StrEnum):
@@ -48,6 +51,9 @@ class Work:
         marks: In the order of the events.
         gradients: By the fqn of a parameter, the storage of its gradient as backward computes it,
             neither reduced nor cut over data ranks. Its birth is in the log, its end is not.
+        again: (event before which it is there, fqn, storage) of further gradients of the same
+            parameters, where the work is several microbatches that a pipeline runs at once. In a
+            pipeline a parameter or unit of stage 3 is named "FQN@stage3".
         ready: By the fqn of a parameter, the number of the event before which its gradient is
             whole and belongs to the parameter; of others it is as soon as it is born.
         losses: Storages of the loss, which the loop keeps until the next loss is there.
@@ -61,4 +67,5 @@ class Work:
     gradients: Mapping[str, int]
     ready: Mapping[str, int] = field(default_factory=dict)
     losses: tuple[int, ...] = ()
+    again: tuple[tuple[int, str, int], ...] = ()
     settling: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)

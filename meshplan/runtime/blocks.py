@@ -6,22 +6,25 @@ accumulates and updates is not, and is composed by `memory.replay`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from meshplan.assign import Assignment
 from meshplan.memory.log import Term
 from meshplan.memory.replay.buckets import Options
-from meshplan.memory.work import Work
+from meshplan.memory.stretch import Run, stretch
+from meshplan.memory.work import AT_STAGE, Mark, Work
 from meshplan.mesh import UNIT_AXES
 from meshplan.plan import Plan
+from meshplan.restrict import restrict
 from meshplan.runtime.applied import applied, apply_plan
 from meshplan.runtime.batch import as_arguments, mapped
 from meshplan.runtime.imagine import imagining, names_of
@@ -31,6 +34,9 @@ from meshplan.runtime.marking import Marking
 from meshplan.runtime.materialize import Values
 from meshplan.runtime.moments import begin, heard_by
 from meshplan.runtime.nest import tensors_in
+from meshplan.runtime.pipeline.module import PipelinedModule
+from meshplan.runtime.pretend import INSTEAD_OF_WRAPPING
+from meshplan.runtime.runs import Edges, runs_of, short_plan, shortened
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -46,13 +52,93 @@ def trace_work(
         targets: The same microbatch's targets.
         loss_fn: As `train_step` takes it.
         rank: Which rank to be.
+
+    Blocks that are alike are traced a few times, however many there are. Of a pipeline, which does
+    all its microbatches at once, the work is one pass over this rank's inputs of a step.
     """
+    if plan.assignment.stages is not None:
+        return _traced_pass(model, plan, inputs, targets, loss_fn, rank)
+    runs = [] if plan.assignment.apply else runs_of(model, plan)
+    if runs:
+        try:
+            with shortened(model, runs) as used:
+                short = short_plan(plan, runs)
+                work, found = _traced(model, short, inputs, targets, loss_fn, rank, runs)
+            if not used:
+                return stretch(work, found)
+        except Exception:  # The model's code may count on all its blocks, and raise anything.
+            if dist.is_initialized():
+                raise
+    return _traced(model, plan, inputs, targets, loss_fn, rank, ())[0]
+
+
+def _traced(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFn,
+    rank: int,
+    runs: Sequence[Run],
+) -> tuple[Work, list[Run]]:
+    """(the work, the runs with the events at which their blocks begin)."""
     bare = without_data(plan)
     with imagining(model, bare, rank) as (twin, mesh, fake):
         batch, goals = mapped(inputs, fake), mapped(targets, fake)
         wrapped = apply_plan(twin, bare, mesh, Values())
         applied(wrapped).is_tested = True
-        return _watched(wrapped, plan, batch, goals, loss_fn)
+        return _watched(wrapped, plan, batch, goals, loss_fn, runs)
+
+
+def _traced_pass(
+    model: nn.Module, plan: Plan, inputs: Any, targets: Any, loss_fn: LossFn, rank: int
+) -> Work:
+    """The second pass of all microbatches through the stages of this rank."""
+    bare, stages = without_data(plan), plan.assignment.stages
+    assert stages is not None
+    names: dict[nn.Module, str] = {}
+    ledger, marks = Ledger(names), list[Mark]()
+    markings: list[Marking] = []
+    coming = iter(stages.of_rank(plan.mesh.index(rank, ("pp",))))
+
+    def mark(module: nn.Module) -> None:
+        stage = next(coming)
+        at = f"{AT_STAGE}{stage}"
+        markings.append(_marking(module, restrict(plan, stage), ledger, at, marks))
+
+    with imagining(model, bare, rank) as (twin, mesh, fake):
+        batch, goals = mapped(inputs, fake), mapped(targets, fake)
+        token = INSTEAD_OF_WRAPPING.set(mark)
+        try:
+            wrapped = apply_plan(twin, bare, mesh, Values())
+        finally:
+            INSTEAD_OF_WRAPPING.reset(token)
+        assert isinstance(wrapped, PipelinedModule)
+        names.update(names_of(wrapped))
+        held = _note(ledger, wrapped, (batch, goals))
+
+        def take(output: Any, target: Any) -> torch.Tensor:
+            ledger.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
+            begin("loss")
+            loss = take_loss(loss_fn, output, target)
+            begin("backward")
+            return loss
+
+        work = None
+        with heard_by(ledger.begin):
+            for _ in range(2):
+                for marking in markings:
+                    marking.clear()
+                ledger.forget()
+                with ledger:
+                    with LossParallel() if plan.assignment.loss_parallel else nullcontext():
+                        loss = wrapped.step(batch, goals, take)
+                    for marking in markings:
+                        marking.finish()
+                work = _work(ledger, markings, held, loss)
+                del loss
+        assert work is not None
+        return work
 
 
 def without_data(plan: Plan) -> Plan:
@@ -73,14 +159,19 @@ def without_data(plan: Plan) -> Plan:
     return replace(plan, assignment=bare, accumulate=1)
 
 
-def _watched(model: nn.Module, plan: Plan, inputs: Any, targets: Any, loss_fn: LossFn) -> Work:
+def _watched(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFn,
+    runs: Sequence[Run],
+) -> tuple[Work, list[Run]]:
     """The second of two microbatches: what a model keeps from one to the next is there by then."""
     ledger = Ledger(names_of(model))
-    ledger.note(model.parameters(), Term.PARAMETERS)
-    ledger.note(model.buffers(), Term.BUFFERS)
-    ledger.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
-    held = {number for param in model.parameters() for number in ledger.numbers_of(param)}
+    held = _note(ledger, model, (inputs, targets))
     marking = _marking(model, plan, ledger)
+    edges = [Edges(model, run, ledger) for run in runs]
     args, kwargs = as_arguments(inputs)
 
     def take(output: Any) -> torch.Tensor:
@@ -98,24 +189,37 @@ def _watched(model: nn.Module, plan: Plan, inputs: Any, targets: Any, loss_fn: L
             (loss * 1.0).backward()
         return loss
 
-    work = None
+    work, num_left_out = None, 0
     with heard_by(ledger.begin):
         for _ in range(2):
             marking.clear()
+            for edge in edges:
+                edge.clear()
             ledger.forget()
             with ledger:
                 loss = microbatch()
                 marking.finish()
-            work = _work(ledger, marking, held, loss)
+            num_left_out = sum(event.storage in held for event in ledger.log().events)
+            work = _work(ledger, [marking], held, loss)
             del loss
     assert work is not None
-    return work
+    return work, [edge.found(num_left_out) for edge in edges]
 
 
-def _marking(model: nn.Module, plan: Plan, ledger: Ledger) -> Marking:
+def _note(ledger: Ledger, model: nn.Module, batch: Any) -> set[int]:
+    """Say what is there already; returns the storages of the parameters."""
+    ledger.note(model.parameters(), Term.PARAMETERS)
+    ledger.note(model.buffers(), Term.BUFFERS)
+    ledger.note((tensor for _, tensor in tensors_in(batch)), Term.INPUTS)
+    return {number for param in model.parameters() for number in ledger.numbers_of(param)}
+
+
+def _marking(
+    model: nn.Module, plan: Plan, ledger: Ledger, at: str = "", marks: list[Mark] | None = None
+) -> Marking:
     """Hooks where the plan has units."""
     params = {fqn: param for fqn, param in model.named_parameters() if param.requires_grad}
-    marking = Marking(ledger, params)
+    marking = Marking(ledger, params, at, marks)
     owned: dict[str | None, list[str]] = {}
     for fqn, placed in plan.assignment.tensors.items():
         owned.setdefault(placed.unit, []).append(fqn)
@@ -126,16 +230,19 @@ def _marking(model: nn.Module, plan: Plan, ledger: Ledger) -> Marking:
     return marking
 
 
-def _work(ledger: Ledger, marking: Marking, held: set[int], loss: torch.Tensor) -> Work:
+def _work(ledger: Ledger, markings: Sequence[Marking], held: set[int], loss: torch.Tensor) -> Work:
     """What was noted, without the parameters, whose memory is the wrappers' affair."""
     log = ledger.log()
     num_left_out = sum(event.storage in held for event in log.events)
     assert not any(event.storage in held for event in log.events if event.phase)
     return Work(
         log=replace(log, events=tuple(e for e in log.events if e.storage not in held)),
-        marks=tuple(m._replace(event=m.event - num_left_out) for m in marking.marks),
-        gradients=dict(marking.gradients),
-        ready={fqn: event - num_left_out for fqn, event in marking.ready.items()},
+        marks=tuple(m._replace(event=m.event - num_left_out) for m in markings[0].marks),
+        gradients={name: n for m in markings for name, n in m.gradients.items()},
+        ready={name: event - num_left_out for m in markings for name, event in m.ready.items()},
         losses=ledger.numbers_of(loss),
-        settling=dict(marking.settling),
+        again=tuple(
+            (event - num_left_out, name, n) for m in markings for event, name, n in m.again
+        ),
+        settling={name: each for m in markings for name, each in m.settling.items()},
     )

@@ -21,7 +21,7 @@ from meshplan.assign import Placed, Unit
 from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import device, submesh, unit_mesh
-from meshplan.runtime.pretend import is_pretending
+from meshplan.runtime.pretend import INSTEAD_OF_WRAPPING, is_pretending
 from meshplan.runtime.pretend_ddp import PretendedDDP
 from meshplan.runtime.private import intercept_calls, replicate_unit
 from meshplan.spec import Precision
@@ -37,6 +37,10 @@ def apply_data_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Mo
         The model itself, or DistributedDataParallel around it.
     """
     assignment = plan.assignment
+    mark = INSTEAD_OF_WRAPPING.get()
+    if mark is not None:
+        mark(model)
+        return model
     if assignment.wrapper == "ddp":
         group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
         options = {_DDP_WORDS.get(key, key): value for key, value in plan.spec.ddp.items()}

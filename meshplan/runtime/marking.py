@@ -30,19 +30,30 @@ class Marking:
 
     Args:
         params: The trainable parameters, by fqn.
+        at: What is put behind every name: of which stage it is.
+        marks: Where marks are written, if several write.
 
     Attributes:
-        gradients: The storage of each gradient, by fqn.
-        ready: The event before which it was there.
+        gradients: The storage of each gradient, or of the first one, by name.
+        again: (event, name, storage) of further ones.
+        ready: The event before which the first one was there.
         held: The gradients themselves: who reduces them decides how long they live.
         settling: What it takes to lay a gradient as its parameter is.
     """
 
-    def __init__(self, ledger: Ledger, params: Mapping[str, nn.Parameter]) -> None:
-        self._ledger, self._params = ledger, params
+    def __init__(
+        self,
+        ledger: Ledger,
+        params: Mapping[str, nn.Parameter],
+        at: str = "",
+        marks: list[Mark] | None = None,
+    ) -> None:
+        self._ledger, self._params, self._at = ledger, params, at
+        self._there: dict[str, int] = {}
         self._is_ending = False
         self._units: list[_Unit] = []
-        self.marks: list[Mark] = []
+        self.marks = [] if marks is None else marks
+        self.again: list[tuple[int, str, int]] = []
         self.gradients: dict[str, int] = {}
         self.ready: dict[str, int] = {}
         self.held: list[torch.Tensor] = []
@@ -60,14 +71,15 @@ class Marking:
 
     def clear(self) -> None:
         """Forget what was noted, before another microbatch."""
-        self.marks, self.gradients, self.ready, self.held = [], {}, {}, []
-        self.settling = {}
+        self.marks.clear()
+        self.gradients, self.ready, self.settling = {}, {}, {}
+        self.again, self.held, self._there = [], [], {}
         for param in self._params.values():
             param.grad = None
 
     def note(self, moment: Moment, unit: str) -> None:
         """A wrapper acts now."""
-        self.marks.append(Mark(self._ledger.num_events, moment, unit))
+        self.marks.append(Mark(self._ledger.num_events, moment, unit + self._at))
 
     def take(self, fqns: tuple[str, ...]) -> None:
         """The gradients of these parameters, as whoever reduces them takes them away."""
@@ -76,15 +88,20 @@ class Marking:
             if param is None or param.grad is None:  # Frozen, or not used.
                 continue
             gradient, param.grad = param.grad, None
-            assert fqn not in self.gradients, "autograd adds up before it hands over"
-            self.gradients[fqn] = self._ledger.numbers_of(gradient)[0]
+            name, event = fqn + self._at, self._there.pop(fqn, self._ledger.num_events)
+            storage = self._ledger.numbers_of(gradient)[0]
+            if name in self.gradients:
+                self.again.append((event, name, storage))
+            else:
+                self.gradients[name], self.ready[name] = storage, event
             self.held.append(gradient)
-            self._settle(fqn, param, gradient)
+            self._settle(name, param, gradient)
 
     def _note_ready(self, fqn: str, param: torch.Tensor) -> None:
-        self.ready[fqn] = self._ledger.num_events
+        # Later gradients of a pass are added to the first one, which nobody has taken.
+        self._there.setdefault(fqn, self._ledger.num_events)
 
-    def _settle(self, fqn: str, param: nn.Parameter, gradient: torch.Tensor) -> None:
+    def _settle(self, name: str, param: nn.Parameter, gradient: torch.Tensor) -> None:
         """As FSDP2 lays a gradient like its parameter: what that takes is kept apart."""
         if not isinstance(gradient, DTensor) or not isinstance(param, DTensor):
             return
@@ -93,7 +110,7 @@ class Marking:
         first = self._ledger.num_events
         self.held.append(gradient.redistribute(placements=param.placements))
         if events := self._ledger.cut(first):
-            self.settling[fqn] = tuple((event.delta, event.storage) for event in events)
+            self.settling[name] = tuple((event.delta, event.storage) for event in events)
 
     def begin_backward(self) -> None:
         """Some unit's backward begins: its end will be marked."""
@@ -108,6 +125,7 @@ class Marking:
     def _end(self) -> None:
         self._is_ending = False
         self.note(Moment.END_OF_BACKWARD, "")
+        self.take(tuple(self._params))
         for unit in self._units:
             unit.is_in_backward = False
 

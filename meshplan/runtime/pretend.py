@@ -7,15 +7,21 @@ they are as this rank is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final, TypeVar
 
 import torch
+from torch import nn
 
 _T = TypeVar("_T")
 _PRETENDING: Final[ContextVar[bool]] = ContextVar("pretending", default=False)
+
+INSTEAD_OF_WRAPPING: Final[ContextVar[Callable[[nn.Module], None] | None]] = ContextVar(
+    "instead_of_wrapping", default=None
+)
+"""What is done to each module that the data axes would be applied to, by who only looks on."""
 
 
 def is_pretending() -> bool:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from meshplan.errors import PlanError, Problem
-from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.log import EventLog, Term
-from meshplan.memory.replay.alone import Alone
-from meshplan.memory.replay.buckets import Buckets, Options
-from meshplan.memory.replay.optimizer import Updated, check_optimizer, state_of, step
+from meshplan.memory.replay.buckets import Options
+from meshplan.memory.replay.clip import clip
+from meshplan.memory.replay.optimizer import Updated, check_optimizer, step
+from meshplan.memory.replay.part import Part
 from meshplan.memory.replay.prepare import Prepared
-from meshplan.memory.replay.shards import unit_shards
-from meshplan.memory.replay.units import Units
 from meshplan.memory.replay.writer import Copy, Writer
-from meshplan.memory.work import Mark, Moment, Work
-from meshplan.mesh import DATA_AXES, GRADIENT_AXES, UNIT_AXES
+from meshplan.memory.work import AT_STAGE, Mark, Moment, Work
+from meshplan.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.plan import Plan
+from meshplan.restrict import restrict
+from meshplan.schedules import SCHEDULES
 
+_T = TypeVar("_T")
 _MOST: Final = 3
 """Microbatches that are played: what comes between the second and the last is like the second."""
 
@@ -50,7 +52,19 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
     """What has no rule."""
     a, spec = plan.assignment, plan.spec
     for is_there, what in (
-        (a.stages is not None, "a pipeline"),
+        (
+            a.stages is not None and SCHEDULES[a.stages.schedule].splits_backward,
+            "a backward in two halves",
+        ),
+        (a.stages is not None and plan.accumulate > 1, "a pipeline that accumulates"),
+        (a.stages is not None and spec.clip_grad_norm is not None, "clipping along a pipeline"),
+        (
+            a.stages is not None
+            and any(
+                len(a.stages.tensors[f]) > 1 and not p.info.is_buffer for f, p in a.tensors.items()
+            ),
+            "parameters that several stages hold",
+        ),
         (bool(a.compiled), "compiled blocks"),
         (bool(a.experts), "expert parallelism"),
         (
@@ -58,7 +72,6 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
             "find_unused_parameters with accumulation",
         ),
         (spec.precision.param == "float16", "a scaled loss (float16)"),
-        (spec.clip_grad_norm is not None, "clipped gradients"),
     ):
         if is_there:
             fix = "trace the whole step (tier 3) or a shorter model (tier 2)"
@@ -71,21 +84,19 @@ class _Step:
     def __init__(
         self, work: Prepared, plan: Plan, optimizer: str, rank: int, *, foreach: bool
     ) -> None:
-        self._work, self._plan, self._rank = work, plan, rank
+        self._work, self._plan = work, plan
         self._optimizer, self._foreach = optimizer, foreach
-        self._writer = writer = Writer()
-        mesh, is_units = plan.mesh, plan.assignment.wrapper == "units"
-        fills = is_units and mesh.size(*GRADIENT_AXES) > 1
-        shards = unit_shards(plan.assignment, plan.graph, rank) if is_units else []
-        self._units = Units(writer, shards, work.settling, fills=fills)
-        self._alone: Alone | Buckets
-        if plan.assignment.wrapper == "ddp":
-            options = Options.of(plan.spec.ddp)
-            self._alone = Buckets(writer, self._params(), self._buffers(), options)
-        else:
-            self._alone = Alone(writer, self._params(alone=True), fills=fills)
-        self._unit_of = {p.fqn: unit.fqn for unit in shards for p in unit.params}
-        self._agrees = fills
+        self._writer = Writer()
+        stages = plan.assignment.stages
+        plans = {"": plan}
+        if stages is not None:
+            place = plan.mesh.index(rank, ("pp",))
+            plans = {f"{AT_STAGE}{s}": restrict(plan, s) for s in stages.of_rank(place)}
+        self._parts = {
+            at: Part(self._writer, part, rank, _own(work.settling, at))
+            for at, part in plans.items()
+        }
+        self._num_backwards = stages.microbatches if stages is not None else 1
         self._loss: int | None = None
         self._total: int | None = None
         self._carried: tuple[int, ...] = ()
@@ -103,49 +114,26 @@ class _Step:
         mean = self._mean()
         writer.begin("step")
         self._update()
-        self._units.drop_gradients()
-        self._alone.drop_gradients()
+        for part in self._parts.values():
+            part.drop_gradients()
         for kept in (self._total, self._loss, mean):
             writer.free(kept)
         return writer.log()
 
     def _before(self, copy: Copy) -> None:
         """What is there before the step."""
-        writer, a, mesh = self._writer, self._plan.assignment, self._plan.mesh
-        self._alone.be_there()
+        mesh = self._plan.mesh
         copy.be_there(self._work.before, times={Term.INPUTS: self._plan.accumulate})
-        for fqn, placed in a.tensors.items():
-            if not placed.info.is_buffer:
-                numel = placed.stored.padded_numel(placed.info.shape, mesh, UNIT_AXES, self._rank)
-                size = numel * DTYPE_BYTES[placed.dtype]
-                writer.make(size, Term.PARAMETERS, fqn.rpartition(".")[0])
-        for param in self._params():
-            if param.fqn in self._work.gradients:
-                size = state_of(param, self._optimizer)
-                writer.make(size, Term.OPTIMIZER, param.fqn.rpartition(".")[0])
+        for at, part in self._parts.items():
+            part.be_there(_own(self._work.gradients, at), self._optimizer)
         if any(mesh.size(axis) > 1 for axis in mesh.names if axis not in DATA_AXES):
             # Two numbers tell whether the ranks of a replica hold batches of one shape.
-            writer.free(writer.make(16, Term.COMMUNICATION))
-
-    def _params(self, *, alone: bool = False) -> Iterator[Updated]:
-        """The trainable parameters as the optimizer has them, or those that no unit reduces."""
-        for fqn, placed in self._plan.assignment.tensors.items():
-            if placed.info.is_buffer or not placed.info.trainable:
-                continue
-            if alone and placed.unit is not None and self._plan.assignment.wrapper == "units":
-                continue
-            numel = placed.stored.local_numel(placed.info.shape, self._plan.mesh, self._rank)
-            yield Updated(fqn, numel, placed.dtype)
-
-    def _buffers(self) -> Iterator[tuple[str, int]]:
-        """(dtype, bytes) of each buffer."""
-        for placed in self._plan.assignment.tensors.values():
-            if placed.info.is_buffer:
-                yield placed.dtype, placed.info.num_bytes
+            self._writer.free(self._writer.make(16, Term.COMMUNICATION))
 
     def _known(self) -> dict[int, int]:
         """What the next microbatch finds, by the numbers that the work gives it."""
         work = self._work
+        work.check_repeats()
         return {e.storage: e.storage for e in work.before} | dict(
             zip(work.forgotten, self._carried, strict=True)
         )
@@ -153,15 +141,16 @@ class _Step:
     def _microbatch(self, copy: Copy, *, is_first: bool, is_last: bool) -> None:
         """Forward, loss, backward, and wrappers at the marks."""
         self._writer.begin("forward")
-        self._alone.before_forward(is_first=is_first, is_last=is_last)
-        cuts = self._plan.assignment.strategy.cuts
-        self._units.set_last(is_last, keeps_whole="gradient" not in cuts)
+        for part in self._parts.values():
+            part.begin(is_first=is_first, is_last=is_last and self._num_backwards == 1)
+        backwards = Counter[str]()
         acts: list[tuple[int, bool, Callable[[], None]]] = [
-            (event, False, partial(self._take, copy, fqn))
-            for fqn, event in self._work.ready.items()
+            (event, False, partial(self._take, copy, fqn, storage, size))
+            for event, fqn, storage, size in self._work.arrivals
         ]
         for mark in self._work.marks:
-            acts.append((mark.event, _is_before(mark), partial(self._at, mark, is_last=is_last)))
+            at_mark = partial(self._at, mark, backwards, is_last=is_last)
+            acts.append((mark.event, _is_before(mark), at_mark))
         acts.append((self._work.first_made_in_backward, False, self._drop_loss))
         for event, enters, act in sorted(acts, key=lambda each: each[0]):
             copy.until(event, enters=enters)
@@ -170,43 +159,24 @@ class _Step:
         self._keep_loss(copy)
         self._carried = tuple(map(copy.number, self._work.kept))
 
-    def _take(self, copy: Copy, fqn: str) -> None:
+    def _take(self, copy: Copy, name: str, storage: int, size: int) -> None:
         """A gradient is there."""
-        storage, size = self._work.gradients[fqn]
+        fqn, at = _split(name)
         number = copy.number(storage)
         self._writer.adopt(number, size)
-        unit = self._unit_of.get(fqn)
-        if unit is None:
-            self._alone.has_gradient(fqn, number)
-        else:
-            self._units.has_gradient(unit, fqn, number)
+        self._parts[at].has_gradient(fqn, number)
 
-    def _at(self, mark: Mark, *, is_last: bool) -> None:
+    def _at(self, mark: Mark, backwards: Counter[str], *, is_last: bool) -> None:
         """A wrapper acts."""
-        if mark.moment == Moment.END_OF_BACKWARD:
-            self._units.end_of_backward(is_last=is_last)
-            if is_last and self._agrees:
-                self._agree()
-        elif mark.unit not in self._plan.assignment.units:
-            return  # A told work marks more than this plan has.
-        elif mark.moment == Moment.BEFORE_FORWARD:
-            self._units.before_forward(mark.unit)
-        elif mark.moment == Moment.AFTER_FORWARD:
-            again = self._work.is_in_backward(mark)
-            self._units.after_forward(mark.unit, in_backward=again)
-        elif mark.moment == Moment.BEFORE_BACKWARD:
-            self._units.before_backward(mark.unit)
-        else:
-            self._units.after_backward(mark.unit)
-
-    def _agree(self) -> None:
-        """`runtime.gradients`: the data ranks tell each other which gradients they have."""
-        self._units.forget_filled()
-        self._alone.fill()
-        tensors = self._plan.assignment.tensors.values()
-        count = sum(p.info.trainable and not p.info.is_buffer and p.info.numel > 0 for p in tensors)
-        # One number for each, and two of the calls that were made.
-        self._writer.free(self._writer.make(8 * (count + 2), Term.COMMUNICATION))
+        unit, at = _split(mark.unit)
+        part = self._parts[at]
+        if mark.moment != Moment.END_OF_BACKWARD:
+            part.act(mark.moment, unit, in_backward=self._work.is_in_backward(mark))
+            return
+        backwards[at] += 1
+        part.end_of_backward(is_last=is_last and backwards[at] == self._num_backwards)
+        if self._num_backwards > 1:
+            part.set_last(is_last=is_last and backwards[at] + 1 == self._num_backwards)
 
     def _drop_loss(self) -> None:
         """The name of the last loss is given to the new one."""
@@ -214,12 +184,19 @@ class _Step:
         self._loss = None
 
     def _keep_loss(self, copy: Copy) -> None:
-        """The loop keeps the loss, and the sum of all, at least in single precision."""
+        """The loop keeps the loss, and the sum of all, at least in single precision.
+
+        What a pipeline gives is a sum already, and only added.
+        """
         for loss, size in self._work.losses.items():
-            self._loss = copy.number(loss)
-            self._writer.adopt(self._loss, size)
+            number = copy.number(loss)
+            self._writer.adopt(number, size)
             before, self._total = self._total, self._make_number(size)
             self._writer.free(before)
+            if self._plan.assignment.stages is None:
+                self._loss = number
+            else:
+                self._writer.free(number)
 
     def _mean(self) -> int | None:
         """`runtime.peers.mean_over_ranks`, in double precision."""
@@ -240,11 +217,28 @@ class _Step:
 
     def _update(self) -> None:
         """The optimizer takes what has a gradient."""
-        found = self._units.reduced().keys() | set(self._alone.found)
-        params = [param for param in self._params() if param.fqn in found]
+        found = [each for part in self._parts.values() for each in part.updated()]
+        if self._plan.spec.clip_grad_norm is not None:
+            by_axes: dict[tuple[str, ...], list[Updated]] = {}
+            for axes, param in found:
+                by_axes.setdefault(axes, []).append(param)
+            clip(self._writer, by_axes)
+        params = [param for _, param in found]
         step(self._writer, params, self._optimizer, foreach=self._foreach)
 
 
 def _is_before(mark: Mark) -> bool:
     """Whether a mark belongs to the phase that it begins rather than to the one that it ends."""
     return mark.moment in (Moment.BEFORE_FORWARD, Moment.BEFORE_BACKWARD)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """(fqn, where) of a name that may tell its stage."""
+    fqn, at, stage = name.partition(AT_STAGE)
+    return fqn, at + stage
+
+
+def _own(items: Mapping[str, _T], at: str) -> dict[str, _T]:
+    """What is said of one stage, by fqn."""
+    return {fqn: value for name, value in items.items() for fqn, where in (_split(name),)
+            if where == at}  # fmt: skip

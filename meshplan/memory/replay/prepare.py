@@ -15,16 +15,13 @@ class Prepared:
     Attributes:
         log: Of the work.
         marks: Of the work.
-        gradients: (storage, bytes) of each gradient, by parameter.
-        ready: The event before which each is there.
+        gradients: By parameter, the storage of its gradient, or of the first one.
+        arrivals: (event before which it is there, parameter, storage, bytes) of each gradient.
         settling: Of the work.
         losses: Bytes of the storages of the loss.
         before: The events of what is there before.
         forgotten: Storages that are there before and end: what the model keeps from the last time.
         kept: What takes their place.
-
-    Raises:
-        PlanError: What the model keeps from one microbatch to the next grows or shrinks.
     """
 
     def __init__(self, work: Work) -> None:
@@ -45,17 +42,27 @@ class Prepared:
                 del live[storage]
         self.before: tuple[Event, ...] = work.log.events[:num_before]
         held = {event.storage for event in self.before}
-        self.gradients = {fqn: (s, live.get(s, 0)) for fqn, s in work.gradients.items()}
-        self.ready = {
-            fqn: work.ready.get(fqn, births.get(s, 0) + 1) for fqn, s in work.gradients.items()
-        }
+        self.gradients = work.gradients
+        self.arrivals = [
+            (work.ready.get(fqn, births.get(s, 0) + 1), fqn, s, live.get(s, 0))
+            for fqn, s in work.gradients.items()
+        ]
+        self.arrivals += [(event, fqn, s, live.get(s, 0)) for event, fqn, s in work.again]
         self.settling = work.settling
         self.losses = {s: live[s] for s in work.losses if s in live}
         self.forgotten = tuple(s for s in ended if s in held)
-        own = {s for s, _ in self.gradients.values()} | self.losses.keys() | held
+        own = {s for _, _, s, _ in self.arrivals} | self.losses.keys() | held
         self.kept = tuple(s for s in live if s not in own)
         sizes = {event.storage: event.delta for event in self.before}
-        if [sizes[s] for s in self.forgotten] != [live[s] for s in self.kept]:
+        self._is_steady = [sizes[s] for s in self.forgotten] == [live[s] for s in self.kept]
+
+    def check_repeats(self) -> None:
+        """What the model keeps from one time to the next is always as large.
+
+        Raises:
+            PlanError: It is not.
+        """
+        if not self._is_steady:
             what = "what the model keeps from one microbatch to the next is not always as large"
             raise PlanError(Problem(what, fix="trace the whole step instead"))
 

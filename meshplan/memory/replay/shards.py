@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from meshplan.assign import Assignment, Placed, Unit
 from meshplan.graph import DTYPE_BYTES, ModelGraph
+from meshplan.layout import Layout
 from meshplan.mesh import UNIT_AXES, Mesh
+
+
+class Numels(NamedTuple):
+    """Elements of a parameter on one rank: stored, stored but for padding, and computed with."""
+
+    padded: int
+    local: int
+    whole: int
+
+
+@lru_cache(maxsize=1 << 12)
+def numels_of(shape: tuple[int, ...], stored: Layout, mesh: Mesh, rank: int) -> Numels:
+    """Of a parameter of this shape: the thousands of parameters of a model are of few kinds."""
+    return Numels(
+        padded=stored.padded_numel(shape, mesh, UNIT_AXES, rank),
+        local=stored.local_numel(shape, mesh, rank),
+        whole=stored.without(*UNIT_AXES).local_numel(shape, mesh, rank),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +71,7 @@ class UnitShards:
     Args:
         fqn: Of its module.
         params: Those that it gathers, in FSDP2's order.
+        trained: Those of them that get a gradient.
         num_ranks: Over how many they are cut; 1 for replicas.
         is_sharded: It is one of `fully_shard`, if only over one rank.
         is_replicated: Its gradients are all-reduced too.
@@ -64,6 +85,7 @@ class UnitShards:
 
     fqn: str
     params: tuple[Shard, ...]
+    trained: tuple[Shard, ...]
     num_ranks: int
     is_sharded: bool
     is_replicated: bool
@@ -73,11 +95,6 @@ class UnitShards:
     grad_itemsize: int
     reduce_itemsize: int
     is_recast: bool
-
-    @property
-    def trained(self) -> tuple[Shard, ...]:
-        """Those that get a gradient."""
-        return tuple(param for param in self.params if param.is_trained)
 
     @property
     def gathered_bytes(self) -> int:
@@ -116,9 +133,11 @@ def _unit(unit: Unit, tensors: list[Placed], mesh: Mesh, rank: int) -> UnitShard
     stored = trained[0].dtype if trained else "float32"
     computed = trained[0].compute_dtype if trained else "float32"
     reduced = unit.precision.reduce or computed
+    params = tuple(_shard(placed, unit, mesh, rank) for placed in tensors)
     return UnitShards(
         fqn=unit.fqn,
-        params=tuple(_shard(placed, unit, mesh, rank) for placed in tensors),
+        params=params,
+        trained=tuple(param for param in params if param.is_trained),
         num_ranks=ranks,
         is_sharded=unit.is_sharded,
         is_replicated=not unit.is_sharded or mesh.size(*unit.replicate_axes) > 1,
@@ -132,12 +151,12 @@ def _unit(unit: Unit, tensors: list[Placed], mesh: Mesh, rank: int) -> UnitShard
 
 
 def _shard(placed: Placed, unit: Unit, mesh: Mesh, rank: int) -> Shard:
-    shape, layout = placed.info.shape, placed.stored
-    ranks = mesh.size(*unit.shard_axes)
+    layout = placed.stored
+    numels = numels_of(placed.info.shape, layout, mesh, rank)
     return Shard(
         fqn=placed.info.fqn,
-        padded_numel=layout.padded_numel(shape, mesh, UNIT_AXES, rank) * ranks,
-        grad_numel=math.prod(layout.without(*UNIT_AXES).local_shape(shape, mesh, rank)),
+        padded_numel=numels.padded * mesh.size(*unit.shard_axes),
+        grad_numel=numels.whole,
         itemsize=DTYPE_BYTES[placed.compute_dtype],
         dim=(layout.dim_of(unit.shard_axes[0]) or 0) if unit.shard_axes else 0,
         is_cast=placed.compute_dtype != placed.dtype,

@@ -1,0 +1,57 @@
+"""What clipping gradients takes: numbers, a few for each gradient.
+
+Source: `runtime.train.clip_grad_norm_`, whose lines these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from meshplan.graph import DTYPE_BYTES
+from meshplan.memory.log import Term
+from meshplan.memory.replay.optimizer import Updated
+from meshplan.memory.replay.writer import Writer
+
+_NUMBER: Final = 4
+"""Norms are added up in single precision."""
+
+
+def clip(writer: Writer, gradients: Mapping[tuple[str, ...], Sequence[Updated]]) -> None:
+    """Play one call.
+
+    Args:
+        gradients: The parameters that have one, by the axes that cut them.
+    """
+    powers = [_power_sum(writer, [p for p in alike if p.numel]) for alike in gradients.values()]
+    zero = _number(writer)
+    stacked = _number(writer, len(powers) + 1)
+    writer.free(zero)
+    power, norm, added, inverse = (_number(writer) for _ in range(4))
+    scaled = _number(writer)
+    writer.free_all((inverse, added))
+    factor = _number(writer)
+    writer.free(scaled)
+    writer.free_all((*powers, stacked, power, factor, norm))
+
+
+def _power_sum(writer: Writer, parts: Sequence[Updated]) -> int:
+    """The sum of the squares of all norms."""
+    if not parts:
+        return _number(writer)
+    sizes = [DTYPE_BYTES[part.dtype] for part in parts]
+    norms = [writer.make(size, Term.TEMPORARIES) for size in sizes]
+    if set(sizes) != {_NUMBER}:
+        wide = [_number(writer) for size in sizes if size != _NUMBER]
+        writer.free_all(n for n, size in zip(norms, sizes, strict=True) if size != _NUMBER)
+        norms = [n for n, size in zip(norms, sizes, strict=True) if size == _NUMBER] + wide
+    stacked = _number(writer, len(parts))
+    writer.free_all(norms)
+    squared = _number(writer, len(parts))
+    out = _number(writer)
+    writer.free_all((squared, stacked))
+    return out
+
+
+def _number(writer: Writer, count: int = 1) -> int:
+    return writer.make(_NUMBER * count, Term.TEMPORARIES)

@@ -1,0 +1,132 @@
+"""What holds the parameters of a model, or of one of its stages, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from meshplan.graph import DTYPE_BYTES
+from meshplan.memory.log import Term
+from meshplan.memory.replay.alone import Alone
+from meshplan.memory.replay.buckets import Buckets, Options
+from meshplan.memory.replay.optimizer import Updated, state_of
+from meshplan.memory.replay.shards import numels_of, unit_shards
+from meshplan.memory.replay.units import Units
+from meshplan.memory.replay.writer import Writer
+from meshplan.memory.work import Moment
+from meshplan.mesh import GRADIENT_AXES
+from meshplan.plan import Plan
+
+
+class Part:
+    """The wrappers of a model or a stage.
+
+    Args:
+        plan: Of the stage, as `restrict` gives it.
+        settling: Of the work: what it takes to lay a gradient as its parameter is.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        plan: Plan,
+        rank: int,
+        settling: Mapping[str, Sequence[tuple[int, int]]],
+    ) -> None:
+        self._writer, self._plan, self._rank = writer, plan, rank
+        a = plan.assignment
+        is_units = a.wrapper == "units"
+        self._agrees = is_units and plan.mesh.size(*GRADIENT_AXES) > 1
+        shards = unit_shards(a, plan.graph, rank) if is_units else []
+        self._units = Units(writer, shards, settling, fills=self._agrees)
+        self._unit_of = {p.fqn: unit.fqn for unit in shards for p in unit.params}
+        self._alone: Alone | Buckets
+        if a.wrapper == "ddp":
+            options = Options.of(plan.spec.ddp)
+            self._alone = Buckets(writer, self._params(), self._buffers(), options)
+        else:
+            alone = (p for p in self._params() if p.fqn not in self._unit_of)
+            self._alone = Alone(writer, alone, fills=self._agrees)
+
+    def be_there(self, found: Mapping[str, object], optimizer: str) -> None:
+        """What is there before a step: parameters, and the states of those that get gradients."""
+        self._alone.be_there()
+        for fqn, placed in self._plan.assignment.tensors.items():
+            if not placed.info.is_buffer:
+                numels = numels_of(placed.info.shape, placed.stored, self._plan.mesh, self._rank)
+                size = numels.padded * DTYPE_BYTES[placed.dtype]
+                self._writer.make(size, Term.PARAMETERS, fqn.rpartition(".")[0])
+        for param in self._params():
+            if param.fqn in found:
+                size = state_of(param, optimizer)
+                self._writer.make(size, Term.OPTIMIZER, param.fqn.rpartition(".")[0])
+
+    def begin(self, *, is_first: bool, is_last: bool) -> None:
+        """A microbatch begins, which may be the last of the step."""
+        self._alone.before_forward(is_first=is_first, is_last=is_last)
+        self.set_last(is_last=is_last)
+
+    def set_last(self, *, is_last: bool) -> None:
+        """Say whether the coming backward is the last of the step."""
+        cuts = self._plan.assignment.strategy.cuts
+        self._units.set_last(is_last, keeps_whole="gradient" not in cuts)
+
+    def has_gradient(self, fqn: str, storage: int) -> None:
+        """Autograd has the gradient of a parameter."""
+        unit = self._unit_of.get(fqn)
+        if unit is None:
+            self._alone.has_gradient(fqn, storage)
+        else:
+            self._units.has_gradient(unit, fqn, storage)
+
+    def act(self, moment: Moment, unit: str, *, in_backward: bool) -> None:
+        """A unit acts. A told work may mark more than the plan has."""
+        if unit not in self._plan.assignment.units:
+            return
+        if moment == Moment.BEFORE_FORWARD:
+            self._units.before_forward(unit)
+        elif moment == Moment.AFTER_FORWARD:
+            self._units.after_forward(unit, in_backward=in_backward)
+        elif moment == Moment.BEFORE_BACKWARD:
+            self._units.before_backward(unit)
+        else:
+            self._units.after_backward(unit)
+
+    def end_of_backward(self, *, is_last: bool) -> None:
+        """Autograd has run all; after the last one the ranks tell which gradients they have."""
+        self._units.end_of_backward(is_last=is_last)
+        if not is_last or not self._agrees:
+            return
+        self._units.forget_filled()
+        self._alone.fill()
+        tensors = self._plan.assignment.tensors.values()
+        count = sum(p.info.trainable and not p.info.is_buffer and p.info.numel > 0 for p in tensors)
+        # One number for each (`runtime.gradients`), and two of the calls that were made.
+        self._writer.free(self._writer.make(8 * (count + 2), Term.COMMUNICATION))
+
+    def updated(self) -> list[tuple[tuple[str, ...], Updated]]:
+        """(the axes that cut it, parameter) of each one that has a gradient."""
+        found = {*self._units.reduced(), *self._alone.found}
+        tensors, mesh = self._plan.assignment.tensors, self._plan.mesh
+        return [
+            (mesh.present(tensors[param.fqn].stored.axes), param)
+            for param in self._params()
+            if param.fqn in found
+        ]
+
+    def drop_gradients(self) -> None:
+        """`zero_grad(set_to_none=True)`."""
+        self._units.drop_gradients()
+        self._alone.drop_gradients()
+
+    def _params(self) -> Iterator[Updated]:
+        """The trainable parameters as the optimizer has them."""
+        for fqn, placed in self._plan.assignment.tensors.items():
+            if not placed.info.is_buffer and placed.info.trainable:
+                numels = numels_of(placed.info.shape, placed.stored, self._plan.mesh, self._rank)
+                yield Updated(fqn, numels.local, placed.dtype)
+
+    def _buffers(self) -> Iterator[tuple[str, int]]:
+        """(dtype, bytes) of each buffer."""
+        for placed in self._plan.assignment.tensors.values():
+            if placed.info.is_buffer:
+                yield placed.dtype, placed.info.num_bytes
