@@ -113,10 +113,6 @@ class Writer:
             return x
         return self.row("_to_copy", (x,), int(self.size(x) * ratio), grads=(Grad(x, self.size(x)),))
 
-    def copy(self, x: int) -> int:
-        """Contiguous memory for a view that is not."""
-        return self.row("clone", (x,), self.size(x), grads=(Grad(x, 0),))
-
     def dropout(self, x: int, p: float) -> int:
         """CUDA keeps a mask of a byte an element, CPUs one of the input's dtype."""
         if not p:
@@ -268,9 +264,10 @@ class Writer:
         probabilities = self.row(
             "_log_softmax", (wide,), size, keeps_out=True, grads=(Grad(wide, size),)
         )
-        loss = self.row(
-            "nll_loss_forward", (probabilities, ids), 2 * _FP32, keeps=(probabilities, ids),
-            grads=(Grad(probabilities, size),),
+        loss, weight = self.tape.value(_FP32), self.tape.value(_FP32)
+        self.tape.add(
+            Row("nll_loss_forward", self.module, (probabilities, ids), (loss, weight),
+                (probabilities, ids, weight), (Grad(probabilities, size),))
         )  # fmt: skip
         self.tape.touch(wide)
         if holds:

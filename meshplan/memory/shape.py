@@ -39,8 +39,6 @@ class Shape:
     Args:
         head_dim: Features of one head.
         mlp: Features inside the feed-forward.
-        is_gated: Whether the feed-forward has a gate beside it.
-        norm: "rms" or "layer".
         activation: As configs name it.
         positions: Rows of the table of learned positions, 0 where positions are rotated in.
         qkv_bias, o_bias, mlp_bias: Whether these projections have one.
@@ -55,8 +53,6 @@ class Shape:
     head_dim: int
     mlp: int
     vocab: int
-    is_gated: bool = True
-    norm: str = "rms"
     activation: str = "silu"
     positions: int = 0
     tied: bool = False
@@ -111,8 +107,6 @@ def shape_of(graph: ModelGraph) -> Shape:
         head_dim=sizes.get("head_dim", hidden // heads),
         mlp=sizes.get("n_inner", 4 * hidden) if is_gpt2 else sizes["intermediate_size"],
         vocab=sizes["vocab_size"],
-        is_gated=not is_gpt2,
-        norm="layer" if is_gpt2 else "rms",
         activation=_ACTIVATIONS[act],
         positions=sizes["max_position_embeddings"] if is_gpt2 else 0,
         tied="lm_head.weight" not in tensors,

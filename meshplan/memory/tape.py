@@ -250,7 +250,7 @@ class _Player:
             elif not span.recompute:
                 self._keep(number, self._env)
             for value in self._dying[number]:
-                if number < len(tape.rows) - 1 or value not in row.makes:
+                if value != tape.rows[-1].makes[0]:  # The loop keeps the loss.
                     self._drop(self._env.pop(value))
             if number in self._ends:
                 self._mark(Moment.AFTER_FORWARD, self._ends[number])

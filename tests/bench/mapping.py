@@ -96,6 +96,8 @@ def case_of(row: Row) -> Nanotron | Native:
     for key in ("layers", "hidden", "heads", "ffn", "vocab", "seq_len"):
         if not isinstance(model.get(key), int):
             raise SkipError(f"model.{key} {model.get(key)!r} is not a number")
+    if not {"dp", "dp_shard", "tp"} & parallel.keys():
+        raise SkipError("how the run was parallelised is not stated")
     if training.get("finetune") not in (None, "full"):
         raise SkipError(f"training.finetune {training['finetune']!r} has no rules")
     impl = parallel.get("impl")

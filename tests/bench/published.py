@@ -24,7 +24,15 @@ from meshplan.memory.frameworks import native
 from meshplan.memory.frameworks.nanotron_job import Job, Late, log_of
 from meshplan.memory.log import EventLog
 from meshplan.memory.shape import Shape
-from tests.bench.mapping import Nanotron, Row, SkipError, case_of, metric_of, usable_gib
+from tests.bench.mapping import (
+    Nanotron,
+    Row,
+    SkipError,
+    case_of,
+    is_nanotron,
+    metric_of,
+    usable_gib,
+)
 
 GIB: Final = 2**30
 OUTSIDE: Final = 2.0
@@ -37,13 +45,16 @@ SPREAD: Final = {"eager": 0.03, "compiled": 0.08, "nanotron": 0.04}
 """Half a band, as a share. [Empirical] of the rows that the profiles were made with."""
 
 BEHIND: Final[Mapping[tuple[int, int], float]] = {
-    (1, 2): 0.1, (1, 4): 0.4, (1, 8): 0.4, (1, 16): 0.45, (1, 32): 0.45,
-    (2, 2): 0.4, (2, 4): 0.1, (2, 8): 0.05, (2, 16): 0.05, (2, 32): 0.05,
-    (4, 2): 0.9, (4, 4): 0.6, (4, 8): 0.6, (4, 16): 0.5, (4, 32): 0.15,
+    (1, 2): 0.04, (1, 4): 0.2, (1, 8): 0.25, (1, 16): 0.35, (1, 32): 0.4,
+    (2, 2): 0.35, (2, 4): 0.05, (2, 8): 0.05, (2, 16): 0.05, (2, 32): 0.05,
+    (4, 2): 1.0, (4, 4): 0.85, (4, 8): 0.85, (4, 16): 0.7, (4, 32): 0.15,
 }  # fmt: skip
-"""By (pp up to 4, tp): how far a nanotron job is between a device that keeps up with the process
-and one that lags by a microbatch, once it has run longer than the pipeline is deep.
-[Empirical] medians over its published grid; the band covers both ends."""
+"""By (pp: 1, 2, or 4 and more; tp): how far a nanotron job is between a device that keeps up with
+the process and one that lags by a microbatch. [Empirical] medians over the published grid of the
+profile; which of the two a run is like depends on how fast the process launches kernels, which no
+field tells. The band covers both."""
+SHORT: Final = (0.4, 0.7)
+"""Of that, in jobs of no more microbatches than stages, and of less than four times as many."""
 
 
 def predict(row: Row) -> dict[str, Any]:
@@ -75,14 +86,15 @@ def _nanotron(case: Nanotron, kind: str, room: int) -> tuple[float, tuple[float,
     least = _held(case.shape, job, Late.NEVER, room)
     low = _figure(least, kind)
     if job.tp == 1 or kind != "reserved":
-        figure, high = low, low
+        figure = high = low
     else:
         high = max(low, _figure(_held(case.shape, job, Late.NEXT, room), kind))
-        share = BEHIND.get((min(job.pp, 4) if job.pp != 3 else 2, job.tp), 0.3)
+        depth = job.pp if job.pp < 3 else 4
+        share = BEHIND.get((depth, job.tp), 0.3)
         if job.accumulate <= job.pp:
-            share = min(share, 0.1)
-        elif job.accumulate < 4 * job.pp and job.pp > 2:
-            share /= 2
+            share *= SHORT[0]
+        elif job.accumulate < 4 * job.pp:
+            share *= SHORT[1]
         figure = low + share * (high - low)
     edge = SPREAD["nanotron"]
     return figure, (low * (1 - edge), high * (1 + edge)), least.allocated_bytes / GIB * (1 + edge)
@@ -115,11 +127,6 @@ def _figure(held: Reserve, kind: str) -> float:
     return (held.reserved_bytes if kind == "reserved" else held.allocated_bytes) / GIB
 
 
-def measured_gib(row: Row, kind: str) -> float | None:
-    """The figure of the row, if it has one."""
-    return row["measured"].get("peak_mem_gib")
-
-
 def summary(rows: Sequence[Row], answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Per group and in all."""
     groups: dict[str, list[tuple[Row, Mapping[str, Any]]]] = defaultdict(list)
@@ -127,18 +134,14 @@ def summary(rows: Sequence[Row], answers: Sequence[Mapping[str, Any]]) -> dict[s
         groups["all"].append((row, answer))
         groups[str(row.get("group"))].append((row, answer))
         if answer["skipped"] is None:
-            groups["native" if "metric" in answer and not _is_nano(row) else "nanotron"].append(
-                (row, answer)
-            )
+            groups["nanotron" if is_nanotron(row) else "native"].append((row, answer))
     return {name: _of_group(members) for name, members in groups.items()}
 
 
-def _is_nano(row: Row) -> bool:
-    return "tp_mode" in row["parallel"]
-
-
 def _of_group(members: Iterable[tuple[Row, Mapping[str, Any]]]) -> dict[str, Any]:
-    errors, scored, skipped, false_fits, false_refusals = [], 0, defaultdict(int), 0, 0
+    errors: list[float] = []
+    skipped: dict[str, int] = defaultdict(int)
+    scored = false_fits = false_refusals = 0
     for row, answer in members:
         if answer["skipped"] is not None:
             skipped[answer["skipped"]] += 1

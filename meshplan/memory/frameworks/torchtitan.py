@@ -114,12 +114,14 @@ def _attention(w: Writer, shape: Shape, x: int, part: Part, how: Training) -> in
     turned = [_rotate(w, each, part, how) for each in (q, k)]
     w.touch(q, k)
     group = shape.heads // shape.kv_heads
-    whole = [_repeat(w, each, group) for each in (turned[1], v)]
+    keys, values = (_repeat(w, each, group) for each in (turned[1], v))
     # The kernel sums gradients of queries in fp32.
     scratch = w.size(turned[0]) * _FP32 // _BF16
-    out = w.attention(turned[0], *whole, shape.heads // part.tp, shape.head_dim, takes_back=scratch)
+    out = w.attention(
+        turned[0], keys, values, shape.heads // part.tp, shape.head_dim, takes_back=scratch
+    )
     out = w.linear(out, q_width, shape.hidden, "o_proj")
-    w.touch(*turned, *whole, v)
+    w.touch(*turned, keys, values, v)
     return out
 
 

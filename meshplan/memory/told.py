@@ -1,0 +1,110 @@
+"""Tier 1 without torch: a plan for a blueprint's model, told operation by operation and replayed.
+
+The operations come from sizes (`memory.analytic`), the wrappers' rules from `memory.replay`. What
+neither knows is refused by name; a trace of the model, which needs torch, answers then.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from meshplan.errors import PlanError, Problem
+from meshplan.graph import DTYPE_BYTES
+from meshplan.memory.analytic import Run, work_of
+from meshplan.memory.log import EventLog
+from meshplan.memory.replay import replay
+from meshplan.plan import Plan
+
+
+def told_log(
+    plan: Plan,
+    *,
+    batch: int,
+    seq_len: int,
+    optimizer: str = "adamw",
+    rank: int = 0,
+    is_cuda: bool = True,
+    in_place: bool = True,
+    foreach: bool = True,
+) -> EventLog:
+    """The events of a step from the second one on, of a causal language model of transformers.
+
+    Args:
+        plan: Made for a graph of `blueprint`.
+        batch: Sequences of one microbatch of this rank.
+        seq_len: Tokens of one sequence.
+        optimizer: A word of `spec.OPTIMIZER_STATES`.
+        is_cuda: Whether CUDA's kernels run; what CPUs keep is what a trace on CPUs shows.
+        in_place: Whether gradients that meet are added up in place, as torch does when nothing
+            watches it.
+        foreach: As in `replay`.
+
+    Raises:
+        PlanError: The model's operations, or something in the plan, are not known.
+    """
+    if problems := list(_unknown(plan)):
+        raise PlanError(problems)
+    a = plan.assignment
+    run = Run(
+        batch=batch,
+        seq_len=seq_len,
+        element_bytes=_element_bytes(plan),
+        recomputed=frozenset(int(fqn.rpartition(".")[2]) for fqn in a.recompute),
+        is_cuda=is_cuda,
+        in_place=in_place,
+    )
+    with _no_collection():
+        return replay(work_of(plan.graph, run), plan, optimizer, rank=rank, foreach=foreach)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """To look for cycles among tens of thousands of tuples takes a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _unknown(plan: Plan) -> Iterator[Problem]:
+    """What a told step has no rules for."""
+    a, mesh = plan.assignment, plan.mesh
+    blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
+    for is_there, what in (
+        (mesh.size("tp") > 1, "tensor parallelism"),
+        (mesh.size("cp") > 1, "context parallelism"),
+        (mesh.size("ep") > 1, "expert parallelism"),
+        (mesh.size("pp") > 1, "a pipeline"),
+        (any(r.policy.mode != "full" for r in a.recompute.values()), "selective recomputation"),
+        (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
+        (bool(a.units.keys() - blocks - {""}), "units that are no blocks"),
+        (_is_autocast(plan), "parameters computed with in several dtypes"),
+    ):
+        if is_there:
+            yield Problem(
+                f"a step told from a config has no rules for {what}",
+                fix="give the model itself (model: entry, with torch), so that it is traced",
+            )
+
+
+def _is_block(plan: Plan, fqn: str) -> bool:
+    above, _, name = fqn.rpartition(".")
+    return name.isdigit() and above in plan.graph.modules
+
+
+def _compute_dtypes(plan: Plan) -> set[str]:
+    return {p.compute_dtype for p in plan.assignment.tensors.values() if not p.info.is_buffer}
+
+
+def _is_autocast(plan: Plan) -> bool:
+    return len(_compute_dtypes(plan)) != 1
+
+
+def _element_bytes(plan: Plan) -> int:
+    (dtype,) = _compute_dtypes(plan)
+    return DTYPE_BYTES[dtype]

@@ -1,0 +1,144 @@
+"""Published rows become predictions by their fields only, or are skipped with a reason.
+
+Which seeded bug would this catch? A row told by its id, a field that is ignored, an unknown value
+that is guessed at or crashes, a run out of memory that is said to fit.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from meshplan.memory.allocator import reserve
+from meshplan.memory.frameworks.nanotron import stages
+from meshplan.memory.frameworks.nanotron_job import Job, Late, log_of
+from meshplan.memory.shape import Shape
+from tests.bench import published
+
+TITAN: dict[str, Any] = {
+    "id": "a", "group": "g",
+    "model": {"layers": 4, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 2816,
+              "vocab": 32000, "seq_len": 2048},
+    "hardware": {"gpu": "H100 SXM 80GB", "mem_gb": 80, "gpus": 8},
+    "parallel": {"dp_shard": 8, "tp": 1, "pp": 1, "cp": 1, "zero_stage": 3},
+    "training": {
+        "precision": "bf16 compute, fp32 params/grad-reduce (FSDP2 mixed precision)",
+        "local_batch": 2, "grad_accum": 1, "activation_checkpointing": "selective op",
+        "compile": False},
+    "measured": {"peak_mem_gib": 8.0, "mem_metric": "max_reserved", "fits": True},
+}  # fmt: skip
+NANOTRON: dict[str, Any] = {
+    "id": "b", "group": "h",
+    "model": {"layers": 4, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 4096,
+              "vocab": 32768, "seq_len": 1024, "tied": False},
+    "hardware": {"gpu": "H100 SXM 80GB", "mem_gb": 80, "gpus": 8},
+    "parallel": {"dp": 4, "tp": 2, "pp": 1, "cp": 1, "zero_stage": 1,
+                 "tp_mode": "REDUCE_SCATTER, async"},
+    "training": {
+        "precision": "bf16 params, fp32 grad accumulation, fp32 master+AdamW states",
+        "micro_batch": 2, "grad_accum": 8, "activation_checkpointing": "none"},
+    "measured": {"peak_mem_gib": 8.0, "fits": True,
+                 "mem_metric": "peak GiB, allocated or reserved not stated"},
+}  # fmt: skip
+
+
+def changed(row: dict[str, Any], section: str, **fields: Any) -> dict[str, Any]:
+    row = copy.deepcopy(row)
+    row[section] |= fields
+    return row
+
+
+@pytest.mark.parametrize("row", [TITAN, NANOTRON], ids=["titan", "nanotron"])
+def test_a_row_is_told_by_its_fields(row: dict[str, Any]) -> None:
+    answer = published.predict(row)
+    low, high = answer["band"]
+    assert answer["skipped"] is None
+    assert low <= answer["predicted_bytes"] <= high
+    renamed = row | {"id": "other", "group": "other", "source": "other"}
+    assert published.predict(renamed)["predicted_bytes"] == answer["predicted_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("section", "fields"),
+    [
+        ("model", {"layers": 6}),
+        ("model", {"vocab": 64000}),
+        ("parallel", {"dp_shard": 4}),
+        ("parallel", {"tp": 2}),
+        ("parallel", {"cp": 2}),
+        ("training", {"local_batch": 3}),
+        ("training", {"activation_checkpointing": "full"}),
+        ("training", {"compile": True}),
+        ("measured", {"mem_metric": "max_memory_allocated"}),
+    ],
+)
+def test_every_field_counts(section: str, fields: dict[str, Any]) -> None:
+    other = published.predict(changed(TITAN, section, **fields))
+    assert other["skipped"] is None
+    assert other["predicted_bytes"] != published.predict(TITAN)["predicted_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("row", "section", "fields", "reason"),
+    [
+        (TITAN, "training", {"precision": "int4"}, "int4"),
+        (TITAN, "training", {"activation_checkpointing": "sometimes"}, "sometimes"),
+        (TITAN, "training", {"compile": "graph trainer"}, "graph trainer"),
+        (TITAN, "parallel", {"impl": "JAX"}, "JAX"),
+        (TITAN, "parallel", {"pp": 2}, "pipeline"),
+        (TITAN, "measured", {"mem_metric": "bananas"}, "bananas"),
+        (TITAN, "model", {"vocab": "250k"}, "250k"),
+        (TITAN, "model", {"heads": 0}, "heads"),
+        (NANOTRON, "parallel", {"zero_stage": 3}, "zero_stage 3"),
+        (NANOTRON, "parallel", {"tp": 3}, "tp 3"),
+        (NANOTRON, "training", {"activation_checkpointing": "full"}, "recomputation"),
+    ],
+)
+def test_what_is_unknown_is_skipped(
+    row: dict[str, Any], section: str, fields: dict[str, Any], reason: str
+) -> None:
+    answer = published.predict(changed(row, section, **fields))
+    assert reason in answer["skipped"]
+    assert answer["predicted_bytes"] is None
+    assert answer["fits"] is None
+
+
+def test_what_is_missing_is_skipped() -> None:
+    for section in ("model", "parallel", "training"):
+        row = copy.deepcopy(TITAN)
+        row[section] = {}
+        assert published.predict(row)["skipped"]
+    assert published.predict({"id": "c"})["skipped"]
+
+
+def test_what_is_too_big_does_not_fit(tmp_path: Any) -> None:
+    rows = [TITAN, changed(changed(TITAN, "training", local_batch=200), "measured", fits=False)]
+    file, out = tmp_path / "rows.jsonl", tmp_path / "out.json"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert published.main([str(file), "--json", str(out), "--jobs", "1"]) == 0
+    told = json.loads(out.read_text())["memory"]
+    assert [row["fits"] for row in told["rows"]] == [True, False]
+    assert told["summary"]["all"]["false_fits"] == 0
+
+
+def test_stages_are_cut_by_cost() -> None:
+    """The head costs as much as 4 of these blocks, so 20 shares are dealt out."""
+    shape = Shape(layers=16, hidden=2048, heads=32, kv_heads=32, head_dim=64, mlp=8192,
+                  vocab=131072, tied=True)  # fmt: skip
+    assert [s.layers for s in stages(shape, 2)] == [10, 6]
+    assert [s.layers for s in stages(shape, 4)] == [5, 5, 5, 1]
+    assert sum(sum(s.parameters(shape, 1)) for s in stages(shape, 1)) == 1_342_244_864
+
+
+def test_a_lagging_device_holds_more() -> None:
+    shape = Shape(layers=2, hidden=1024, heads=8, kv_heads=8, head_dim=128, mlp=4096, vocab=32768)
+    held = []
+    for late in Late:
+        job = Job(stage=stages(shape, 1)[0], rank=0, batch=2, seq_len=1024, accumulate=4, dp=2,
+                  tp=2, pp=1, zero=1)  # fmt: skip
+        held.append(reserve(log_of(shape, job, late)).reserved_bytes)
+    assert held[0] < held[2]
+    assert held == sorted(held)
