@@ -224,7 +224,7 @@ def _plan_row(spec: Spec, facts: dict[str, int], notes: list[str]) -> tuple[str,
 def read_limit(
     gpu: str | None, memory: str | int | None, spec: Spec
 ) -> tuple[str, int | None, tuple[str, ...]]:
-    """(name of the device or "", what it may hold or None, notes) of two flags beside a plan.
+    """(name of the device or "cuda", what it may hold or None, notes) of two flags beside a plan.
 
     For those who count all that is in it and how sure they are: no headroom is left but a stated.
 
@@ -250,4 +250,4 @@ def read_limit(
         notes.append(f"hardware.headroom leaves {hardware.headroom:.0%} of memory free")
         limit = int(limit * (1 - hardware.headroom))
     device = find_device(gpu).name if gpu is not None else hardware.gpu if hardware else None
-    return device or "", limit, tuple(notes)
+    return device or "cuda", limit, tuple(notes)

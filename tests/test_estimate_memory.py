@@ -16,10 +16,13 @@ import pytest
 
 from meshplan.cli import main
 from meshplan.errors import Origin
-from meshplan.memory import EventLog, reserve
+from meshplan.memory import EventLog, Term, reserve
+from meshplan.memory.extrapolate import Blocks, NotRepeatingError, extrapolate, is_same
+from meshplan.memory.log import Event, Storage
 from meshplan.reader import load_spec
 from meshplan.runtime.apart import run_apart
-from meshplan.runtime.foretell import _imagine
+from meshplan.runtime.foretell import Question, _imagine, _worth_cutting, decided
+from meshplan.runtime.repeats import Repeats
 from meshplan.runtime.shrink import Source
 from tests import estimated
 
@@ -107,7 +110,7 @@ def test_stages_are_told_apart(run):
 
 
 def test_too_large_is_an_honest_no_and_each_fix_is_estimated(run):
-    plan = PLAN | {"batch": {"micro": 256, "seq_len": 512}}
+    plan = PLAN | {"mesh": {"dp_shard": 1}, "batch": {"micro": 256, "seq_len": 512}}
     limit = result_of(run, plan)["groups"][0]["band"][1] - 1
     result = result_of(run, plan, "--memory", str(limit), "--fixes", code=1)
     assert result["fits"] is False
@@ -173,7 +176,7 @@ def test_states_are_still_answered_without_a_model(run):
 def whole_log(plan: dict[str, Any], entry: str) -> EventLog:
     """Of rank 0, with all blocks."""
     source = Source(entry=f"tests.estimated:{entry}", origin=Origin("<test>"))
-    (imagined,) = run_apart(_imagine, [(load_spec(plan), source, 0)])
+    (imagined,) = run_apart(_imagine, [(Question(spec=load_spec(plan), source=source), 0)])
     return imagined.log
 
 
@@ -202,16 +205,42 @@ def test_few_blocks_tell_the_whole(run, more):
     assert group["peak"]["reserved_bytes"] - workspaces == reserve(log).reserved_bytes
 
 
-def test_blocks_that_differ_are_all_traced(run):
-    result = result_of(run, PLAN | {"model": {"entry": "tests.estimated:of_many_kinds"}})
-    assert result["tier"] == 3
+def repeats(plan: dict[str, Any]) -> Repeats | None:
+    source = Source(entry=plan["model"]["entry"], origin=Origin("<test>"))
+    return _worth_cutting(*decided(load_spec(plan), source))
 
 
-@pytest.mark.parametrize("layer", [pytest.param(0, marks=pytest.mark.wide), 23])
-def test_a_rule_for_one_block_is_seen(run, layer):
-    rules = [{"match": f"blocks.{layer}", "activation_checkpointing": "full"}]
-    plan = PLAN | {"model": {"entry": "tests.estimated:high_tower"}, "rules": rules}
-    assert result_of(run, plan)["tier"] == 3
+def test_only_equal_blocks_are_left_out():
+    plan = PLAN | {"model": {"entry": "tests.estimated:high_tower"}}
+    found = repeats(plan)
+    assert found is not None
+    assert (found.blocks.lists, found.blocks.period, found.counts) == (("blocks",), 1, (24,))
+    assert repeats(plan | {"model": {"entry": "tests.estimated:of_many_kinds"}}) is None
+    assert repeats(plan | {"model": {"entry": "tests.estimated:tower"}}) is None
+    for rule in (
+        {"match": "blocks.0", "activation_checkpointing": "full"},
+        {"match": "blocks.{0..22}", "unit": False},
+        {"match": "blocks.23.up", "place": "replicate"},
+    ):
+        assert repeats(plan | {"rules": [rule]}) is None, rule
+
+
+def test_what_does_not_repeat_is_refused():
+    made = Storage(Term.ACTIVATIONS, "aten.mm.default", "blocks.0")
+
+    def log(*sizes: int) -> EventLog:
+        births = tuple(Event(size, n, 0) for n, size in enumerate(sizes))
+        return EventLog((made,) * len(sizes), births, ("forward",))
+
+    blocks = Blocks(("blocks",))
+    sums = {n: sum(e.delta for e in extrapolate(log(8), log(8, 4), blocks, n).events)
+            for n in (0, 1, 5)}  # fmt: skip
+    assert sums == {0: 12, 1: 16, 5: 32}
+    grown = extrapolate(log(16), log(24), blocks, 2)
+    assert [event.delta for event in grown.events] == [40]
+    with pytest.raises(NotRepeatingError):
+        extrapolate(log(8, 4), log(8), blocks, 1)
+    assert not is_same(log(8, 4), log(4, 8, 4))
 
 
 def test_a_model_that_reads_numbers_while_it_is_built(run):
@@ -223,6 +252,15 @@ def test_nothing_recomputed_lives_on(run):
     tp = {"mesh": {"tp": 2}, "tp_plan": "auto"}
     again = whole_log(PLAN | tp | {"activation_checkpointing": "full"}, "tower")
     assert again.by_phase["step"][1] == whole_log(PLAN | tp, "tower").by_phase["step"][1]
+
+
+def is_alive(group: int) -> bool:
+    """Whether any process of a group is."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_an_interrupt_ends_everything(tmp_path):
@@ -238,10 +276,11 @@ def test_an_interrupt_ends_everything(tmp_path):
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "")
-    with pytest.raises(ProcessLookupError):
-        while True:  # The fork server goes when it notices that its parent has.
-            os.killpg(process.pid, 0)
-            time.sleep(0.05)
+    for _ in range(600):  # The fork server goes when it notices that its parent has.
+        if not is_alive(process.pid):
+            return
+        time.sleep(0.05)
+    pytest.fail("a process is left")
 
 
 @pytest.mark.wide

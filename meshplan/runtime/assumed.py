@@ -39,12 +39,6 @@ _OPTIMIZERS: Final[dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[st
     "adagrad": (torch.optim.Adagrad, {}),
     "rmsprop": (torch.optim.RMSprop, {}),
 }
-_FOREACH: Final = (torch.Tensor, nn.Parameter)
-"""Kinds of parameters that torch's optimizers take all at once on a GPU, unless told otherwise;
-DTensors they take one by one.
-
-Source: torch 2.13, optim/optimizer.py, `_default_to_fused_or_foreach`.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +107,10 @@ def loop_of(model: nn.Module, plan: Plan) -> Loop:
 
     def make_optimizer(wrapped: nn.Module) -> torch.optim.Optimizer:
         trained = [p for p in wrapped.parameters() if p.requires_grad]
-        foreach = all(type(p) in _FOREACH for p in trained)
-        return make(trained, lr=1e-3, foreach=foreach, **options)
+        return make(trained, lr=1e-3, **options)
 
     assumed = [("inputs of a rank's step", ", ".join(parts)), ("loss", words)]
-    assumed.append(
-        ("optimizer", f"torch's {make.__name__}, foreach where torch takes it by itself")
-    )
+    assumed.append(("optimizer", f"torch's {make.__name__} with its defaults"))
     return Loop(
         inputs=inputs,
         targets=targets,

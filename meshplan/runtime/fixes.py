@@ -6,7 +6,7 @@ machines. A change that the plan or the model does not admit is not offered.
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -24,11 +24,19 @@ _SHARDED: Final = ("zero1", "zero2", "full_shard")
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """One change; `setting` is how a plan would state it."""
+    """One change.
+
+    Args:
+        text: What it does.
+        setting: How a plan would state it.
+        spec: The plan with it.
+        further: More of the same, to be tried where this is not enough.
+    """
 
     text: str
     setting: str
     spec: Spec
+    further: Callable[[], _Change] | None = None
 
 
 def with_fixes(
@@ -53,23 +61,22 @@ def with_fixes(
     if is_asked is None and takes_s > _A_FEW_SECONDS:
         note = f"--fixes looks for single changes that would fit, in about {takes_s:.0f} s"
         return replace(estimate, fixes=tuple(found), notes=(*estimate.notes, note))
-    for change in changes:
+    waiting = deque(changes)
+    while waiting:
+        change = waiting.popleft()
         told(f"what if: {change.text}")
-        began = time.monotonic()
         try:
             other = foretell(replace(question, spec=change.spec), lambda text: None)
         except MeshplanError:
             continue  # It does not go with this plan or this model.
         assert other.fits is not None
-        took_s = max(took_s, time.monotonic() - began)
-        found.append(
-            Fix(
-                change=change.text,
-                setting=change.setting,
-                total_bytes=other.worst.band[1],
-                fits=other.fits,
+        if not other.fits and change.further is not None:
+            waiting.appendleft(change.further())
+        elif other.worst.band[1] < estimate.worst.band[1]:
+            high = other.worst.band[1]
+            found.append(
+                Fix(change=change.text, setting=change.setting, total_bytes=high, fits=other.fits)
             )
-        )
     return replace(estimate, fixes=tuple(found))
 
 
@@ -156,18 +163,19 @@ def _large_of_the_root(plan: Plan) -> list[str]:
 
 
 def _batches(plan: Plan) -> Iterator[_Change]:
-    spec, micro = plan.spec, plan.micro
-    if micro is not None and micro > 1:
-        half = micro // 2
-        count = -(-plan.accumulate * micro // half)
-        if half * count != micro * plan.accumulate:
-            return
-        batch = replace(spec.batch, micro=half, accumulate=count)
-        yield _Change(
-            f"micro batch {micro} to {half}, accumulated {count} times",
-            f"batch: {{micro: {half}, accumulate: {count}}}",
-            replace(spec, batch=batch),
-        )
+    """Half of the samples at once, and as often twice, as far down as need be."""
+    if plan.micro is not None and plan.micro % 2 == 0:
+        yield _halved(plan.spec, plan.micro, plan.micro, plan.accumulate)
+
+
+def _halved(spec: Spec, first: int, micro: int, count: int) -> _Change:
+    half, twice = micro // 2, 2 * count
+    return _Change(
+        f"micro batch {first} to {half}, accumulated {twice} times",
+        f"batch: {{micro: {half}, accumulate: {twice}}}",
+        replace(spec, batch=replace(spec.batch, micro=half, accumulate=twice)),
+        None if half % 2 else lambda: _halved(spec, first, half, twice),
+    )
 
 
 def _strategies(plan: Plan) -> Iterator[_Change]:

@@ -38,7 +38,7 @@ from meshplan.runtime.stumble import problem_of
 from meshplan.runtime.trace import graph_of
 from meshplan.spec import Spec
 
-UNKNOWN_DEVICE: Final = ""
+SOME_GPU: Final = "cuda"
 """The device of a plan that names none: what it holds beside torch has the widest band."""
 _GPUS_PER_NODE: Final = 8
 _CERTIFYING: Final = 2
@@ -53,13 +53,13 @@ class Question:
     Args:
         spec: The plan, as declared.
         source: How to build its model.
-        device: The name of the GPU; "" where nobody says.
+        device: The name of the GPU, or "cuda" where nobody says.
         limit_bytes: What it may hold; None where nobody says.
     """
 
     spec: Spec
     source: Source
-    device: str = UNKNOWN_DEVICE
+    device: str = SOME_GPU
     limit_bytes: int | None = None
 
 
@@ -150,7 +150,7 @@ def _logs(
         except NotRepeatingError as error:
             why = f"; few blocks do not tell: {error}"
     told(f"imagining a step of {words}")
-    found = run_apart(_imagine, [(question.spec, question.source, rank) for rank in ranks])
+    found = run_apart(_imagine, [(question, rank) for rank in ranks])
     logs = [each.log for each in found]
     return _Answer(logs, found[0].assumed, Tier.WHOLE, _NOT_CERTIFIED + why)
 
@@ -187,9 +187,7 @@ def _with_few_blocks(
     left_out = _left_out(repeats)
     wanted = [(rank, num) for rank in ranks for num in left_out[:2]]
     wanted.append((ranks[0], left_out[2]))  # Other ranks do the same with parts of other sizes.
-    tasks = [
-        (question.spec, question.source, rank, (repeats.blocks, num, plan)) for rank, num in wanted
-    ]
+    tasks = [(question, rank, (repeats.blocks, num, plan)) for rank, num in wanted]
     found = run_apart(_imagine_cut, tasks)
     refused = next((each for each in found if isinstance(each, str)), None)
     if refused is not None:
@@ -254,14 +252,14 @@ def _built(source: Source) -> nn.Module:
         raise
 
 
-def _imagine(spec: Spec, source: Source, rank: int) -> Imagined:
+def _imagine(question: Question, rank: int) -> Imagined:
     """One rank's step, in a process of its own."""
-    model, plan = decided(spec, source)
-    return _imagined(model, plan, source, rank)
+    model, plan = decided(question.spec, question.source)
+    return _imagined(model, plan, question, rank)
 
 
 def _imagine_cut(
-    spec: Spec, source: Source, rank: int, cutting: tuple[Blocks, int, Plan]
+    question: Question, rank: int, cutting: tuple[Blocks, int, Plan]
 ) -> Imagined | str:
     """The same with periods of blocks left out; or why that is not the same step."""
     blocks, num, whole = cutting
@@ -271,30 +269,30 @@ def _imagine_cut(
         return model
 
     try:
-        model, plan = decided(spec, source, without)
+        model, plan = decided(question.spec, question.source, without)
         if not is_alike(whole, plan):
             return "with fewer blocks the plan is another"
-        return _imagined(model, plan, source, rank)
+        return _imagined(model, plan, question, rank)
     except MeshplanError as error:
         return error.problems[0].what
 
 
-def _imagined(model: nn.Module, plan: Plan, source: Source, rank: int) -> Imagined:
+def _imagined(model: nn.Module, plan: Plan, question: Question, rank: int) -> Imagined:
     warnings.simplefilter("ignore")
     try:
         with contextlib.redirect_stdout(sys.stderr):
             loop = loop_of(model, plan)
-            log = _step(model, plan, loop, rank)
+            log = _step(model, plan, loop, rank, question.device)
     except MeshplanError:
         raise
     except Exception as error:  # The model's own code may raise anything.
-        raise PlanError(problem_of(error, model, source.origin)) from None
+        raise PlanError(problem_of(error, model, question.source.origin)) from None
     return Imagined(log, loop.assumed)
 
 
-def _step(model: nn.Module, plan: Plan, loop: Loop, rank: int) -> EventLog:
+def _step(model: nn.Module, plan: Plan, loop: Loop, rank: int, device: str) -> EventLog:
     return imagine_step(
-        model, plan, loop.inputs, loop.targets, loop.loss_fn, loop.make_optimizer, rank
+        model, plan, loop.inputs, loop.targets, loop.loss_fn, loop.make_optimizer, rank, device
     )
 
 

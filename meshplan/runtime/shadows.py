@@ -26,19 +26,10 @@ _MOST: Final = 1 << 20
 """Elements of the largest tensor whose numbers are kept."""
 
 _ANSWERS: Final = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
-_MAKERS: Final = tuple(
-    getattr(torch.ops.aten, name)
-    for name in (
-        "arange",
-        "ones",
-        "zeros",
-        "full",
-        "scalar_tensor",
-        "lift_fresh",
-        "eye",
-        "linspace",
-    )
-)
+_NAMES: Final = (
+    "arange", "ones", "zeros", "full", "scalar_tensor", "lift_fresh", "eye", "linspace",
+)  # fmt: skip
+_MAKERS: Final = tuple(getattr(torch.ops.aten, name) for name in _NAMES)
 """Operators that make numbers out of nothing but their arguments."""
 
 
