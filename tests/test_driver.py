@@ -72,6 +72,13 @@ def test_each_group_is_opened_once(plan: dict[str, Any], expected: dict[Any, Any
     assert len(found) == len(expected)
 
 
+def test_a_node_may_end_inside_a_group() -> None:
+    rules = [tp("**.wq", "colwise"), tp("**.wo", "rowwise")]
+    plan = {"mesh": {"dp_shard": 4, "tp": 4}}
+    found = {c.axes: c.ranks_in_node for c in communicators(decide(plan, *rules), gpus_per_node=6)}
+    assert found == {("dp_shard", "tp"): 6, ("tp",): 4, ("dp_shard",): 2}
+
+
 @pytest.mark.parametrize(
     ("device", "opened", "measured_bytes"),
     [
@@ -121,4 +128,5 @@ def test_workspaces_lie_in_the_allocator_all_the_time() -> None:
         whole = with_workspaces(log, device)
         assert whole.peak.live_bytes == log.peak.live_bytes + 2 * size
         assert whole.terms_at_peak[Term.WORKSPACES] == 2 * size
+        assert len({event.storage for event in whole.events}) == 3, "one for each thread"
         assert reserve(whole).allocated_bytes == 100 * MIB + 2 * size

@@ -69,7 +69,7 @@ def predicted(case: Case) -> tuple[float, float]:
     if case.recompute == "full":
         spec["activation_checkpointing"] = "full"
     with torch.device("meta"):
-        model = Llama(case.shape, recomputes_ops=case.recompute == "selective")
+        model = Llama(case.shape, recompute="ops" if case.recompute == "selective" else "none")
     plan = make_plan(load_spec(spec), graph_of(model), world_size=case.ranks)
     tokens = torch.empty(case.batch, case.shape.seq_len, dtype=torch.long, device="meta")
     log = imagine_step(

@@ -119,9 +119,9 @@ def every_second_product() -> Any:
 
 
 class Llama(nn.Module):
-    def __init__(self, s: Shape, *, recomputes_ops: bool = False) -> None:
+    def __init__(self, s: Shape, *, recompute: str = "none") -> None:
         super().__init__()
-        self.recomputes_ops = recomputes_ops
+        self.recompute = recompute
         self.tok_embeddings = nn.Embedding(s.vocab, s.hidden)
         self.layers = nn.ModuleList(Block(s) for _ in range(s.layers))
         self.norm = RMSNorm(s.hidden)
@@ -133,10 +133,10 @@ class Llama(nn.Module):
         h = self.tok_embeddings(tokens)
         for layer in self.layers:
             call: Callable[..., Any] = layer
-            if self.recomputes_ops:
+            if self.recompute != "none":
                 call = partial(
-                    checkpoint, layer, use_reentrant=False, context_fn=every_second_product,
-                    preserve_rng_state=False,
+                    checkpoint, layer, use_reentrant=False, preserve_rng_state=False,
+                    **({"context_fn": every_second_product} if self.recompute == "ops" else {}),
                 )  # fmt: skip
             h = call(h, self.freqs_cis)
         return self.output(self.norm(h)).float()
