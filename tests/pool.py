@@ -41,7 +41,10 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "torch.nn.parallel",
+    "torch.distributed.pipelining",
     "transformers.models.llama.modeling_llama",
+    "networkx",
+    "meshplan.runtime.parallelize",
 )
 ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",

@@ -83,7 +83,11 @@ def test_every_model_is_cut_where_rules_cut_it_and_beyond(name):
         }
 
 
-@pytest.mark.parametrize("name", ["own_llama", "hf_llama_tied", "gpt2", "qwen3", "t5"])
+@pytest.mark.parametrize(
+    "name",
+    ["hf_llama_tied"]
+    + [pytest.param(n, marks=pytest.mark.wide) for n in ("own_llama", "gpt2", "qwen3", "t5")],
+)
 def test_under_full_shard(pool, name):
     plan = MIXED | (TOKENS if name == "own_llama" else {})
     assert_same(pool(4).run(parity.train, name, plan)[0])

@@ -184,12 +184,39 @@ def test_what_a_real_forward_left_stays() -> None:
     x = torch.randn(2, DIM)
     for kind in KINDS:
         kind()(x)
-    kept = [built(DIM), *TABLES["cpu"][DIM], OLDEST[0], MASK, InAClass.known]
+    kept = [*TABLES["cpu"][DIM], OLDEST[0], MASK, InAClass.known]
     for kind in KINDS:
         record(kind(), x)
         record(kind(), torch.randn(2, 1, DIM))
-    now = [built(DIM), *TABLES["cpu"][DIM], OLDEST[0], MASK, InAClass.known]
+    now = [*TABLES["cpu"][DIM], OLDEST[0], MASK, InAClass.known]
     assert all(a is b for a, b in zip(kept, now, strict=True))
+
+
+def test_a_recording_does_not_find_what_a_function_cached_before() -> None:
+    """Only some ranks may have run the model before, and all must come to one plan."""
+    x = torch.randn(2, DIM)
+    flows = [record(OfAFunction(), x)]
+    OfAFunction()(x)
+    flows.append(record(OfAFunction(), x))
+    names = [[op.name for op in flow.ops] for flow in flows]
+    assert names[0] == names[1]
+    assert "aten.arange.default" in names[0]
+
+
+@functools.cache
+def trained() -> nn.Linear:
+    return nn.Linear(DIM, DIM)
+
+
+class OfAModule(Base):
+    def table(self, x: Tensor) -> Tensor:
+        return trained()(x).detach()
+
+
+def test_a_module_that_a_function_cached_stays() -> None:
+    known = trained()
+    record(OfAModule(), torch.randn(2, DIM))
+    assert trained() is known
 
 
 class Box:

@@ -65,12 +65,15 @@ def test_tied_and_shared_weights_are_sharded_in_every_stage(pool):
     assert_equal(pool, 4, "hf_llama_tied", spec, clip=0.1)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.wide), "ZBVZeroBubble"]
+)
 def test_pp_with_shards_and_tp_on_eight_ranks(pool, schedule):
     spec = plan({"pp": 2, "dp_shard": 2, "tp": 2}, schedule, rules=models.tp_rules("own_llama"))
     assert_equal(pool, 8, "own_llama", spec)
 
 
+@pytest.mark.wide
 def test_pp_with_hybrid_shards_and_tp_on_sixteen_ranks(pool):
     mesh = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "tp": 2}
     assert_equal(pool, 16, "own_llama", plan(mesh, rules=models.tp_rules("own_llama")))

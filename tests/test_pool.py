@@ -128,7 +128,9 @@ def test_old_workers_are_replaced(pair):
     assert set(ids).isdisjoint(last)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [pytest.param(signal.SIGINT, marks=pytest.mark.wide), signal.SIGKILL]
+)
 def test_workers_end_with_their_parent(how):
     script = textwrap.dedent(
         """

@@ -64,7 +64,14 @@ def train(name: str, plan: dict[str, Any]) -> dict[str, Any]:
         return parity.train(name, plan, 2)
 
 
-@pytest.mark.parametrize("case", CASES)
+WIDE = ("pp, compile", "pp, dp_shard, tp derived, encoder and decoder", "dp_shard, cp, tp derived",
+        "dp_shard, tp derived, compile")  # fmt: skip
+"""Cases that combine what these and the tests of each axis show."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.wide] if c in WIDE else []) for c in CASES]
+)
 def test_together(pool, case):
     world, name, plan = CASES[case]
     assert_same(pool(world).run(train, name, {"version": 1, **plan})[0])

@@ -99,7 +99,14 @@ CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# Every third case combines what others show one by one.
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.wide] if number % 3 == 2 else [])
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_counted_equals_predicted(pool, case):
     for told, counted in pool(4).run(told_and_counted, *CASES[case]):
         assert told.unknown == ()

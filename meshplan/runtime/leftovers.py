@@ -2,7 +2,8 @@
 
 A copy of the model does not copy what lies outside of it: `functools.lru_cache` on a function,
 tables in globals and classes, closures of hooks. A fake tensor left there would be found by the
-first real forward. So what was put there is taken out again, and what cannot be is refused.
+first real forward. So what was put there is taken out again, and what cannot be is refused. Nor
+may a recording find what an earlier forward left: only some ranks may have run one.
 """
 
 from __future__ import annotations
@@ -60,7 +61,11 @@ def nothing_left(model: nn.Module) -> Iterator[Trace]:
     Raises:
         ApplyError: Something watched is kept where it cannot be taken out.
     """
-    trace = Trace(before=[(at, _copied(at)) for at in _outside(model)])
+    outside = list(_outside(model))
+    for item in outside:
+        if type(item) is _LruCache and _holds_tables(item):
+            item.cache_clear()
+    trace = Trace(before=[(at, _copied(at)) for at in outside if _can_change(at)])
     try:
         yield trace
     except BaseException:
@@ -92,17 +97,28 @@ def _take_out(trace: Trace) -> None:
 
 def _holds(item: Any, ids: set[int]) -> bool:
     """Whether one of these is inside, however it is wrapped."""
-    edge, seen = [item], {id(item)}
+    return any(id(part) in ids for part in _inside(item))
+
+
+def _holds_tables(cache: Any) -> bool:
+    """Whether a function keeps tensors that it can make anew: a module may have been trained."""
+    kinds = [type(part) for part in _inside(cache, beside=cache.__wrapped__)]
+    has_modules = any(issubclass(kind, nn.Module) for kind in kinds)
+    return not has_modules and any(issubclass(kind, torch.Tensor) for kind in kinds)
+
+
+def _inside(item: Any, beside: Any = None) -> Iterator[Any]:
+    """The item and what it refers to, to some depth; not what lies behind `beside`."""
+    edge, seen = [item], {id(item), id(beside)}
+    yield item
     for _ in range(_DEPTH):
-        if not seen.isdisjoint(ids):
-            return True
         edge = [
             part
             for part in gc.get_referents(*edge)
             if id(part) not in seen and not issubclass(type(part), _NAMESPACES)
         ]
         seen.update(map(id, edge))
-    return not seen.isdisjoint(ids)
+        yield from edge
 
 
 def _put_back(at: Any, old: Any, ids: set[int]) -> None:
@@ -136,7 +152,7 @@ def _outside(model: nn.Module) -> list[Any]:
     """What the code of the model can reach and a copy of the model shares with it, each once.
 
     The names of its modules and classes, what its hooks and functions close over, and the plain
-    containers in all of these.
+    containers in all of these; and functions that cache.
     """
     found: dict[int, Any] = {}
     seen = {id(vars(builtins))}
@@ -144,7 +160,9 @@ def _outside(model: nn.Module) -> list[Any]:
     for _ in range(_REACH):
         new = {id(item): item for item in edge if id(item) not in seen}
         seen |= new.keys()
-        found.update((at, item) for at, item in new.items() if _can_change(item))
+        found.update(
+            (at, item) for at, item in new.items() if _can_change(item) or type(item) is _LruCache
+        )
         edge = [part for item in new.values() for part in _parts(item)]
     return list(found.values())
 
