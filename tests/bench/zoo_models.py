@@ -307,7 +307,7 @@ def _try(name: str, cls: str, recipe: int) -> Entry:
 def _verify(model: nn.Module, batch: Mapping[str, Any], entry: Entry) -> Entry:
     """The entry, if the model can be trained with this batch and always gives one answer."""
     whole = gradients(model, batch, 1)
-    if not whole:
+    if not any(g.any() for g in whole.values()):
         raise NotBuilt("no parameter gets a gradient")
     if not all(g.isfinite().all() for g in whole.values()):
         raise NotBuilt("gradients are not finite")

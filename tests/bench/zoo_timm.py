@@ -27,7 +27,7 @@ PREFIX: Final = "timm/"
 CLASSES: Final = 10
 RECIPES: Final = tuple(product((64, 128, 224, 256, 384), (False, True)))
 """(edge of the images, whether the model is told so), the smallest first."""
-_TRIED: Final = 2
+_TRIED: Final = 6
 """Models of a family that are tried, the smallest first."""
 _LISTED: Final = 24
 """Names of a family that are looked at: timm lists variants of one size side by side."""
