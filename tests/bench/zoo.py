@@ -1,4 +1,4 @@
-"""Every architecture of transformers under every kind of layout, against one process.
+"""Every architecture of transformers and timm under every kind of layout, against one process.
 
     python -m tests.bench.zoo [--only 'qwen*'] [--layouts full_shard pp] [--sample]
                               [--jobs N] [--timeout S] [--json FILE] [--write] [--dry]
@@ -13,9 +13,10 @@ process on the same global batch. Its outcome is one of
     error    any other exception
     timeout  no answer
 
-With --json, results are appended to a file as they come and cells that stand in it are not run
-again; --dry runs nothing at all. --write makes zoo.md, the table kept in the repository. Exit
-code 1 if anything is wrong, an error or without answer.
+timm's models are among them where it is installed (`pip install --no-deps timm`; torchvision is not
+needed here). With --json, results are appended to a file as they come and cells that stand in it
+are not run again; --dry runs nothing at all. --write makes zoo.md, the table kept in the
+repository. Exit code 1 if anything is wrong, an error or without answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every architecture of transformers as a function of its name: model, inputs, loss.
+"""Every architecture of transformers and timm as a function of its name: model, inputs, loss.
 
 Walks transformers' own tables of model classes, takes the class with the most natural output
 (`HEADS`), makes its configuration tiny (`zoo_configs`) and derives inputs from the signature of
@@ -28,6 +28,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 from torch import Tensor, nn
 
+from tests.bench import zoo_timm
 from tests.bench.zoo_configs import RECIPES, tiny
 from tests.bench.zoo_inputs import candidates, describe
 
@@ -61,8 +62,8 @@ class Entry:
     """How an architecture is built.
 
     Attributes:
-        cls: Class name in transformers.
-        recipe: Index into RECIPES.
+        cls: Class name in transformers, "" for a model of timm.
+        recipe: Index into RECIPES, those of `zoo_timm` for a model of timm.
         inputs: Which of the `candidates`, as `describe` says it.
         training: Whether it runs in training mode; in evaluation mode if that draws random numbers.
         coupled: Whether a sample's output depends on the other samples of its batch.
@@ -101,9 +102,14 @@ def classes() -> Mapping[str, str]:
 
 @functools.cache
 def entries() -> Mapping[str, Entry]:
-    """What can be built, by name."""
+    """What can be built, by name; without models of timm where it is not installed."""
     kept = json.loads(RECIPES_FILE.read_text())["built"]
-    return {name: Entry(*values) for name, values in kept.items()}
+    has_timm = zoo_timm.is_there()
+    return {
+        name: Entry(*values)
+        for name, values in kept.items()
+        if has_timm or not name.startswith(zoo_timm.PREFIX)
+    }
 
 
 def config_of(name: str, recipe: int) -> Any:
@@ -116,6 +122,8 @@ def _build(name: str, cls: str, recipe: int, device: str = "cpu") -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
+    if name.startswith(zoo_timm.PREFIX):
+        return zoo_timm.create(name, recipe, device)
     with torch.device(device):
         return getattr(transformers, cls)(config_of(name, recipe))
 
@@ -154,11 +162,17 @@ def prepare(model: nn.Module, training: bool) -> nn.Module:
 
 def inputs_of(name: str, model: nn.Module) -> dict[str, Any]:
     """The global batch, as keyword arguments."""
-    wanted = entries()[name].inputs
-    for batch in candidates(model, BATCH):
-        if describe(batch) == wanted:
+    entry = entries()[name]
+    for batch in _batches(name, model, entry.recipe):
+        if describe(batch) == entry.inputs:
             return batch
-    raise NotBuilt(f"{name} has no inputs {wanted}")
+    raise NotBuilt(f"{name} has no inputs {entry.inputs}")
+
+
+def _batches(name: str, model: nn.Module, recipe: int) -> Iterator[dict[str, Any]]:
+    if name.startswith(zoo_timm.PREFIX):
+        return iter([zoo_timm.batch(recipe, BATCH)])
+    return candidates(model, BATCH)
 
 
 def targets(count: int = BATCH) -> Tensor:
@@ -250,10 +264,11 @@ def _limit(seconds: int) -> Iterator[None]:
 
 def survey(name: str) -> Entry | str:
     """Find the recipe and the inputs with which one process can train, or say why none can."""
-    cls = classes()[name]
+    is_timm = name.startswith(zoo_timm.PREFIX)
+    cls = "" if is_timm else classes()[name]
     first = ""
     began = time.monotonic()
-    for recipe in range(len(RECIPES)):
+    for recipe in range(len(zoo_timm.RECIPES if is_timm else RECIPES)):
         if time.monotonic() - began > SURVEY_S:
             break
         try:
@@ -275,7 +290,7 @@ def _try(name: str, cls: str, recipe: int) -> Entry:
     first: Exception | None = None
     for training in (True, False):
         model = prepare(_build(name, cls, recipe), training)
-        for batch in candidates(model, BATCH):
+        for batch in _batches(name, model, recipe):
             try:
                 entry = _verify(model, batch, Entry(cls, recipe, describe(batch), training))
             except NotBuilt as error:
@@ -292,7 +307,7 @@ def _try(name: str, cls: str, recipe: int) -> Entry:
 def _verify(model: nn.Module, batch: Mapping[str, Any], entry: Entry) -> Entry:
     """The entry, if the model can be trained with this batch and always gives one answer."""
     whole = gradients(model, batch, 1)
-    if not whole:
+    if not any(g.any() for g in whole.values()):
         raise NotBuilt("no parameter gets a gradient")
     if not all(g.isfinite().all() for g in whole.values()):
         raise NotBuilt("gradients are not finite")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import Final
 import torch
 
 from tests.bench import zoo_models as zoo
+from tests.bench import zoo_timm
 from tests.bench.zoo_cell import OUTCOMES, Cell
 
 SHORT: Final = {"pass": "ok", "refused": "no", "not yet": "-", "wrong": "WRONG",
@@ -54,8 +56,9 @@ def write(cells: Sequence[Cell], layouts: Sequence[str]) -> None:
         "# The zoo",
         "",
         f"Written by `python -m tests.bench.zoo --write`; torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, gloo on CPU.",
-        f"{len(names)} of {len(zoo.entries())} architectures that can be built; "
+        f"{transformers.__version__}, timm {_timm_version()}, gloo on CPU.",
+        f"{len(names)} of {len(zoo.entries())} architectures that can be built, of timm one small "
+        "model of each family; "
         f"{len(kept['not built'])} more cannot be built or run in one "
         "process from a shrunk configuration and do not count (`zoo_recipes.json` says why).",
         "`ok` two steps of SGD equal one process to 1e-5; `no` refused with a reason; `-` not "
@@ -63,7 +66,11 @@ def write(cells: Sequence[Cell], layouts: Sequence[str]) -> None:
         "`*` a sample's numbers depend on its batch: compared with one process on the same parts; "
         "`e` run in evaluation mode, because training mode draws random numbers.",
         "",
-        *(f"- {line}" for line in report(cells, layouts)),
+        *(
+            f"- {library}: {line}"
+            for library in ("transformers", "timm")
+            for line in report([c for c in cells if _library(c.name) == library], layouts)
+        ),
         "",
         f"| architecture | class | {' | '.join(layouts)} |",
         f"|---|---|{'---|' * len(layouts)}",
@@ -75,6 +82,14 @@ def write(cells: Sequence[Cell], layouts: Sequence[str]) -> None:
         lines.append(f"| {name}{mark} | {entry.cls} | {' | '.join(row)} |")
     lines += ["", "## Why not", "", *(f"- {line}" for line in reasons(cells)), ""]
     TABLE.write_text("\n".join(lines))
+
+
+def _library(name: str) -> str:
+    return "timm" if name.startswith(zoo_timm.PREFIX) else "transformers"
+
+
+def _timm_version() -> str:
+    return importlib.metadata.version("timm") if zoo_timm.is_there() else "not installed"
 
 
 def kept() -> dict[tuple[str, str], str]:
