@@ -259,6 +259,7 @@ def estimate_memory(
     gpu: str | None = None,
     memory: str | int | None = None,
     fixes: bool | None = None,
+    trace: bool = False,
     told: Callable[[str], None] = lambda text: None,
 ) -> MemoryEstimate:
     """The peak memory of every rank, to the byte, without a GPU, and whether it fits.
@@ -269,6 +270,8 @@ def estimate_memory(
             the plan states one too, they must agree.
         fixes: Whether to look for single changes that would fit, where it does not; None looks
             where that takes seconds.
+        trace: Whether to trace the step with torch even where the config alone tells it, in a
+            second and to within one per cent.
         told: Is told what is being done.
 
     Raises:
@@ -277,12 +280,29 @@ def estimate_memory(
         ApplyError: A process that traces was killed.
     """
     from meshplan.reader import load_spec
-    from meshplan.runtime.fixes import with_fixes
-    from meshplan.runtime.foretell import Question, foretell
-    from meshplan.runtime.shrink import source_of
 
     spec = load_spec(plan, overrides)
     device, limit_bytes, notes = read_limit(gpu, memory, spec)
+    is_config = model is None and (config is not None or (spec.model and spec.model.config))
+    if is_config and not trace and not fixes:
+        from meshplan.memory.told import told_estimate
+        from meshplan.plan import make_plan
+
+        try:
+            graph, more, _ = _find_model(spec, None, config)
+            assert graph is not None
+            decided = make_plan(spec, graph)
+            found = told_estimate(
+                decided, device=device, limit_bytes=limit_bytes, notes=(*notes, *more)
+            )
+        except (PlanError, SpecError) as error:
+            told(f"the config alone does not tell it: {error.problems[0].what}")
+        else:
+            return found
+    from meshplan.runtime.fixes import with_fixes  # torch
+    from meshplan.runtime.foretell import Question, foretell
+    from meshplan.runtime.shrink import source_of
+
     question = Question(
         spec=spec, source=source_of(spec, model, config), device=device, limit_bytes=limit_bytes
     )

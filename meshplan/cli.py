@@ -59,13 +59,16 @@ def _estimate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fixes", action="store_true", help="with -f: look for changes that would fit"
     )
+    parser.add_argument(
+        "--trace", action="store_true", help="with -f and a config: trace the model with torch"
+    )
 
 
 def _estimate(args: argparse.Namespace) -> int:
     if _asks_for_peaks(args):
         return _estimate_peaks(args)
-    if args.model is not None or args.fixes:
-        flag = "--model" if args.model is not None else "--fixes"
+    if args.model is not None or args.fixes or args.trace:
+        flag = "--model" if args.model is not None else "--fixes" if args.fixes else "--trace"
         what = f"{flag} is about the peak of a plan's step, and no plan with a model is given"
         raise SpecError(Problem(what, Origin(flag), "add -f plan.yaml, and leave out the rest"))
     estimate = api.estimate_states(
@@ -115,6 +118,7 @@ def _estimate_peaks(args: argparse.Namespace) -> int:
         gpu=args.gpu,
         memory=args.memory,
         fixes=True if args.fixes else None,
+        trace=args.trace,
         told=lambda text: _print_notes(args, [text]),
     )
     if args.json:

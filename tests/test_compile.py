@@ -14,6 +14,7 @@ import meshplan
 from meshplan.errors import PlanError
 from tests import models, parity
 from tests.test_parity import assert_same
+from tests.wide import leaving
 
 TP = models.tp_rules("own_llama")
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -49,7 +50,7 @@ def train(name: str, plan: dict[str, Any]) -> tuple[dict[str, float], int, int]:
     return found, counters["stats"]["unique_graphs"], len(counters["graph_break"])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", leaving(CASES, lambda _, case: "tp" in case))
 def test_compiled_blocks_train_as_one_process_does(pool, case):
     name, world, plan = CASES[case]
     result, graphs, breaks = pool(world).run(train, name, plan)[0]

@@ -76,6 +76,7 @@ def processes_of(group: int) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_ctrl_c_ends_everything_quietly():
     demo = subprocess.Popen(
         [*DEMO, "--steps", "1000"], cwd=ROOT, text=True, start_new_session=True,

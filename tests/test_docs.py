@@ -66,7 +66,13 @@ def test_the_readme_shows_the_file(path, text):
     assert text == (ROOT / path).read_text()
 
 
-@pytest.mark.parametrize(("command", "text"), blocks("output"))
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        pytest.param(*block, marks=[pytest.mark.wide] if block[0].startswith("torchrun") else [])
+        for block in blocks("output")
+    ],
+)
 def test_the_readme_shows_the_output(command, text):
     assert text == output_of(command)
 

@@ -109,6 +109,7 @@ def test_stages_are_told_apart(run):
     assert groups[0]["peak"] != groups[1]["peak"]
 
 
+@pytest.mark.wide
 def test_too_large_is_an_honest_no_and_each_fix_is_estimated(run):
     plan = PLAN | {"mesh": {"dp_shard": 1}, "batch": {"micro": 256, "seq_len": 512}}
     limit = result_of(run, plan)["groups"][0]["band"][1] - 1

@@ -112,7 +112,13 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "where"), CASES)
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        pytest.param(*case, marks=[pytest.mark.wide] if number % 2 else [])
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_a_failure_on_one_rank_is_told_to_all(pool, name, where):
     results = pool(4).run(failing_step, PLANS[name], where, timeout=SECONDS)
     pool(4).close()

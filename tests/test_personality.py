@@ -235,9 +235,14 @@ def imagined(
     ("model", "plan"),
     [
         ("own_llama", FULL),
-        ("own_llama", FULL | {"precision": "bf16-mixed", "activation_checkpointing": "full"}),
-        ("own_llama", TP | {"activation_checkpointing": "full"}),
-        ("own_llama", {"version": 1, "strategy": "ddp"}),
+        *(
+            pytest.param("own_llama", plan, marks=pytest.mark.wide)
+            for plan in (
+                FULL | {"precision": "bf16-mixed", "activation_checkpointing": "full"},
+                TP | {"activation_checkpointing": "full"},
+                {"version": 1, "strategy": "ddp"},
+            )
+        ),
         pytest.param(
             "own_llama",
             FULL | {"precision": "bf16-mixed", "activation_checkpointing": "selective"},

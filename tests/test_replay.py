@@ -65,7 +65,11 @@ def test_the_composed_step_is_the_traced_step(apart: ProcessPoolExecutor, case: 
     ("special", "plan"),
     [
         (-1, FULL),
-        (-1, FULL | {"activation_checkpointing": {"mode": "full", "every": 2}}),
+        pytest.param(
+            -1,
+            FULL | {"activation_checkpointing": {"mode": "full", "every": 2}},
+            marks=[pytest.mark.wide],
+        ),
         (5, FULL),  # This block is left out of the short model, and does more.
         pytest.param(-1, {"version": 1, "strategy": "ddp"}, marks=[pytest.mark.wide]),
     ],

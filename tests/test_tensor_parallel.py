@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import meshplan
+from meshplan.runtime.private_ops import optimizers_at_once
 from tests import models, parity
 from tests.test_parity import assert_same
 
@@ -205,3 +206,27 @@ def test_a_sequence_that_tp_does_not_divide_is_refused_on_every_rank(pool):
         "    fix: pad it to a multiple of 2"
     )
     assert pool(4).run(odd_length) == [expected] * 4
+
+
+def step_as_on_a_gpu() -> tuple[bool | None, float]:
+    """(how the optimizer took the parameters, how far a step moved them)."""
+    plan = {"version": 1, "mesh": {"tp": 2}, "rules": models.tp_rules("own_llama")}
+    model = meshplan.parallelize(models.build("own_llama"), plan)
+    before = [p.detach().clone() for p in model.parameters()]
+    with optimizers_at_once():
+        optimizer = torch.optim.AdamW(model.parameters())
+        batch = meshplan.local_batch(model, models.batch("own_llama", 0))
+        meshplan.train_step(model, optimizer, *batch, models.loss)
+    moved = [(p - b).abs().max() for p, b in zip(model.parameters(), before, strict=True)]
+    return optimizer.param_groups[0]["foreach"], float(sum(m.item() for m in map(whole, moved)))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def test_plain_parameters_beside_cut_ones_are_stepped_over_where_torch_takes_all_at_once(pool):
+    """As it does on GPUs, where it refuses such a mixture."""
+    for foreach, moved in pool(2).run(step_as_on_a_gpu):
+        assert foreach is False
+        assert moved > 0

@@ -105,6 +105,7 @@ def test_two_ranks(script: Path, one_process: list[float]) -> None:
     assert one_process[2] < one_process[0]
 
 
+@pytest.mark.wide
 def test_two_nodes_are_seen_as_such(script: Path, one_process: list[float]) -> None:
     """No mesh is stated: hybrid_shard reads from the launchers what one node is."""
     port = free_port()

@@ -11,17 +11,15 @@ import pytest
 
 from tests.bench import zoo_cell
 from tests.bench.zoo import SAMPLE
+from tests.bench.zoo_cell import LAYOUTS
 from tests.bench.zoo_table import kept
 
-IN_TURN = ("tp", "pp")
-"""Each architecture by one of these; the other is wide."""
-EVERY_FIFTH = ("full_shard", "hybrid_shard", "tp_full_shard")
-"""What data ranks add is the same for all, and the bench runs every one."""
 CELLS = [
-    pytest.param(name, layout, marks=[] if number % 2 == turn else [pytest.mark.wide])
+    pytest.param(name, layout, marks=[] if number % len(LAYOUTS) == turn else [pytest.mark.wide])
     for number, name in enumerate(SAMPLE)
-    for turn, layout in enumerate(IN_TURN)
-] + [pytest.param(name, layout) for name in SAMPLE[::5] for layout in EVERY_FIFTH]
+    for turn, layout in enumerate(LAYOUTS)
+]
+"""Each architecture by one of the layouts in turn; the others are wide."""
 
 
 @pytest.mark.parametrize(("name", "layout"), CELLS)

@@ -74,7 +74,8 @@ class RankGroup:
         at: Of the requested bytes.
         terms: What the requested bytes are at the peak; they add up.
         fits: Whether the upper end of the band does; None without a limit.
-        packed_bytes: Where it does not: what would be reserved with expandable segments.
+        packed_bytes: Where it does not, of the worst group: what would be reserved with expandable
+            segments.
     """
 
     ranks: tuple[int, ...]
@@ -170,20 +171,22 @@ def group_of(
     driver: Band,
     limit_bytes: int | None,
     stages: Sequence[int] = (),
+    error: float = 0.0,
 ) -> RankGroup:
     """What ranks need whose step is this log.
 
     Args:
         driver: What lies outside of torch's allocator.
         limit_bytes: What the GPU may hold; None where nothing says.
+        error: How far the log may be from the truth, as a share.
     """
     held = reserve(log)
     made = log.storages[log.events[log.peak.event].storage]
     peak = PeakBytes(
         held.requested_bytes, held.allocated_bytes, held.reserved_bytes, driver.expected
     )
-    low = held.allocated_bytes + driver.low
-    high = margin(held.reserved_bytes) + driver.high
+    low = int(held.allocated_bytes * (1 - error)) + driver.low
+    high = int(margin(held.reserved_bytes) * (1 + error)) + driver.high
     terms = {term: size for term, size in log.terms_at_peak.items() if size}
     fits = None if limit_bytes is None else high <= limit_bytes
     return RankGroup(
@@ -194,5 +197,4 @@ def group_of(
         at=Spot(log.phase_at_peak, log.module_at_peak, made.term),
         terms=MappingProxyType(terms),
         fits=fits,
-        packed_bytes=reserve(log, expandable=True).reserved_bytes if fits is False else None,
     )

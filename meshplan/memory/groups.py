@@ -21,12 +21,17 @@ def equal_ranks(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
     """
     mesh = assignment.mesh
     uneven = [cut for cut in dict.fromkeys(_cuts(assignment)) if not cut.is_even(mesh)]
+    full = [cut.num_full(mesh) for cut in uneven]
     sizes: list[dict[int, tuple[tuple[int, ...], int]]] = [{} for _ in uneven]
+    spread = dict.fromkeys([("pp",), *(cut.layout.axes for cut in uneven)])
     groups: dict[tuple[object, ...], list[int]] = {}
     for rank in range(mesh.world_size):
-        key: list[object] = [mesh.index(rank, ("pp",))]
-        for cut, known in zip(uneven, sizes, strict=True):
-            at = mesh.index(rank, cut.layout.axes)
+        index = {axes: mesh.index(rank, axes) if mesh.size(*axes) > 1 else 0 for axes in spread}
+        key: list[object] = [index["pp",]]
+        for cut, num, known in zip(uneven, full, sizes, strict=True):
+            at = index[cut.layout.axes]
+            if num is not None:
+                at = min(max(at - num, -1), 1)
             if at not in known:
                 known[at] = cut.of_rank(mesh, rank)
             key.append(known[at])
@@ -47,6 +52,17 @@ class _Cut:
             size % (mesh.size(*axes) * self.layout.pieces(dim)) == 0
             for dim, (size, axes) in enumerate(zip(self.shape, self.layout.cuts, strict=True))
         )
+
+    def num_full(self, mesh: Mesh) -> int | None:
+        """How many parts are full; then one is shorter, then they are empty. None: not so simple.
+
+        Of 16,384 ranks three need to be looked at.
+        """
+        if len(self.layout.axes) > 1 or self.layout.packed:
+            return None
+        dim = self.layout.dim_of(self.layout.axes[0])
+        assert dim is not None
+        return self.shape[dim] // -(-self.shape[dim] // mesh.size(*self.layout.axes))
 
     def of_rank(self, mesh: Mesh, rank: int) -> tuple[tuple[int, ...], int]:
         """(the shape that a rank holds, elements of its storage)."""

@@ -7,15 +7,72 @@ neither knows is refused by name; a trace of the model, which needs torch, answe
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Final
 
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.analytic import Run, work_of
+from meshplan.memory.assemble import assemble
+from meshplan.memory.estimate import MemoryEstimate, Tier
+from meshplan.memory.groups import equal_ranks
 from meshplan.memory.log import EventLog
-from meshplan.memory.replay import replay
+from meshplan.memory.replay import Prepared, replay
 from meshplan.plan import Plan
+
+ERROR: Final = 0.01
+"""How far a step told from a config may be from the traced one, as a share.
+Source: `tests/test_memory_tape.py`."""
+
+
+def told_estimate(
+    plan: Plan,
+    *,
+    device: str,
+    limit_bytes: int | None,
+    notes: Sequence[str] = (),
+) -> MemoryEstimate:
+    """What every rank needs, without torch and in a second.
+
+    Args:
+        plan: Made for a graph of `blueprint`; it states batch and length.
+        device, limit_bytes: As for `assemble`.
+
+    Raises:
+        PlanError: The model's operations, or something in the plan, are not known.
+    """
+    spec = plan.spec
+    if plan.micro is None or spec.batch.seq_len is None:
+        what = "nothing says how many samples of which length a rank takes at once"
+        fix = "add batch: {micro: 1, seq_len: 2048}"
+        raise PlanError(Problem(what, spec.origin("batch"), fix))
+    trained = [p for p in plan.assignment.tensors.values() if p.info.trainable]
+    # torch steps over sharded parameters one by one, unless it is told otherwise.
+    foreach = not any(placed.stored.axes for placed in trained)
+    groups = equal_ranks(plan.assignment)
+    with _no_collection():
+        work = _told_work(plan, plan.micro, spec.batch.seq_len)
+        logs = [
+            replay(work, plan, spec.optimizer, rank=ranks[0], foreach=foreach) for ranks in groups
+        ]
+    shape = f"[{plan.micro * plan.accumulate}, {spec.batch.seq_len}] int64"
+    return assemble(
+        plan,
+        groups,
+        logs,
+        device=device,
+        limit_bytes=limit_bytes,
+        tier=Tier.REPLAY,
+        certified=f"told from the config; traced models differ by at most {ERROR:.0%}",
+        assumed=(
+            ("inputs of a rank's step", shape),
+            ("loss", "cross-entropy in float32 over the last dim of logits"),
+            ("optimizer", f"torch's {spec.optimizer} with its defaults"),
+        ),
+        notes=notes,
+        error=ERROR,
+    )
 
 
 def told_log(
@@ -44,19 +101,26 @@ def told_log(
     Raises:
         PlanError: The model's operations, or something in the plan, are not known.
     """
+    with _no_collection():
+        work = _told_work(plan, batch, seq_len, is_cuda=is_cuda, in_place=in_place)
+        return replay(work, plan, optimizer, rank=rank, foreach=foreach)
+
+
+def _told_work(
+    plan: Plan, batch: int, seq_len: int, *, is_cuda: bool = True, in_place: bool = True
+) -> Prepared:
+    """What is the same on every rank."""
     if problems := list(_unknown(plan)):
         raise PlanError(problems)
-    a = plan.assignment
     run = Run(
         batch=batch,
         seq_len=seq_len,
         element_bytes=_element_bytes(plan),
-        recomputed=frozenset(int(fqn.rpartition(".")[2]) for fqn in a.recompute),
+        recomputed=frozenset(int(fqn.rpartition(".")[2]) for fqn in plan.assignment.recompute),
         is_cuda=is_cuda,
         in_place=in_place,
     )
-    with _no_collection():
-        return replay(work_of(plan.graph, run), plan, optimizer, rank=rank, foreach=foreach)
+    return Prepared(work_of(plan.graph, run))
 
 
 @contextmanager

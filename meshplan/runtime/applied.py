@@ -36,6 +36,7 @@ from meshplan.runtime.recompute import apply_recompute
 from meshplan.runtime.replicas import watch_replicas
 from meshplan.runtime.selftest import watch_first_step
 from meshplan.runtime.shard import apply_tensor_parallel, lay_gradients
+from meshplan.runtime.steps import take_mixed_one_by_one
 
 
 @dataclass(slots=True)
@@ -116,6 +117,7 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.
     lay_gradients(wrapped, plan)
     agree_on_gradients(wrapped, plan, mesh)
     keep_evaluation_apart(model, plan)
+    take_mixed_one_by_one()
     if not is_pretending():  # These compare numbers.
         watch_first_step(wrapped, plan, mesh)
         watch_replicas(model, plan, mesh)

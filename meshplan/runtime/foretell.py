@@ -17,12 +17,11 @@ from typing import Final
 from torch import nn
 
 from meshplan.errors import ApplyError, MeshplanError, PlanError, SpecError
-from meshplan.memory.driver import communicators, driver_bytes, with_workspaces
-from meshplan.memory.estimate import MemoryEstimate, Tier, group_of
+from meshplan.memory.assemble import assemble
+from meshplan.memory.estimate import MemoryEstimate, Tier
 from meshplan.memory.extrapolate import Blocks, NotRepeatingError, extrapolate, is_same
 from meshplan.memory.groups import equal_ranks
 from meshplan.memory.log import EventLog
-from meshplan.memory.reconcile import reconcile
 from meshplan.plan import Plan, make_plan
 from meshplan.runtime.apart import run_apart
 from meshplan.runtime.assumed import Loop, check_stated, loop_of
@@ -40,7 +39,6 @@ from meshplan.spec import Spec
 
 SOME_GPU: Final = "cuda"
 """The device of a plan that names none: what it holds beside torch has the widest band."""
-_GPUS_PER_NODE: Final = 8
 _CERTIFYING: Final = 2
 """How many periods more than the smallest model the one has that proves the others."""
 _NOT_CERTIFIED: Final = "nothing is extrapolated"
@@ -102,30 +100,16 @@ def foretell(
     check_stated(question.spec, plan.micro, reads_tokens=False)
     groups = equal_ranks(plan.assignment)
     answer = _logs(question, model, plan, [ranks[0] for ranks in groups], told)
-    hardware = question.spec.hardware
-    per_node = hardware.gpus_per_node if hardware else _GPUS_PER_NODE
-    driver = driver_bytes(question.device, communicators(plan.assignment, gpus_per_node=per_node))
-    found = [
-        group_of(
-            with_workspaces(log, question.device),
-            ranks,
-            driver=driver,
-            limit_bytes=question.limit_bytes,
-            stages=_stages_of(plan, ranks[0]),
-        )
-        for log, ranks in zip(answer.logs, groups, strict=True)
-    ]
-    estimate = MemoryEstimate(
-        groups=tuple(found),
+    return assemble(
+        plan,
+        groups,
+        answer.logs,
+        device=question.device,
+        limit_bytes=question.limit_bytes,
         tier=answer.tier,
         certified=answer.certified,
-        limit_bytes=question.limit_bytes,
         assumed=answer.assumed,
-        notes=tuple(notes),
-    )
-    is_mixed = plan.spec.precision.is_mixed
-    return replace(
-        estimate, reconciliation=reconcile(estimate.worst, plan.assignment, is_mixed=is_mixed)
+        notes=notes,
     )
 
 
@@ -294,8 +278,3 @@ def _step(model: nn.Module, plan: Plan, loop: Loop, rank: int, device: str) -> E
     return imagine_step(
         model, plan, loop.inputs, loop.targets, loop.loss_fn, loop.make_optimizer, rank, device
     )
-
-
-def _stages_of(plan: Plan, rank: int) -> tuple[int, ...]:
-    stages = plan.assignment.stages
-    return () if stages is None else stages.of_rank(plan.mesh.index(rank, ("pp",)))

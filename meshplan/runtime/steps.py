@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 Look = Callable[[torch.optim.Optimizer], None]
@@ -16,16 +17,26 @@ _looks: list[Look] = []
 
 def before_steps(look: Look) -> Callable[[], None]:
     """Call `look` with every optimizer that is about to step; returns what ends that."""
-    _register()
+    take_mixed_one_by_one()
     _looks.append(look)
     return lambda: _looks.remove(look)
 
 
 @functools.cache
-def _register() -> None:
-    """One hook for good: torch cannot remove one while it runs."""
+def take_mixed_one_by_one() -> None:
+    """Let optimizers take parameters one by one where plain ones stand beside cut ones.
+
+    On GPUs torch takes them all at once unless told otherwise, and then refuses the mixture; with
+    tp by rule what no rule cuts is plain. Also the one hook that calls what `before_steps` is
+    given, for good: torch cannot remove one while it runs.
+    """
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            if group.get("foreach", True) is None and not group.get("fused"):
+                are_cut = {isinstance(param, DTensor) for param in group["params"]}
+                if len(are_cut) > 1:
+                    group["foreach"] = False
         for look in tuple(_looks):
             look(optimizer)
 

@@ -2,7 +2,9 @@
 
 Source: pytorch/torchtitan, models/llama3/infra/parallelize.py and train.py; KempnerForge,
 distributed/parallel.py; torch 2.6, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (the
-streams of all-gather and reduce-scatter).
+streams of all-gather and reduce-scatter). [Empirical], from the runs themselves and no source:
+logits that spring 2024 holds through backward, what KempnerForge cuts of its loss and how it sums
+microbatches, and the allocator's segments of October 2025.
 """
 
 from __future__ import annotations

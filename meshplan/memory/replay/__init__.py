@@ -6,5 +6,6 @@ frees at the marks of the work. What no rule covers it refuses: a trace of the w
 """
 
 from meshplan.memory.replay.main import replay
+from meshplan.memory.replay.prepare import Prepared
 
-__all__ = ["replay"]
+__all__ = ["Prepared", "replay"]

@@ -1,0 +1,74 @@
+"""The answer about a plan, from the logs of its ranks that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from meshplan.memory.allocator import reserve
+from meshplan.memory.driver import communicators, driver_bytes, with_workspaces
+from meshplan.memory.estimate import MemoryEstimate, Tier, group_of
+from meshplan.memory.log import EventLog
+from meshplan.memory.reconcile import reconcile
+from meshplan.plan import Plan
+
+_GPUS_PER_NODE: Final = 8
+
+
+def assemble(
+    plan: Plan,
+    groups: Sequence[tuple[int, ...]],
+    logs: Sequence[EventLog],
+    *,
+    device: str,
+    limit_bytes: int | None,
+    tier: Tier,
+    certified: str,
+    assumed: tuple[tuple[str, str], ...] = (),
+    notes: Sequence[str] = (),
+    error: float = 0.0,
+) -> MemoryEstimate:
+    """What every rank needs, beside the limit, and the way there from the textbook.
+
+    Args:
+        groups: Ranks that are alike (`groups.equal_ranks`), and `logs`, of the first of each.
+        device: A name of `hardware`, "" where nobody says.
+        limit_bytes: What it may hold; None where nobody says.
+        error: How far the logs may be from the truth, as a share.
+    """
+    hardware = plan.spec.hardware
+    per_node = hardware.gpus_per_node if hardware else _GPUS_PER_NODE
+    driver = driver_bytes(device, communicators(plan.assignment, gpus_per_node=per_node))
+    found = [
+        group_of(
+            with_workspaces(log, device),
+            ranks,
+            driver=driver,
+            limit_bytes=limit_bytes,
+            stages=_stages_of(plan, ranks[0]),
+            error=error,
+        )
+        for log, ranks in zip(logs, groups, strict=True)
+    ]
+    worst = max(range(len(found)), key=lambda number: found[number].band[1])
+    if found[worst].fits is False:
+        log = with_workspaces(logs[worst], device)
+        packed = reserve(log, expandable=True).reserved_bytes
+        found[worst] = replace(found[worst], packed_bytes=packed)
+    estimate = MemoryEstimate(
+        groups=tuple(found),
+        tier=tier,
+        certified=certified,
+        limit_bytes=limit_bytes,
+        assumed=assumed,
+        notes=tuple(notes),
+    )
+    is_mixed = plan.spec.precision.is_mixed
+    steps = reconcile(estimate.worst, plan.assignment, is_mixed=is_mixed)
+    return replace(estimate, reconciliation=steps)
+
+
+def _stages_of(plan: Plan, rank: int) -> tuple[int, ...]:
+    stages = plan.assignment.stages
+    return () if stages is None else stages.of_rank(plan.mesh.index(rank, ("pp",)))
