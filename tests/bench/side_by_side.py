@@ -2,8 +2,8 @@
 
     python -m tests.bench.side_by_side [CASE ...] > tests/bench/side_by_side.md
 
-Published runs of torchtitan on H100 (peak active or reserved), and small models whose live bytes
-are counted in real gloo processes. Every estimator gets what it can take: a model, or its number of
+Published runs of torchtitan on H100 (peak active), and small models whose live bytes are counted in
+real gloo processes. Every estimator gets what it can take: a model, or its number of
 parameters and of devices.
 
 - textbook: `formulas.full_shard`, 16 bytes a parameter over all devices.
@@ -12,7 +12,8 @@ parameters and of devices.
   formula is repeated here, because the package is built against CUDA.
 - accelerate: `accelerate estimate-memory`, the column for training with Adam; it knows no devices.
   Needs `pip install accelerate`.
-- FSDPMemTracker: `torch.distributed._tools`, of the second step, in its fake mode.
+- FSDPMemTracker: `torch.distributed._tools`, of the second step, in its fake mode. Of the first
+  step it also counts what DTensor tries out on tensors as large as all ranks' together.
 - meshplan: `imagine_step`.
 """
 
@@ -38,7 +39,7 @@ from tests.bench import cuda_figures
 from tests.bench.llama import KeepsPrediction, Llama, loss
 from tests.test_memory_exact import CASES as SMALL
 
-PUBLISHED = ("7B full", "7B selective", "8B x 8")
+PUBLISHED = ("7B full", "7B selective")
 COUNTED = ("full_shard", "full_shard, bf16")
 _COLUMNS = ("textbook", "DeepSpeed", "accelerate", "FSDPMemTracker", "meshplan")
 _UNITS = {2**30: "GiB", 2**20: "MiB"}
@@ -121,11 +122,10 @@ def by_tracker(name: str) -> float:
 
 
 def by_meshplan(name: str) -> Any:
-    """(what is compared, what else there is) in bytes."""
+    """Peak bytes of the second step."""
     warnings.simplefilter("ignore")
     if name in PUBLISHED:
-        active, reserved = cuda_figures.predicted(cuda_figures.CASES[name])
-        return (reserved if cuda_figures.CASES[name].active_gib is None else active) * 2**30
+        return cuda_figures.predicted(cuda_figures.CASES[name])[0] * 2**30
     which, ranks, plan, *_ = SMALL[name]
     return exact.imagined(which, plan, "adamw", ranks, 0)[0].peak.live_bytes
 
@@ -143,8 +143,7 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
 def truth_of(name: str) -> float:
     """In bytes: published, or counted in real processes."""
     if name in PUBLISHED:
-        case = cuda_figures.CASES[name]
-        return (case.active_gib or case.reserved_gib or 0) * 2**30
+        return (cuda_figures.CASES[name].active_gib or 0) * 2**30
     from tests.pool import Pool
 
     which, ranks, plan, *_ = SMALL[name]
@@ -173,8 +172,7 @@ def row(name: str) -> list[str]:
     unit = 2**30 if is_published else 2**20
     what = "counted live"
     if is_published:
-        what = "active" if cuda_figures.CASES[name].active_gib else "reserved"
-        name = f"Llama {name}"
+        what, name = "active", f"Llama {name}"
     cells = [f"{name}, {ranks} ranks", f"{truth / unit:.2f} {_UNITS[unit]} {what}"]
     for value in values:
         if isinstance(value, str):
