@@ -52,6 +52,7 @@ LATE = {"torch", "sympy", "networkx", "matplotlib", "rich", "yaml"}
 LATE_BETWEEN = {
     ("__init__", "importlib"),  # it resolves the public names when they are asked for
     ("api", "reader"),  # yaml
+    ("api", "memory"),  # what answers one question only
     ("api", "plan"),
     ("api", "runtime"),
     ("api", "verdict"),

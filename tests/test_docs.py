@@ -55,7 +55,7 @@ SOURCES: dict[str, Callable[[str], str]] = {
 
 def blocks(kind: str) -> list[object]:
     return [
-        pytest.param(what, text, id=what, marks=[pytest.mark.slow] * what.startswith(SLOW))
+        pytest.param(what, text, id=what, marks=[pytest.mark.wide] * what.startswith(SLOW))
         for found, what, _, text in BLOCK.findall(README)
         if found == kind
     ]
@@ -66,13 +66,7 @@ def test_the_readme_shows_the_file(path, text):
     assert text == (ROOT / path).read_text()
 
 
-@pytest.mark.parametrize(
-    ("command", "text"),
-    [
-        pytest.param(*block, marks=[pytest.mark.wide] if block[0].startswith("torchrun") else [])
-        for block in blocks("output")
-    ],
-)
+@pytest.mark.parametrize(("command", "text"), blocks("output"))
 def test_the_readme_shows_the_output(command, text):
     assert text == output_of(command)
 

@@ -45,6 +45,9 @@ def replay(
     if problems := list(_unknown(plan)):
         raise PlanError(problems)
     prepared = work if isinstance(work, Prepared) else Prepared(work)
+    # Without an end what waits for it, the root before all, would never be reduced.
+    ends = any(mark.moment == Moment.END_OF_BACKWARD for mark in prepared.marks)
+    assert ends or not plan.assignment.units
     return _Step(prepared, plan, optimizer, rank, foreach=foreach).play()
 
 

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from meshplan.errors import PlanError, Problem
 from meshplan.memory.log import Event, EventLog
-from meshplan.memory.work import Mark, Moment, Work
+from meshplan.memory.work import Mark, Work
 
 
 class Prepared:
@@ -27,8 +27,6 @@ class Prepared:
     def __init__(self, work: Work) -> None:
         self.log: EventLog = work.log
         self.marks: tuple[Mark, ...] = work.marks
-        # Without it what waits for the end, the root before all, would never be reduced.
-        assert any(mark.moment == Moment.END_OF_BACKWARD for mark in work.marks)
         live: dict[int, int] = {}
         births: dict[int, int] = {}
         ended: list[int] = []
