@@ -200,7 +200,13 @@ WITHOUT_BLOCKS = {"recomputed": "no repeated blocks", "tp x full_shard": "no tp 
 CELLS = [(c, x) for c in CASES for x in LAYOUTS if c != "shared" or x not in WITHOUT_BLOCKS]
 
 
-@pytest.mark.parametrize(("case", "layout"), CELLS)
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        pytest.param(*cell, marks=[pytest.mark.wide] if number % 2 else [])
+        for number, cell in enumerate(CELLS)
+    ],
+)
 def test_trains_as_one_process_does(pool, case, layout):
     for apart, state in pool(4).run(train, case, layout):
         assert apart <= parity.TOLERANCE

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from meshplan import api
 from meshplan.cli import main
 from meshplan.errors import Origin
 from meshplan.memory import EventLog, Term, reserve
@@ -297,3 +298,33 @@ def test_a_script_without_a_main_guard_is_not_run_again(tmp_path):
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert (done.stdout, done.stderr) == ("once\nTrue\n", "")
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+    "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 128,
+    "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def test_a_config_answers_without_torch_as_the_trace_does(tmp_path):
+    config, path = tmp_path / "config.json", tmp_path / "plan.yaml"
+    config.write_text(json.dumps(LLAMA))
+    batch = {"micro": 2, "seq_len": 64}
+    plan = {"version": 1, "model": {"config": "config.json"}, "mesh": {"dp_shard": 4},
+            "precision": "bf16-mixed", "activation_checkpointing": "full"}  # fmt: skip
+    path.write_text(json.dumps(plan | {"batch": batch}))
+    code = (
+        "import json, sys; from meshplan import api;"
+        "peak = api.estimate_memory(sys.argv[1]);"
+        "assert 'torch' not in sys.modules;"
+        "print(json.dumps([peak.tier, [g.peak for g in peak.groups]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    tier, [told] = json.loads(done.stdout)
+    traced = api.estimate_memory(path, trace=True)
+    assert (tier, traced.tier) == ("1", "3")
+    for one, other in zip(told[:3], traced.worst.peak[:3], strict=True):
+        assert one == pytest.approx(other, rel=0.01)

@@ -141,7 +141,14 @@ def test_every_phase_is_exact(pool: Any, apart: ProcessPoolExecutor, case: str) 
         assert terms[Term.OPTIMIZER] == states.optimizer_bytes
 
 
-@pytest.mark.parametrize("case", ["hybrid_shard", "zero1", "ddp", "tp x full_shard"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "ddp",
+        "tp x full_shard",
+        *(pytest.param(c, marks=pytest.mark.wide) for c in ("hybrid_shard", "zero1")),
+    ],
+)
 def test_the_log_sees_what_the_allocator_sees(pool: Any, case: str) -> None:
     """What both sides of the other test overlook is seen by torch's own profiler.
 

@@ -99,11 +99,11 @@ CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 }
 
 
-# Every third case combines what others show one by one.
+# Every other case combines what others show one by one.
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.wide] if number % 3 == 2 else [])
+        pytest.param(case, marks=[pytest.mark.wide] if number % 2 else [])
         for number, case in enumerate(CASES)
     ],
 )

@@ -7,7 +7,7 @@ neither knows is refused by name; a trace of the model, which needs torch, answe
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -17,10 +17,13 @@ from meshplan.memory.analytic import Run, work_of
 from meshplan.memory.assemble import assemble
 from meshplan.memory.estimate import MemoryEstimate, Tier
 from meshplan.memory.groups import equal_ranks
-from meshplan.memory.log import EventLog
+from meshplan.memory.log import EventLog, Term
 from meshplan.memory.replay import Prepared, replay
+from meshplan.memory.replay.shards import unit_shards
 from meshplan.plan import Plan
 
+_GATHERING: Final = 1
+_REDUCING: Final = 2
 ERROR: Final = 0.01
 """How far a step told from a config may be from the traced one, as a share.
 Source: `tests/test_memory_tape.py`."""
@@ -48,14 +51,15 @@ def told_estimate(
         fix = "add batch: {micro: 1, seq_len: 2048}"
         raise PlanError(Problem(what, spec.origin("batch"), fix))
     trained = [p for p in plan.assignment.tensors.values() if p.info.trainable]
-    # torch steps over sharded parameters one by one, unless it is told otherwise.
-    foreach = not any(placed.stored.axes for placed in trained)
+    # On GPUs torch steps over all at once, unless plain parameters stand beside sharded ones.
+    foreach = len({bool(placed.stored.axes) for placed in trained}) == 1
     groups = equal_ranks(plan.assignment)
     with _no_collection():
         work = _told_work(plan, plan.micro, spec.batch.seq_len)
-        logs = [
-            replay(work, plan, spec.optimizer, rank=ranks[0], foreach=foreach) for ranks in groups
-        ]
+        logs = []
+        for ranks in groups:
+            log = replay(work, plan, spec.optimizer, rank=ranks[0], foreach=foreach)
+            logs.append(_on_streams(log, streams_of(plan, ranks[0])))
     shape = f"[{plan.micro * plan.accumulate}, {spec.batch.seq_len}] int64"
     return assemble(
         plan,
@@ -73,6 +77,33 @@ def told_estimate(
         notes=notes,
         error=ERROR,
     )
+
+
+def streams_of(plan: Plan, rank: int) -> dict[tuple[Term, int], int]:
+    """By term and bytes, the stream on which FSDP2 makes a buffer of its own.
+
+    The allocator keeps a pool for each stream, so what is reserved depends on it.
+    Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
+    """
+    streams: dict[tuple[Term, int], int] = {}
+    for unit in unit_shards(plan.assignment, plan.graph, rank):
+        streams[Term.COMMUNICATION, unit.gathered_bytes] = _GATHERING
+        if unit.cast_bytes:
+            streams[Term.TEMPORARIES, unit.cast_bytes // unit.num_ranks] = _GATHERING
+        numel = sum(param.padded_numel for param in unit.trained) // unit.num_ranks
+        streams[Term.GRADIENTS, numel * unit.reduce_itemsize] = _REDUCING
+    return streams
+
+
+def _on_streams(log: EventLog, streams: Mapping[tuple[Term, int], int]) -> EventLog:
+    sizes: dict[int, int] = {}
+    for delta, storage, _ in log.events:
+        sizes.setdefault(storage, delta)
+    storages = tuple(
+        each if each.op else each._replace(stream=streams.get((each.term, sizes.get(n, 0)), 0))
+        for n, each in enumerate(log.storages)
+    )
+    return EventLog(storages, log.events, log.phases)
 
 
 def told_log(

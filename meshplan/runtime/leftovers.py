@@ -38,10 +38,15 @@ _KNOWN: Final = sys.stdlib_module_names | {"torch"}
 
 @dataclass(slots=True)
 class Trace:
-    """What one run made, by weak references, and what stood outside of the model before it."""
+    """What one run made, by weak references, and what stood outside of the model before it.
+
+    `caches` are the functions that cache and that the model's code reaches by name: after
+    `gc.freeze` the collector no longer tells of them.
+    """
 
     made: list[weakref.ref[Any]] = field(default_factory=list)
     before: list[tuple[Any, Any]] = field(default_factory=list)
+    caches: list[Any] = field(default_factory=list)
 
     def watch(self, item: Any) -> None:
         """Something that is to be gone after the run."""
@@ -62,10 +67,12 @@ def nothing_left(model: nn.Module) -> Iterator[Trace]:
         ApplyError: Something watched is kept where it cannot be taken out.
     """
     outside = list(_outside(model))
-    for item in outside:
-        if type(item) is _LruCache and _holds_tables(item):
-            item.cache_clear()
-    trace = Trace(before=[(at, _copied(at)) for at in outside if _can_change(at)])
+    caches = [item for item in outside if type(item) is _LruCache]
+    for cache in caches:
+        if _holds_tables(cache):
+            cache.cache_clear()
+    before = [(at, _copied(at)) for at in outside if _can_change(at)]
+    trace = Trace(before=before, caches=caches)
     try:
         yield trace
     except BaseException:
@@ -88,7 +95,7 @@ def _take_out(trace: Trace) -> None:
     ids = {id(item) for item in trace.alive()}
     if not ids:
         return
-    for item in gc.get_objects():
+    for item in (*trace.caches, *gc.get_objects()):
         if type(item) is _LruCache and _holds(item, ids):
             item.cache_clear()
     for at, old in trace.before:

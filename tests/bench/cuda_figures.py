@@ -31,8 +31,8 @@ _GIB = 2**30
 class Case(NamedTuple):
     """A published run: peak active and reserved in GiB, where stated.
 
-    As torchtitan was then: until it deleted predictions before backward, its loop kept them. It has
-    always kept the last block gathered.
+    The loop that keeps its prediction through backward is [Empirical] for the first two: torchtitan
+    has deleted it before backward since, and nobody has read the loop of that time.
     """
 
     shape: Shape

@@ -16,16 +16,13 @@ from typing import Any, Final
 from meshplan.blueprint import from_mapping
 from meshplan.memory.frameworks.settle import settled
 from meshplan.memory.frameworks.torchtitan import Training, tape_of
-from meshplan.memory.log import EventLog, Term
+from meshplan.memory.log import EventLog
 from meshplan.memory.replay import replay
-from meshplan.memory.replay.shards import unit_shards
 from meshplan.memory.shape import shape_of
 from meshplan.memory.tape import play
+from meshplan.memory.told import streams_of
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
-
-_GATHER_STREAM: Final = 1
-_REDUCE_STREAM: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +83,7 @@ def log_of(
     work = play(tape_of(shape_of(plan.graph), how), sums_in_place=True)
     # Fused Adam takes nothing for itself.
     log = replay(work, plan, "adamw", foreach=False)
-    streams: dict[tuple[Term, int], int] = {}
-    for unit in unit_shards(plan.assignment, plan.graph, 0):
-        streams[Term.COMMUNICATION, unit.gathered_bytes] = _GATHER_STREAM
-        if unit.cast_bytes:
-            streams[Term.TEMPORARIES, unit.cast_bytes // unit.num_ranks] = _GATHER_STREAM
-        numel = sum(param.padded_numel for param in unit.trained) // unit.num_ranks
-        streams[Term.GRADIENTS, numel * unit.reduce_itemsize] = _REDUCE_STREAM
-    return settled(log, streams)
+    return settled(log, streams_of(plan, 0))
 
 
 def _plan(
