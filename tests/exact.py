@@ -138,27 +138,12 @@ def imagined(
 def _imagined(
     model_name: str, plan: Mapping[str, Any], how: str, world: int, rank: int, device: str
 ) -> tuple[EventLog, StateBytes]:
-    from meshplan.mesh import DATA_AXES
-    from meshplan.plan import make_plan
-    from meshplan.reader import load_spec
-    from meshplan.runtime.batch import chunk, mapped
     from meshplan.runtime.imagine import imagine_step
-    from meshplan.runtime.record import record
-    from meshplan.runtime.rehearse import rehearser
-    from meshplan.runtime.trace import graph_of
+    from tests.replayed import decided
 
-    model, spec = models.build(model_name), load_spec(dict(plan))
-    inputs, targets = models.batch(model_name, 0)
-    example = inputs if isinstance(inputs, dict) else (inputs,)
-    flow = record(model, example) if spec.reads_flow else None
-    rehearse = rehearser(model, example) if spec.reads_flow else None
-    decided = make_plan(spec, graph_of(model, flow), world_size=world, rehearse=rehearse)
-    ranks = decided.mesh.size(*DATA_AXES)
-    batch = mapped((inputs, targets), lambda t: chunk(t, ranks, "data ranks")[0])
-    cp = decided.mesh.size("cp")
-    batch = mapped(batch, lambda t: t.chunk(cp, 1)[0].clone() if t.ndim > 1 else t)
+    model, found, batch = decided(model_name, plan, world)
     log = imagine_step(
-        model, decided, *batch, models.loss, lambda wrapped: optimizer(wrapped, how), rank, device
+        model, found, *batch, models.loss, lambda wrapped: optimizer(wrapped, how), rank, device
     )
     words = {"default": "adamw"}
-    return log, state_bytes(decided.assignment, words.get(how, how), rank)
+    return log, state_bytes(found.assignment, words.get(how, how), rank)

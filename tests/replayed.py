@@ -14,6 +14,7 @@ from torch import nn
 from meshplan.memory import EventLog
 from meshplan.memory.log import Storage
 from meshplan.memory.replay import replay
+from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.work import Work
 from meshplan.mesh import DATA_AXES
 from meshplan.plan import Plan, make_plan
@@ -111,13 +112,6 @@ def decided(model_name: str, plan: Mapping[str, Any], world: int) -> tuple[Any, 
     return model, found, batch
 
 
-def is_uniform(plan: Plan) -> bool:
-    """Whether all parameters are of one class, so that the optimizer takes them together."""
-    placed = [p for p in plan.assignment.tensors.values() if not p.info.is_buffer]
-    in_units = plan.assignment.wrapper == "units"
-    return len({(in_units and p.unit is not None) or bool(p.stored.axes) for p in placed}) == 1
-
-
 def work_of(model: Any, plan: Plan, batch: Any, rank: int) -> Work:
     """Traced from one microbatch with memory of its own."""
 
@@ -157,7 +151,7 @@ def both(
             model, found, *batch, models.loss, lambda m: exact.optimizer(m, how), rank
         )
         work = work_of(model, found, batch, rank)
-        composed = replay(work, found, how, rank=rank, foreach=is_uniform(found))
+        composed = replay(work, found, how, rank=rank, foreach=is_uniform(found.assignment))
         return figures(whole), figures(composed)
     except Exception:
         return traceback.format_exc()

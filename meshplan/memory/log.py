@@ -138,3 +138,15 @@ class EventLog:
     def module_at_peak(self) -> str:
         """The module whose storage made the peak."""
         return self.storages[self.events[self.peak.event].storage].module
+
+
+def on_streams(log: EventLog, streams: Mapping[tuple[Term, int], int]) -> EventLog:
+    """The log with what no operator made on the streams that its term and bytes at birth tell."""
+    sizes: dict[int, int] = {}
+    for delta, storage, _ in log.events:
+        sizes.setdefault(storage, delta)
+    storages = tuple(
+        each if each.op else each._replace(stream=streams.get((each.term, sizes.get(n, 0)), 0))
+        for n, each in enumerate(log.storages)
+    )
+    return EventLog(storages, log.events, log.phases)

@@ -7,7 +7,7 @@ neither knows is refused by name; a trace of the model, which needs torch, answe
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -17,8 +17,9 @@ from meshplan.memory.analytic import Run, work_of
 from meshplan.memory.assemble import assemble
 from meshplan.memory.estimate import MemoryEstimate, Tier
 from meshplan.memory.groups import equal_ranks
-from meshplan.memory.log import EventLog, Term
+from meshplan.memory.log import EventLog, Term, on_streams
 from meshplan.memory.replay import Prepared, replay
+from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.replay.shards import unit_shards
 from meshplan.plan import Plan
 
@@ -50,16 +51,15 @@ def told_estimate(
         what = "nothing says how many samples of which length a rank takes at once"
         fix = "add batch: {micro: 1, seq_len: 2048}"
         raise PlanError(Problem(what, spec.origin("batch"), fix))
-    trained = [p for p in plan.assignment.tensors.values() if p.info.trainable]
-    # On GPUs torch steps over all at once, unless plain parameters stand beside sharded ones.
-    foreach = len({bool(placed.stored.axes) for placed in trained}) == 1
     groups = equal_ranks(plan.assignment)
     with _no_collection():
         work = _told_work(plan, plan.micro, spec.batch.seq_len)
         logs = []
         for ranks in groups:
-            log = replay(work, plan, spec.optimizer, rank=ranks[0], foreach=foreach)
-            logs.append(_on_streams(log, streams_of(plan, ranks[0])))
+            log = replay(
+                work, plan, spec.optimizer, rank=ranks[0], foreach=is_uniform(plan.assignment)
+            )
+            logs.append(on_streams(log, streams_of(plan, ranks[0])))
     shape = f"[{plan.micro * plan.accumulate}, {spec.batch.seq_len}] int64"
     return assemble(
         plan,
@@ -93,17 +93,6 @@ def streams_of(plan: Plan, rank: int) -> dict[tuple[Term, int], int]:
         numel = sum(param.padded_numel for param in unit.trained) // unit.num_ranks
         streams[Term.GRADIENTS, numel * unit.reduce_itemsize] = _REDUCING
     return streams
-
-
-def _on_streams(log: EventLog, streams: Mapping[tuple[Term, int], int]) -> EventLog:
-    sizes: dict[int, int] = {}
-    for delta, storage, _ in log.events:
-        sizes.setdefault(storage, delta)
-    storages = tuple(
-        each if each.op else each._replace(stream=streams.get((each.term, sizes.get(n, 0)), 0))
-        for n, each in enumerate(log.storages)
-    )
-    return EventLog(storages, log.events, log.phases)
 
 
 def told_log(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshplan.memory.log import Event, EventLog, Term
+from meshplan.memory.log import Event, EventLog, Term, on_streams
 
 
 def settled(log: EventLog, streams: Mapping[tuple[Term, int], int]) -> EventLog:
@@ -20,13 +20,7 @@ def settled(log: EventLog, streams: Mapping[tuple[Term, int], int]) -> EventLog:
         streams: By (term, bytes), the stream that a storage of a wrapper is made on.
     """
     num = len(log.storages)
-    born: dict[int, int] = {}
-    for delta, storage, _ in log.events:
-        born.setdefault(storage, delta)
-    storages = [
-        each if each.op else each._replace(stream=streams.get((each.term, born.get(n, 0)), 0))
-        for n, each in enumerate(log.storages)
-    ]
+    storages = list(on_streams(log, streams).storages)
     before = [e for e in log.events if not e.phase]
     own = {e.storage for e in before}
     is_state = {n for n in own if log.storages[n].term == Term.OPTIMIZER}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from meshplan.assign import Assignment
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.log import Term
@@ -67,6 +68,13 @@ def check_optimizer(name: str) -> None:
         what = f"the replay of a step does not know what the optimizer {name} takes while it steps"
         fix = "trace the whole step instead, or use one of " + ", ".join(OPTIMIZERS)
         raise PlanError(Problem(what, fix=fix))
+
+
+def is_uniform(assignment: Assignment) -> bool:
+    """Whether all parameters are plain or all DTensors, so that torch takes them together."""
+    placed = [p for p in assignment.tensors.values() if not p.info.is_buffer]
+    in_units = assignment.wrapper == "units"
+    return len({(in_units and p.unit is not None) or bool(p.stored.axes) for p in placed}) == 1
 
 
 def state_of(param: Updated, name: str) -> int:
