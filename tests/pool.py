@@ -72,8 +72,10 @@ class Worker:
         self.stack.write_text("")
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid or 0, signal.SIGUSR1)
-        deadline = time.monotonic() + 1.0
-        while not self.stack.read_text().endswith("\n") and time.monotonic() < deadline:
+        deadline = time.monotonic() + 5.0
+        # Frame by frame it is written: whole when the outermost one, or the cut, is there.
+        whole = ("in <module>\n", "...\n")
+        while not self.stack.read_text().endswith(whole) and time.monotonic() < deadline:
             time.sleep(0.02)
         return self.stack.read_text()
 

@@ -145,6 +145,28 @@ def test_what_fails_on_every_rank_leaves_the_group_alive(pool):
     assert pool(4).run(total_of_ranks) == [6.0] * 4
 
 
+def fail_after_a_barrier() -> None:
+    with meshplan.guarded():
+        dist.barrier()
+        raise Mishap("everywhere")
+
+
+def failing_after_a_message() -> str:
+    """What a collective gives after all fail alike, where one rank once sent to another."""
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(1), 2)
+    elif dist.get_rank() == 2:
+        dist.recv(torch.ones(1), 0)
+    with pytest.raises(Mishap):
+        fail_after_a_barrier()
+    with meshplan.guarded():
+        return str(total_of_ranks())
+
+
+def test_messages_of_two_ranks_do_not_make_a_failure_of_all_deadly(pool):
+    assert pool(4).run(failing_after_a_message) == ["6.0"] * 4
+
+
 def total_of_ranks() -> float:
     dist.all_reduce(total := torch.tensor(float(dist.get_rank())))
     return total.item()

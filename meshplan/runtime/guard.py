@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch.distributed as dist
 
@@ -90,12 +90,13 @@ def guarded() -> Iterator[None]:
     if job.cause:
         raise ApplyError(Problem(f"the process group is dead since {job.cause}", fix=_RESTART))
     _publish(job)
+    before = group_sequences()
     try:
         yield
     except BaseException as error:
         if hasattr(error, _SETTLED):
             raise
-        told = _settle(job, error)
+        told = _settle(job, error, before)
         setattr(told or error, _SETTLED, True)
         if told is None:
             raise
@@ -169,8 +170,17 @@ def fails_together(error: Exception, ranks: Sequence[int]) -> bool:
     return False
 
 
-def _settle(job: _Job, error: BaseException) -> ApplyError | None:
+_Sequences: TypeAlias = dict[str, int] | None
+"""How many collectives each group has begun on this rank, by the names of the groups."""
+
+
+def _settle(job: _Job, error: BaseException, before: _Sequences) -> ApplyError | None:
     """Agree with the others on what the failure of this rank means.
+
+    Args:
+        job: The job of the group.
+        error: What was raised inside of a guard.
+        before: The collectives that had begun where that guard did.
 
     Returns:
         What to raise instead; None where the error is this rank's own.
@@ -182,7 +192,7 @@ def _settle(job: _Job, error: BaseException) -> ApplyError | None:
     try:
         if is_lost:
             own = _lost(_peer(job, str(error)))
-        cause = _claim(job, own)
+        cause = _claim(job, own, before)
         is_alone = is_lost or not isinstance(error, Exception) or hasattr(error, _ALONE)
         if is_alone or not _all_failed_alike(job):
             _bury(job, cause)
@@ -251,10 +261,17 @@ def _tables(job: _Job) -> dict[int, str]:
     return {r: job.store.get(key).decode() for r, key in keys.items() if job.store.check([key])}
 
 
-def _claim(job: _Job, own: str) -> str:
-    """Write this rank's failure; returns that of the rank that was first."""
-    sequences = json.dumps(group_sequences())
-    job.store.set(job.key(f"failed/{dist.get_rank()}"), sequences)
+def _claim(job: _Job, own: str, before: _Sequences = None) -> str:
+    """Write this rank's failure; returns that of the rank that was first.
+
+    The collectives are counted from the guard's beginning: a pipeline leaves other totals on
+    each rank, since torch counts what is sent from one to another in the same place.
+    """
+    now = group_sequences()
+    since = None
+    if now is not None and before is not None:
+        since = {name: number - before.get(name, 0) for name, number in now.items()}
+    job.store.set(job.key(f"failed/{dist.get_rank()}"), json.dumps(since))
     job.store.add(job.key("count"), 1)
     # Only the first writer finds the key empty.
     first = job.store.compare_set(job.key("first"), "", own[:_TEXT_LIMIT])
@@ -279,7 +296,7 @@ def _all_failed_alike(job: _Job) -> bool:
     return bool(job.store.compare_set(job.key("verdict"), "", verdict).decode() == _ALIVE)
 
 
-def _same(sequences: list[dict[str, int] | None]) -> bool:
+def _same(sequences: list[_Sequences]) -> bool:
     """Whether no group has seen more collectives on one rank than on another."""
     first: dict[str, int] = {}
     for each in sequences:
