@@ -1,0 +1,36 @@
+"""A table of global configurations: one row is one way to spread a model over a machine."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+GRID: Final = np.dtype(
+    [
+        (name, np.int32)
+        for name in (
+            "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep",
+            "virtual", "micro", "microbatches", "mode", "schedule",
+        )
+    ]
+)  # fmt: skip
+"""`micro`: samples of one microbatch of one data rank. `microbatches`: of one step of one data
+rank, whether a pipeline runs them or the loop accumulates. `mode`, `schedule`: places in MODES and
+SCHEDULE_WORDS. `virtual`: stages of one pipeline rank."""
+
+MODES: Final = ("ddp", "zero1", "shard")
+"""How data ranks hold a model. "shard" covers full_shard, zero2 and their hybrids: they differ in
+`dp_replicate` and in the reshard of the options below. ddp uses dp_replicate alone."""
+
+SCHEDULE_WORDS: Final = ("", "GPipe", "1F1B", "Interleaved1F1B")
+"""The schedules offered; "" where there is no pipeline."""
+
+RECOMPUTE: Final = ("none", "selective", "full")
+
+OPTIONS: Final = tuple((again, reshard) for again in range(len(RECOMPUTE)) for reshard in (0, 1))
+"""What each block chooses for itself: (place in RECOMPUTE, whether parameters are given back after
+forward). Where data ranks do not shard parameters, only reshard 0 exists."""
+
+OPTION_RECOMPUTE: Final = np.array([again for again, _ in OPTIONS])
+OPTION_RESHARD: Final = np.array([reshard for _, reshard in OPTIONS], dtype=bool)
