@@ -1,0 +1,94 @@
+"""Where to cut a chain of blocks into stages: a * (the slowest stage) + b * (their sum), least.
+
+The seconds of a stage are known from below first; those on the best path are made exact until the
+whole path is. Any contiguous cut is allowed.
+
+Source: Zheng et al., Alpa (2022), section 5.2, for going through the slowest stage's values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from meshplan.planner.knapsack import Floats
+
+_EPS: Final = 1e-12
+
+
+def cut(
+    bounds: Floats,
+    exact: Callable[[int, int, int], float],
+    weights: tuple[float, float],
+    below: float = float("inf"),
+) -> tuple[float, tuple[int, ...]]:
+    """The best cut and what it costs.
+
+    Args:
+        bounds: [stages, length + 1, length + 1] seconds from below of stage s with the blocks
+            from i up to j; infinite where i >= j or it cannot be. Is made exact in place.
+        exact: The same of one stage, as it really is; never less than its bound.
+        weights: (a, b).
+        below: Only cuts that cost less are of interest.
+
+    Returns:
+        (cost, the ends of the stages, 0 first); (infinity, ()) where no cut will do.
+    """
+    stages, size, _ = bounds.shape
+    is_exact = np.zeros(bounds.shape, dtype=bool)
+    while True:
+        cost, ends = _best(bounds, weights, below)
+        if not ends:
+            return float("inf"), ()
+        path = list(zip(range(stages), ends, ends[1:], strict=False))
+        open_ = [at for at in path if not is_exact[at]]
+        if not open_:
+            return cost, ends
+        for at in open_:
+            bounds[at] = exact(*at)
+            is_exact[at] = True
+        assert size > stages or stages == 1
+
+
+def _best(
+    table: Floats, weights: tuple[float, float], below: float
+) -> tuple[float, tuple[int, ...]]:
+    """The best cut of a table of seconds."""
+    a, b = weights
+    stages, size, _ = table.shape
+    best, ends = below, ()
+    finite = table[np.isfinite(table)]
+    if not finite.size:
+        return float("inf"), ()
+    least_sum, _ = _shortest(table)
+    if not np.isfinite(least_sum):
+        return float("inf"), ()
+    # A slowest stage is at least the mean of all.
+    values = np.unique(finite[finite >= least_sum / stages * (1 - _EPS)])
+    for slowest in values:
+        if a * slowest + b * least_sum >= best:
+            break
+        total, found = _shortest(np.where(table <= slowest, table, np.inf))
+        if found and a * slowest + b * total < best:
+            best, ends = a * float(slowest) + b * total, found
+    return (best, ends) if ends else (float("inf"), ())
+
+
+def _shortest(table: Floats) -> tuple[float, tuple[int, ...]]:
+    """The least sum over stages, and where it cuts."""
+    stages, size, _ = table.shape
+    costs = np.full(size, np.inf)
+    costs[0] = 0.0
+    choices = []
+    for stage in range(stages):
+        sums = costs[:, None] + table[stage]
+        choices.append(sums.argmin(axis=0))
+        costs = sums.min(axis=0)
+    if not np.isfinite(costs[-1]):
+        return float("inf"), ()
+    ends = [size - 1]
+    for choice in reversed(choices):
+        ends.append(int(choice[ends[-1]]))
+    return float(costs[-1]), tuple(reversed(ends))

@@ -1,0 +1,269 @@
+"""One option for each block, the least time, within a memory: a multiple-choice knapsack, exactly.
+
+Alike blocks are one kind with a count, so that their symmetry costs nothing. The linear relaxation
+bounds, a greedy filling gives a first answer, options whose reduced cost exceeds the gap are dropped,
+and what is left is decided label by label with dominance.
+
+Source: Kellerer, Pferschy, Pisinger, Knapsack Problems (2004), chapter 11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+_EPS: Final = 1e-12
+"""Of seconds and bytes relative to their size: less than that is rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An answer.
+
+    Attributes:
+        seconds: Of all blocks; infinite where nothing fits.
+        takes: By kind, how many blocks take each of the kind's options.
+    """
+
+    seconds: float
+    takes: tuple[tuple[int, ...], ...] = ()
+
+
+NONE: Final = Choice(float("inf"))
+
+
+class Menu:
+    """What the blocks of each kind may choose.
+
+    Args:
+        seconds: [kinds, options]; infinite where a kind does not have an option.
+        memory: [kinds, options] bytes.
+    """
+
+    def __init__(self, seconds: Floats, memory: Floats) -> None:
+        self.seconds, self.memory = seconds, memory
+        self.fronts = [_front(t, m) for t, m in zip(seconds, memory, strict=True)]
+        """By kind, the options that no other one beats, fastest first."""
+
+    @cached_property
+    def _steps(self) -> tuple[Floats, Floats, Counts]:
+        """(seconds lost, bytes won, kind) of each step along the convex hulls, cheapest first."""
+        rows = []
+        for kind, front in enumerate(self.fronts):
+            t, m, at = self.seconds[kind, front], self.memory[kind, front], 0
+            while at < len(front) - 1:
+                slopes = (t[at + 1 :] - t[at]) / (m[at] - m[at + 1 :])
+                to = at + 1 + int(np.argmin(slopes))
+                rows.append((slopes[to - at - 1], t[to] - t[at], m[at] - m[to], kind))
+                at = to
+        rows.sort()
+        lost, won = np.array([r[1] for r in rows]), np.array([r[2] for r in rows])
+        return lost, won, np.array([r[3] for r in rows], dtype=np.int64)
+
+    @cached_property
+    def fastest(self) -> tuple[Floats, Floats]:
+        """(seconds, bytes) of one block of each kind at its fastest; infinite without an option."""
+        first = [front[0] if len(front) else 0 for front in self.fronts]
+        kinds = np.arange(len(first))
+        return self.seconds[kinds, first], self.memory[kinds, first]
+
+    @cached_property
+    def smallest(self) -> Floats:
+        """Bytes of one block of each kind at its smallest."""
+        last = [front[-1] if len(front) else 0 for front in self.fronts]
+        return self.memory[np.arange(len(last)), last]
+
+    def price(self, counts: Counts, capacity: float) -> float:
+        """Seconds that a byte is worth where the relaxation ends; any number would do, this one
+        leaves the least to decide."""
+        used = counts > 0
+        over = float(counts[used] @ self.fastest[1][used]) - capacity
+        lost, won, kinds = self._steps
+        at = int(np.searchsorted(np.cumsum(counts[kinds] * won), over))
+        at = min(at, len(lost) - 1)
+        return float(lost[at] / won[at])
+
+    def relaxed(self, counts: Counts, capacity: Floats) -> Floats:
+        """Bounds from below on the seconds; infinite where nothing fits.
+
+        Args:
+            counts: [kinds] or [questions, kinds].
+            capacity: [questions], or [1] for all.
+        """
+        counts = np.atleast_2d(counts)
+        there = np.isfinite(self.fastest[0])
+        seconds, memory = (np.where(there, each, 0.0) for each in self.fastest)
+        lost, won, kinds = self._steps
+        many = counts[:, kinds]
+        zero = np.zeros((len(counts), 1))
+        ends = np.concatenate((zero, np.cumsum(many * won, axis=1)), axis=1)
+        prices = np.concatenate((zero, np.cumsum(many * lost, axis=1)), axis=1)
+        over = counts @ memory - capacity
+        is_over = over > 0
+        # The step that the memory is won in, and how far into it.
+        to = np.minimum((ends < over[:, None]).sum(axis=1), ends.shape[1] - 1)
+        at = np.maximum(to - 1, 0)
+        row = np.arange(len(over)) if len(counts) > 1 else np.zeros(len(over), dtype=np.int64)
+        width = ends[row, to] - ends[row, at]
+        share = np.where(width > 0, (over - ends[row, at]) / np.where(width > 0, width, 1.0), 1.0)
+        price = prices[row, at] + share * (prices[row, to] - prices[row, at])
+        bound = counts @ seconds + np.where(is_over, price, 0.0)
+        fits = counts @ self.smallest <= capacity
+        is_possible = ~(counts[:, ~there] > 0).any(axis=1)
+        return np.where(fits & is_possible, bound, np.inf)
+
+
+def solve(menu: Menu, counts: Counts, capacity: float, below: float = float("inf")) -> Choice:
+    """The fastest choice for so many blocks of each kind.
+
+    Args:
+        capacity: Bytes for all blocks together.
+        below: Only choices faster than this are of interest.
+
+    Returns:
+        NONE where nothing fits, or nothing is fast enough.
+    """
+    if menu.relaxed(counts, np.array([capacity]))[0] >= below:
+        return NONE
+    used = counts > 0
+    if counts[used] @ menu.fastest[1][used] <= capacity:
+        return _choice(menu, [(k, f[0], int(c)) for k, f, c in _used(menu, counts)])
+    return _Labels(menu, counts, capacity, below).best()
+
+
+def _used(menu: Menu, counts: Counts) -> list[tuple[int, Counts, int]]:
+    return [(k, f, int(counts[k])) for k, f in enumerate(menu.fronts) if counts[k]]
+
+
+def _choice(menu: Menu, takes: Sequence[tuple[int, int, int]]) -> Choice:
+    """Of (kind, option, how many)."""
+    table = np.zeros(menu.seconds.shape, dtype=np.int64)
+    for kind, option, count in takes:
+        table[kind, option] += count
+    chosen = table > 0
+    seconds = float((table[chosen] * menu.seconds[chosen]).sum())
+    return Choice(seconds, tuple(tuple(map(int, row)) for row in table))
+
+
+def _front(seconds: Floats, memory: Floats) -> Counts:
+    """The options that are there and that no other beats, by increasing time."""
+    there = np.flatnonzero(np.isfinite(seconds))
+    return there[_undominated(seconds[there], memory[there])]
+
+
+class _Labels:
+    """Decides kind by kind; a label is what the kinds so far take together."""
+
+    def __init__(self, menu: Menu, counts: Counts, capacity: float, below: float) -> None:
+        self._menu, self._capacity = menu, capacity * (1 + _EPS)
+        self._kinds = sorted(_used(menu, counts), key=lambda kind: -len(kind[1]))
+        self._below = below
+        self._suffixes = self._rest(counts)
+
+    def _rest(self, counts: Counts) -> list[Counts]:
+        """By number of decided kinds, the counts of those that are left."""
+        left = counts.copy()
+        out = [left.copy()]
+        for kind, _, _ in self._kinds:
+            left[kind] = 0
+            out.append(left.copy())
+        return out
+
+    def best(self) -> Choice:
+        """The fastest choice that fits; NONE where none is fast enough."""
+        menu, counts = self._menu, self._suffixes[0]
+        limit = min(self._below, self._first()) * (1 + _EPS)
+        slack = limit - float(menu.relaxed(counts, np.array([self._capacity]))[0])
+        price = menu.price(counts, self._capacity)
+        seconds, memory = np.zeros(1), np.zeros(1)
+        layers: list[tuple[Counts, list[_Way]]] = []
+        for number, (kind, front, count) in enumerate(self._kinds):
+            t, m = menu.seconds[kind, front], menu.memory[kind, front]
+            ways = _ways(t, m, count, price, slack)
+            seconds = np.add.outer(seconds, [way.seconds for way in ways]).ravel()
+            memory = np.add.outer(memory, [way.memory for way in ways]).ravel()
+            bounds = seconds + menu.relaxed(self._suffixes[number + 1], self._capacity - memory)
+            hopeful = np.flatnonzero(bounds <= limit)
+            kept = hopeful[_undominated(seconds[hopeful], memory[hopeful])]
+            if not len(kept):
+                return NONE
+            seconds, memory = seconds[kept], memory[kept]
+            layers.append((kept, ways))
+        chosen = _choice(menu, self._trace(layers))
+        return chosen if chosen.seconds < self._below else NONE
+
+    def _trace(self, layers: list[tuple[Counts, list[_Way]]]) -> list[tuple[int, int, int]]:
+        """(kind, option, how many) that the fastest last label is made of."""
+        at, out = 0, []
+        for (kind, front, _), (kept, ways) in reversed(list(zip(self._kinds, layers, strict=True))):
+            at, way = divmod(int(kept[at]), len(ways))
+            takes = ways[way].takes
+            out += [(kind, int(o), n) for o, n in zip(front, takes, strict=True) if n]
+        return out
+
+    def _first(self) -> float:
+        """Seconds of a choice that fits, found greedily along the hulls."""
+        lost, won, kinds = self._menu._steps
+        counts = self._suffixes[0]
+        used = counts > 0
+        seconds, memory = self._menu.fastest
+        total = float(counts[used] @ seconds[used])
+        over = float(counts[used] @ memory[used]) - self._capacity
+        for t, m, kind in zip(lost, won, kinds, strict=True):
+            if over <= 0:
+                break
+            # Steps of one kind come in the order of its hull, so whole steps stay options.
+            many = min(int(counts[kind]), int(np.ceil(over / m)))
+            total += many * float(t)
+            over -= many * float(m)
+        return total if over <= 0 else float("inf")
+
+
+class _Way(NamedTuple):
+    """What the blocks of one kind take together."""
+
+    seconds: float
+    memory: float
+    takes: tuple[int, ...]
+
+
+def _ways(seconds: Floats, memory: Floats, count: int, price: float, slack: float) -> list[_Way]:
+    """What so many alike blocks may take, without what others beat.
+
+    With memory at any price, the choice of each block costs at least what its cheapest option does.
+    All that is paid beyond comes on top of the relaxation's bound, so it is at most `slack`.
+    """
+    paid = seconds + price * memory
+    extra = [float(each) for each in paid - paid.min()]
+    partial: list[tuple[float, tuple[int, ...], int]] = [(0.0, (), count)]
+    for option, each in enumerate(extra):
+        is_last = option == len(extra) - 1
+        grown = []
+        for spent, takes, left in partial:
+            most = left if each * left + spent <= slack else int((slack - spent) / each)
+            for n in (left,) if is_last else range(most + 1):
+                if n <= most:
+                    grown.append((spent + n * each, (*takes, n), left - n))
+        partial = grown
+    table = np.array([takes for _, takes, _ in partial], dtype=np.int64).reshape(-1, len(extra))
+    t, m = table @ seconds, table @ memory
+    return [
+        _Way(float(t[i]), float(m[i]), tuple(map(int, table[i]))) for i in _undominated(t, m)
+    ]
+
+
+def _undominated(seconds: Floats, memory: Floats) -> Counts:
+    """Those that no other beats in both, by increasing time."""
+    order = np.lexsort((memory, seconds))
+    least = np.minimum.accumulate(memory[order])
+    is_better = np.ones(len(order), dtype=bool)
+    is_better[1:] = memory[order][1:] < least[:-1]
+    return order[is_better]

@@ -1,0 +1,149 @@
+"""What the search reads, for every row of a grid, and nothing else of model and machine.
+
+Seconds are the cost room's. Bytes are figures that are never above what a step really takes at its
+worst moment (states, all that was saved for backward, the loss on top), so that a row which they
+rule out is out; what a plan really takes, `settle` asks of the memory room.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.cost.grid import SCHEDULE_WORDS
+from meshplan.planner.knapsack import Counts, Floats, Menu
+
+
+@dataclass(frozen=True, slots=False, kw_only=True)
+class Numbers:
+    """Arrays by row of the grid, kind of block, and option (`cost.grid.OPTIONS`).
+
+    Args:
+        grid: The configurations.
+        order: The kind of each block, in the order of forward.
+        seconds: [rows, kinds, options] of a block for one microbatch, forward and backward;
+            infinite where it does not have the option.
+        saved: Bytes that it keeps for the backward of one microbatch.
+        resident: Bytes that it has all the time.
+        top: [rows] bytes that the last stage holds in the loss, beside what is saved.
+        floor: [rows] bytes of all blocks together that the optimizer's step takes at least.
+        send_s: [rows] seconds that a stage waits for its neighbours in one microbatch.
+        once_s: [rows] seconds once a step.
+    """
+
+    grid: NDArray[np.void]
+    order: tuple[int, ...]
+    seconds: Floats
+    saved: Floats
+    resident: Floats
+    top: Floats
+    floor: Floats
+    send_s: Floats
+    once_s: Floats
+
+    @cached_property
+    def counts(self) -> Counts:
+        """Blocks of each kind."""
+        return np.bincount(self.order, minlength=self.seconds.shape[1]).astype(np.int64)
+
+    @cached_property
+    def before(self) -> Counts:
+        """[place, kinds]: blocks of each kind before each place, and all of them last."""
+        table = np.zeros((len(self.order) + 1, self.seconds.shape[1]), dtype=np.int64)
+        for place, kind in enumerate(self.order):
+            table[place + 1] = table[place]
+            table[place + 1, kind] += 1
+        return table
+
+    def menu(self, row: int, in_flight: float) -> Menu:
+        """What blocks may choose on a stage that keeps so many microbatches."""
+        return Menu(self.seconds[row], self.resident[row] + in_flight * self.saved[row])
+
+
+def weights(grid: NDArray[np.void]) -> tuple[Floats, Floats]:
+    """(a, b) by row: a step takes a * (the slowest stage) + b * (the sum of the stages).
+
+    GPipe and 1F1B fill and drain once; with v stages a rank, a v-th of that.
+    Source: Narayanan et al. 2021 (Megatron-LM), section 2.2; `cost.simulate` checks it.
+    """
+    b = 1.0 / grid["virtual"]
+    return grid["microbatches"] - b, b
+
+
+def in_flight(row: np.void, stage: int) -> float:
+    """Microbatches whose activations a rank of the pipeline keeps at once, at the most."""
+    p, m, v = int(row["pp"]), int(row["microbatches"]), int(row["virtual"])
+    if p == 1:
+        return 1.0
+    word = SCHEDULE_WORDS[row["schedule"]]
+    if word == "GPipe":
+        return float(m)
+    if v == 1:
+        return float(min(m, p - stage))
+    return min(float(m), ((p - stage - 1) * 2 + (v - 1) * p + 1) / v)
+
+
+def fewest_in_flight(grid: NDArray[np.void]) -> Floats:
+    """By row, what the rank that keeps the fewest keeps: the last one."""
+    p, m, v = (grid[name].astype(float) for name in ("pp", "microbatches", "virtual"))
+    is_gpipe = grid["schedule"] == SCHEDULE_WORDS.index("GPipe")
+    least = np.where(is_gpipe, m, np.minimum(m, ((v - 1) * p + 1) / v))
+    return np.where(p == 1, 1.0, least)
+
+
+def time_bounds(numbers: Numbers) -> Floats:
+    """Seconds a step from below by row, whatever memory there is."""
+    fastest = numbers.seconds.min(axis=2)
+    there = numbers.counts > 0
+    return _step(numbers, fastest[:, there] @ numbers.counts[there], fastest[:, there].max(axis=1))
+
+
+def memory_bounds(numbers: Numbers) -> Floats:
+    """Bytes from below by row of the rank that holds the most, whatever time it takes."""
+    keeps = fewest_in_flight(numbers.grid)[:, None, None]
+    least = np.where(
+        np.isfinite(numbers.seconds), numbers.resident + keeps * numbers.saved, np.inf
+    ).min(axis=2)
+    there = numbers.counts > 0
+    stages = numbers.grid["pp"].astype(float)
+    total = least[:, there] @ numbers.counts[there]
+    return np.maximum(
+        np.maximum(total / stages, least[:, there].max(axis=1)), numbers.floor / stages
+    )
+
+
+def priced_bounds(numbers: Numbers, rows: Counts, capacity: float, tries: int = 14) -> Floats:
+    """Seconds a step from below for these rows, with memory at a price: weak duality.
+
+    Whatever the price of a byte, the least of seconds + price * bytes, less price * capacity, is no
+    more than the answer; the best of several prices is taken.
+    """
+    grid = numbers.grid[rows]
+    stages = grid["pp"].astype(float)
+    there = np.flatnonzero(numbers.counts > 0)
+    count = numbers.counts[there]
+    at = np.ix_(rows, there)
+    seconds = numbers.seconds[at]
+    keeps = fewest_in_flight(grid)[:, None, None]
+    held = np.where(np.isfinite(seconds), numbers.resident[at] + keeps * numbers.saved[at], 0.0)
+    whole = stages * capacity - numbers.top[rows]
+    best = seconds.min(axis=2) @ count
+    slowest = seconds.min(axis=2).max(axis=1)
+    for number in range(tries):
+        price = best / np.maximum(whole, 1.0) * 2.0 ** (number - tries // 2)
+        paid = (seconds + price[:, None, None] * held).min(axis=2) @ count - price * whole
+        best = np.maximum(best, paid)
+    return _step(numbers, best, slowest, rows)
+
+
+def _step(numbers: Numbers, total: Floats, block: Floats, rows: Counts | None = None) -> Floats:
+    """Seconds of a step from the sum over all blocks and the slowest block, per microbatch."""
+    rows = np.arange(len(numbers.grid)) if rows is None else rows
+    grid = numbers.grid[rows]
+    a, b = weights(grid)
+    stages, send = grid["pp"], numbers.send_s[rows]
+    slowest = np.maximum(total / stages, block) + send
+    return a * slowest + b * (total + stages * send) + numbers.once_s[rows]

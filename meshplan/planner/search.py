@@ -1,0 +1,311 @@
+"""Best first over all rows of the space: bounds, then exact answers, then the memory room's word.
+
+A row is solved exactly (options by `knapsack`, stages by `cuts`) within a linear memory that is
+never above the real one. The answer is then measured; what the real figure has on top is taken off
+the row's capacity, and the row is solved again, until an answer fits and no faster one of that row
+does. The search ends when no row's bound is below the best answer by more than the tolerance.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from meshplan.planner.cuts import cut
+from meshplan.planner.knapsack import NONE, Choice, Floats, solve
+from meshplan.planner.numbers import (
+    Numbers,
+    in_flight,
+    memory_bounds,
+    priced_bounds,
+    time_bounds,
+    weights,
+)
+
+TOLERANCE: Final = 1e-4
+"""How much faster than the answer something in the space may be, as a share."""
+_BATCH: Final = 256
+_MOST_TRIES: Final = 12
+"""Answers of one row that are measured before it is given up, which `Found.given_up` tells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way, whole.
+
+    Args:
+        row: Of the grid.
+        seconds: Of a step.
+        ends: Of the stages, in blocks, 0 first.
+        takes: By stage and kind, how many blocks take each option.
+        linear_bytes: By stage, what the bounds say it holds.
+    """
+
+    row: int
+    seconds: float
+    ends: tuple[int, ...]
+    takes: tuple[tuple[tuple[int, ...], ...], ...]
+    linear_bytes: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the memory room says of a candidate.
+
+    Attributes:
+        fits: Whether all ranks do.
+        excess_bytes: What the stage that is worst off holds above `linear_bytes`.
+        why: Why it cannot be, where it cannot; it then does not fit.
+        result: Whatever the measuring made, for those who asked for it.
+    """
+
+    fits: bool
+    excess_bytes: float = 0.0
+    why: str = ""
+    result: object = None
+
+
+@dataclass(slots=True)
+class Found:
+    """What a search came to.
+
+    Attributes:
+        best: The fastest that fits; None where nothing does.
+        lower_s: No row is faster than this.
+        near: Candidates of other rows within the slack, not measured, fastest first.
+        refused: By row, why the memory room could not tell it.
+        num_solved, num_measured: How much work it was.
+        given_up: Rows whose answers were measured too often.
+        is_whole: Whether the search came to its end, and not to the time limit's.
+    """
+
+    best: Candidate | None = None
+    measured: Measured | None = None
+    lower_s: float = 0.0
+    near: list[Candidate] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+    num_solved: int = 0
+    num_measured: int = 0
+    given_up: int = 0
+    is_whole: bool = True
+
+    @property
+    def gap(self) -> float:
+        """How much faster something in the space may be, as a share of the answer."""
+        return 1.0 if self.best is None else max(0.0, 1 - self.lower_s / self.best.seconds)
+
+
+def solve_row(
+    numbers: Numbers, row: int, capacity: float, below: float = float("inf")
+) -> Candidate | None:
+    """The fastest way of one row within a linear memory; None where none is below.
+
+    Args:
+        capacity: Bytes of one rank.
+    """
+    solver = _Row(numbers, row, capacity)
+    return solver.best(below)
+
+
+class _Row:
+    """One configuration."""
+
+    def __init__(self, numbers: Numbers, row: int, capacity: float) -> None:
+        self._numbers, self._row = numbers, row
+        self._config = numbers.grid[row]
+        self._stages = int(self._config["pp"])
+        flights = [in_flight(self._config, s) for s in range(self._stages)]
+        menus = {k: numbers.menu(row, k) for k in dict.fromkeys(flights)}
+        self._flights, self._menus = flights, [menus[k] for k in flights]
+        self._rooms = [capacity] * (self._stages - 1) + [capacity - float(numbers.top[row])]
+        self._known: dict[tuple[float, float, bytes], Choice] = {}
+
+    def best(self, below: float) -> Candidate | None:
+        numbers, row = self._numbers, self._row
+        a, b = (float(each[0]) for each in weights(numbers.grid[row : row + 1]))
+        send, once = float(numbers.send_s[row]), float(numbers.once_s[row])
+        if self._stages == 1:
+            choice = self._solve(0, 0, len(numbers.order), (below - once) / (a + b))
+            if choice is NONE:
+                return None
+            return self._candidate((0, len(numbers.order)), (a + b) * choice.seconds + once)
+
+        def exact(stage: int, i: int, j: int) -> float:
+            return self._solve(stage, i, j).seconds + send
+
+        cost, ends = cut(self._bounds(send), exact, (a, b), below - once)
+        return self._candidate(ends, cost + once) if ends else None
+
+    def _bounds(self, send: float) -> Floats:
+        """[stages, i, j] seconds from below of each stage with each stretch of blocks."""
+        before, places = self._numbers.before, len(self._numbers.order) + 1
+        i, j = np.triu_indices(places, 1)
+        table = np.full((self._stages, places, places), np.inf)
+        counts = before[j] - before[i]
+        known: dict[tuple[int, float], Floats] = {}
+        for stage, (menu, room) in enumerate(zip(self._menus, self._rooms, strict=True)):
+            key = (id(menu), room)
+            if key not in known:
+                known[key] = menu.relaxed(counts, np.array([room])) + send
+            # A stage has blocks before it and after it for all others.
+            is_open = (i >= stage) & (j <= places - self._stages + stage)
+            is_open &= (i == 0) == (stage == 0)
+            is_open &= (j == places - 1) == (stage == self._stages - 1)
+            table[stage, i[is_open], j[is_open]] = known[key][is_open]
+        return table
+
+    def _solve(self, stage: int, i: int, j: int, below: float = float("inf")) -> Choice:
+        before = self._numbers.before
+        counts = before[j] - before[i]
+        key = (self._flights[stage], self._rooms[stage], counts.tobytes())
+        if key not in self._known:
+            self._known[key] = solve(self._menus[stage], counts, self._rooms[stage], below)
+        return self._known[key]
+
+    def _candidate(self, ends: tuple[int, ...], seconds: float) -> Candidate:
+        takes, linear = [], []
+        for stage, (i, j) in enumerate(zip(ends, ends[1:], strict=False)):
+            chosen = self._solve(stage, i, j).takes
+            table = np.array(chosen)
+            held = float(np.where(table > 0, table * self._menus[stage].memory, 0.0).sum())
+            on_top = float(self._numbers.top[self._row]) if stage == self._stages - 1 else 0.0
+            takes.append(chosen)
+            linear.append(held + on_top)
+        return Candidate(
+            row=self._row,
+            seconds=seconds,
+            ends=ends,
+            takes=tuple(takes),
+            linear_bytes=tuple(linear),
+        )
+
+
+def search(
+    numbers: Numbers,
+    capacity: float,
+    measure: Callable[[Candidate], Measured],
+    *,
+    slack: float = 0.0,
+    tolerance: float = TOLERANCE,
+    deadline: float | None = None,
+    told: Callable[[Found], None] = lambda found: None,
+) -> Found:
+    """The fastest row of the space that fits.
+
+    Args:
+        capacity: Bytes that a rank may hold by the linear figures.
+        measure: Asks the memory room.
+        slack: Rows this much slower than the best are told too, as a share.
+        deadline: `time.monotonic()` at which to end with what is there.
+        told: Is told of each better answer.
+    """
+    return _Search(numbers, capacity, measure, slack, tolerance, deadline, told).run()
+
+
+class _Search:
+    """One search."""
+
+    def __init__(
+        self,
+        numbers: Numbers,
+        capacity: float,
+        measure: Callable[[Candidate], Measured],
+        slack: float,
+        tolerance: float,
+        deadline: float | None,
+        told: Callable[[Found], None],
+    ) -> None:
+        self._numbers, self._capacity, self._measure = numbers, capacity, measure
+        self._slack, self._tolerance = slack, tolerance
+        self._deadline, self._told = deadline, told
+        self.found = Found()
+
+    def run(self) -> Found:
+        """Rows in the order of their bounds, until the bounds reach the best answer."""
+        found, left = self.found, {}
+        for bound, row in self._by_bound():
+            limit = found.best.seconds if found.best else float("inf")
+            if bound >= limit * (1 - self._tolerance):
+                found.lower_s = min(bound, limit)
+                break
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                found.lower_s, found.is_whole = bound, False
+                break
+            candidate = self._settle(row, limit * (1 - self._tolerance))
+            if candidate is not None:
+                left[row] = candidate
+        else:
+            found.lower_s = found.best.seconds if found.best else float("inf")
+        if found.best is not None and self._slack:
+            self._collect(left)
+        return found
+
+    def _by_bound(self) -> Iterator[tuple[float, int]]:
+        """(bound, row) of every row that may fit, least first."""
+        times, bytes_ = time_bounds(self._numbers), memory_bounds(self._numbers)
+        order = np.argsort(times, kind="stable")
+        order = order[(bytes_[order] <= self._capacity) & np.isfinite(times[order])]
+        heap: list[tuple[float, int]] = []
+        at = 0
+        while at < len(order) or heap:
+            if at < len(order) and (not heap or times[order[at]] <= heap[0][0]):
+                rows = order[at : at + _BATCH]
+                at += len(rows)
+                bounds = np.maximum(
+                    priced_bounds(self._numbers, rows, self._capacity), times[rows]
+                )
+                for bound, row in zip(bounds, rows, strict=True):
+                    heapq.heappush(heap, (float(bound), int(row)))
+                continue
+            yield heapq.heappop(heap)
+
+    def _settle(self, row: int, below: float) -> Candidate | None:
+        """Solve and measure one row until its fastest answer that fits is known, if it is below."""
+        found, capacity = self.found, self._capacity
+        fits_up_to, over_from = -1.0, float("inf")
+        best: tuple[Candidate, Measured] | None = None
+        for _ in range(_MOST_TRIES):
+            found.num_solved += 1
+            candidate = solve_row(self._numbers, row, capacity, below)
+            held = max(candidate.linear_bytes) if candidate else 0.0
+            if candidate is None or held <= fits_up_to:
+                break
+            measured = self._measure(candidate)
+            found.num_measured += 1
+            if measured.why:
+                found.refused[row] = measured.why
+                return None
+            if measured.fits:
+                best, below, fits_up_to = (candidate, measured), candidate.seconds, held
+            else:
+                over_from = min(over_from, held)
+            capacity = min(self._capacity - max(measured.excess_bytes, 0.0), over_from - 1.0)
+        else:
+            found.given_up += 1
+        if best is None:
+            return None
+        found.best, found.measured = best
+        self._told(found)
+        return best[0]
+
+    def _collect(self, settled: dict[int, Candidate]) -> None:
+        """Every row that may come within the slack of the best."""
+        found = self.found
+        assert found.best is not None
+        limit = found.best.seconds * (1 + self._slack)
+        near = dict(settled)
+        for bound, row in self._by_bound():
+            if bound > limit:
+                break
+            if row not in near and row not in found.refused:
+                candidate = solve_row(self._numbers, row, self._capacity, limit)
+                if candidate is not None:
+                    near[row] = candidate
+        near.pop(found.best.row, None)
+        within = (c for c in near.values() if c.seconds <= limit)
+        found.near = sorted(within, key=lambda c: (c.seconds, c.row))
