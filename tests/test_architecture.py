@@ -33,7 +33,8 @@ LEVELS = [
         solve sizing
         plan
         restrict
-        memory cost
+        memory
+        cost
         traffic
         verdict
         planner render runtime

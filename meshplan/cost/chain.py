@@ -1,83 +1,171 @@
 """A model as a chain of blocks, and what each kind of block costs: read off the rows of a tape.
 
 Rows say what an operation reads, makes, keeps and sends (`memory.rows`); flops and bytes moved
-follow from the same sizes. Alike blocks are one kind with a count.
+follow from the same sizes, what is saved from playing them. Alike blocks are one kind with a count.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from meshplan.cost.reading import Place, Reading, is_chosen, sent, tally
+from meshplan.cost.tapes import decoder_tape
+from meshplan.cost.types import Chain as Chain
+from meshplan.cost.types import Kind as Kind
+from meshplan.cost.types import Sent as Sent
+from meshplan.cost.types import Tally as Tally
+from meshplan.errors import PlanError, Problem
+from meshplan.graph import ModelGraph
+from meshplan.memory.analytic import Run
+from meshplan.memory.shape import shape_of
+from meshplan.memory.tape import Row, Tape
+
+_SHOWN: Final = 3
+"""Blocks that show a first one, one in the middle and a last one."""
+
+Triple = tuple[float, float, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
-    """What a device does: everything but `weight_bytes` grows with the samples.
-
-    Args:
-        kernels: Launched, whatever the size.
-        flops: Of matrix products and attention, for one sample.
-        moved_bytes: Read and written in the device's memory, for one sample.
-        weight_bytes: Read of parameters and written of their gradients, once a microbatch.
-    """
-
-    kernels: float = 0.0
-    flops: float = 0.0
-    moved_bytes: float = 0.0
-    weight_bytes: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """What tp sends: collectives of each kind, and bytes of the whole tensors for one sample."""
-
-    all_reduces: int = 0
-    all_reduce_bytes: float = 0.0
-    gathers: int = 0
-    gather_bytes: float = 0.0
-    """all_gather and reduce_scatter together: they cost the same."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """One kind of block, as one rank of tp computes it.
-
-    Args:
-        name: fqn of the first block of the kind.
-        has_options: Whether it may be recomputed; what lies before and after the blocks may not.
-        numels: Elements of each parameter that this rank of tp holds.
-        forward, backward: Backward without what is recomputed.
-        again: By place in `grid.RECOMPUTE`, what backward runs once more.
-        sent_forward, sent_backward: By tp.
-        sent_again: By place in `grid.RECOMPUTE`.
-        saved_bytes: By place in `grid.RECOMPUTE`, kept from forward to backward for one sample.
-        transient_bytes: Likewise, the most that its backward holds beside what it saved.
-        boundary_bytes: Of what it hands to the next block, for one sample.
-    """
-
-    name: str
-    has_options: bool
-    numels: tuple[int, ...]
-    forward: Tally
-    backward: Tally
-    again: tuple[Tally, Tally, Tally]
-    sent_forward: Sent
-    sent_backward: Sent
-    sent_again: tuple[Sent, Sent, Sent]
-    saved_bytes: tuple[float, float, float]
-    transient_bytes: tuple[float, float, float]
-    boundary_bytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
-    """All blocks in the order of forward.
+def chain_of(
+    graph: ModelGraph,
+    *,
+    seq_len: int,
+    element_bytes: int,
+    tp: int = 1,
+    is_sequence: bool = False,
+    is_cuda: bool = True,
+    cuts_loss: bool = False,
+) -> Chain:
+    """A decoder of a known family, as one rank of tp computes it.
 
     Args:
-        kinds: Each kind once.
-        order: The kind of each place.
-        names: The fqn of each place; "" for what is in no block.
-    """
+        graph: Of `blueprint`.
+        seq_len: Tokens of one sample, before cp cuts them.
+        element_bytes: Of the dtype that is computed in.
+        is_sequence: Whether activations between blocks are cut along the sequence over tp.
+        is_cuda: Whether CUDA's kernels run.
+        cuts_loss: Whether the loss is computed on logits that stay cut.
 
-    kinds: tuple[Kind, ...]
-    order: tuple[int, ...]
-    names: tuple[str, ...]
+    Raises:
+        PlanError: The model's operations are not known, or tp does not divide its sizes.
+    """
+    shape = shape_of(graph)
+    sizes = {
+        "attention heads": shape.heads,
+        "key/value heads": shape.kv_heads,
+        "columns of the feed-forward": shape.mlp,
+    }
+    if is_sequence:
+        sizes["tokens"] = seq_len
+    if problems := [
+        Problem(f"{size} {name} do not divide by tp {tp}", fix="choose another size for tp")
+        for name, size in sizes.items()
+        if size % tp
+    ]:
+        raise PlanError(problems)
+
+    def write(layers: int, batch: int) -> Tape:
+        run = Run(batch=batch, seq_len=seq_len, element_bytes=element_bytes, tp=tp,
+                  is_sequence=is_sequence and tp > 1, is_cuda=is_cuda)  # fmt: skip
+        return decoder_tape(replace(shape, layers=layers), run, cuts_loss=cuts_loss)
+
+    return chain_of_tapes(
+        write, num_blocks=shape.layers, seq_len=seq_len, element_bytes=element_bytes
+    )
+
+
+def chain_of_tapes(
+    write: Callable[[int, int], Tape],
+    *,
+    num_blocks: int,
+    seq_len: int,
+    element_bytes: int,
+    keeps: Callable[[Row], bool] = is_chosen,
+) -> Chain:
+    """The chain of a model of equal blocks whose tapes somebody writes.
+
+    Args:
+        write: (blocks, samples) -> the tape of a microbatch, its blocks in `units`.
+        num_blocks: Of the model.
+        keeps: Whether selective recomputation keeps what a row makes.
+
+    Assumes: blocks between the first and the last one are alike.
+    """
+    shown = min(num_blocks, _SHOWN)
+    one, two = (Reading(write(shown, batch), seq_len, element_bytes, keeps) for batch in (1, 2))
+    places = list(zip(one.places(), two.places(), strict=True))
+    found = _fold([_kind(*pair) for pair in places])
+    middle = shown // 2
+    blocks = [n for n, kind in enumerate(found) if kind.has_options]
+    before, after = found[: blocks[0]], found[blocks[-1] + 1 :]
+    inner = [found[n] for n in blocks]
+    inner = inner[:middle] + [inner[middle]] * (num_blocks - shown + 1) + inner[middle + 1 :]
+    name = places[blocks[0]][0].name.rpartition(".")[0]
+    kinds: dict[Kind, int] = {}
+    order = [kinds.setdefault(kind, len(kinds)) for kind in (*before, *inner, *after)]
+    names = [""] * len(before) + [f"{name}.{n}" for n in range(num_blocks)] + [""] * len(after)
+    return Chain(
+        kinds=tuple(kinds), order=tuple(order), names=tuple(names), tied_numel=one.tied_numel
+    )
+
+
+def _kind(one: Place, two: Place) -> Kind:
+    """From a batch of one and one of two."""
+    return Kind(
+        name=one.name,
+        has_options=one.is_block,
+        numels=one.numels,
+        forward=tally(one.forward, two.forward),
+        backward=tally(one.backward, two.backward),
+        again=tuple(map(tally, one.again, two.again)),  # type: ignore[arg-type]
+        sent_forward=sent(one.forward, two.forward),
+        sent_backward=sent(one.backward, two.backward),
+        sent_again=tuple(map(sent, one.again, two.again)),  # type: ignore[arg-type]
+        saved_bytes=_most(one.saved_bytes, two.saved_bytes),
+        transient_bytes=_most(one.transient_bytes, two.transient_bytes),
+        boundary_bytes=one.boundary_bytes,
+        context_bytes=one.context_bytes,
+        scores_flops=one.scores_flops,
+    )
+
+
+def _most(one: Sequence[int], two: Sequence[int]) -> Triple:
+    """So much for each sample is enough for any number of them."""
+    a, b, c = (float(max(x, y - x)) for x, y in zip(one, two, strict=True))
+    return a, b, c
+
+
+def _fold(kinds: Sequence[Kind]) -> list[Kind]:
+    """Blocks that work alike are one kind; what the ends hold more is charged next to them.
+
+    The first block's input outlives it where the model's own frame holds it: one boundary that no
+    other block shows. A search over kinds gains more from one kind than it loses by that.
+    """
+    out = list(kinds)
+    blocks = [n for n, kind in enumerate(kinds) if kind.has_options]
+    middle = kinds[blocks[len(blocks) // 2]]
+    for n, beside in ((blocks[0], blocks[0] - 1), (blocks[-1], blocks[-1] + 1)):
+        alike = replace(
+            kinds[n], name=middle.name, saved_bytes=middle.saved_bytes,
+            transient_bytes=middle.transient_bytes,
+        )  # fmt: skip
+        if alike != middle or not 0 <= beside < len(kinds):
+            continue
+        pairs = zip(kinds[n].saved_bytes, middle.saved_bytes, strict=True)
+        more = max(0.0, *(own - usual for own, usual in pairs))
+        saved = out[beside].saved_bytes
+        out[beside] = replace(
+            out[beside], saved_bytes=(saved[0] + more, saved[1] + more, saved[2] + more)
+        )
+        out[n] = middle
+    transient = _maximum([kinds[n].transient_bytes for n in blocks])
+    first = kinds[blocks[0]].name
+    middle_at_end = replace(middle, name=first, transient_bytes=transient)
+    return [middle_at_end if kind == middle else kind for kind in out]
+
+
+def _maximum(triples: Sequence[Triple]) -> Triple:
+    a, b, c = (max(column) for column in zip(*triples, strict=True))
+    return a, b, c

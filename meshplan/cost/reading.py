@@ -1,0 +1,299 @@
+"""Rows of a tape, read for work: kernels, flops, bytes moved and sent, forward and backward.
+
+A product of m x k by k x n takes 2mnk operations, and its backward two of them; attention is
+causal, and its backward takes five products where forward takes two. Everything else moves what it
+reads and makes through the device's memory.
+
+Source: Dao 2023 (FlashAttention-2), section 3.1, for attention; `memory.rows` for what is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+from meshplan.cost.tapes import GATHER_ONLY
+from meshplan.cost.types import Sent, Tally
+from meshplan.memory.log import Term
+from meshplan.memory.tape import Row, Span, Tape, play
+from meshplan.memory.work import Moment
+
+KEPT: Final = frozenset({"mm", "addmm", "bmm", "convolution", "attention"})
+"""Operations whose results selective recomputation keeps. Source: `runtime.recompute`."""
+
+_ATTENTION_BACK: Final = 2.5
+_SENT: Final = {
+    "all_gather": ("gather", "gather"),
+    "reduce_scatter": ("gather", "gather"),
+    "all_reduce": ("all_reduce", ""),
+    "all_reduce_back": ("", "all_reduce"),
+    GATHER_ONLY: ("gather", ""),
+    "split_tokens": ("", "gather"),
+}
+"""By operation, the collective of its forward and of its backward."""
+
+
+class Numbers(NamedTuple):
+    """Of some rows at one batch, forward or backward."""
+
+    kernels: float = 0.0
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    weight_bytes: float = 0.0
+    all_reduces: float = 0.0
+    all_reduce_bytes: float = 0.0
+    gathers: float = 0.0
+    gather_bytes: float = 0.0
+
+    def plus(self, other: Numbers) -> Numbers:
+        return Numbers(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def is_chosen(row: Row) -> bool:
+    """Whether meshplan's selective recomputation keeps what a row makes."""
+    return row.op in KEPT
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What lies between two rows of a tape, at one batch.
+
+    Args:
+        again: By place in `grid.RECOMPUTE`.
+        saved_bytes, transient_bytes: Likewise.
+    """
+
+    name: str
+    is_block: bool
+    numels: tuple[int, ...]
+    forward: Numbers
+    backward: Numbers
+    again: tuple[Numbers, Numbers, Numbers]
+    saved_bytes: tuple[int, int, int]
+    transient_bytes: tuple[int, int, int]
+    boundary_bytes: int
+    context_bytes: int
+    scores_flops: float
+
+
+class Reading:
+    """One tape, place by place.
+
+    Args:
+        seq_len: Keys that the last token attends to.
+        keeps: Whether selective recomputation keeps what a row makes.
+    """
+
+    def __init__(
+        self, tape: Tape, seq_len: int, element_bytes: int, keeps: Callable[[Row], bool]
+    ) -> None:
+        self._tape, self._seq_len, self._element_bytes = tape, seq_len, element_bytes
+        rows = [row._replace(is_kept=keeps(row)) for row in tape.rows]
+        first, last = tape.units[0][1], tape.units[-1][2]
+        units = [("", 0, first), *tape.units, ("", last, len(rows))]
+        self._units = [unit for unit in units if unit[1] < unit[2]]
+        # The names of what is in no block only have to be apart.
+        marked = [(f"@{n}", start, end) for n, (_, start, end) in enumerate(self._units)]
+        self._marked = replace(tape, rows=rows, units=marked, spans=[])
+        self._readers = Counter(grad.value for row in rows for grad in row.grads)
+        self.tied_numel = self._tied()
+
+    def places(self) -> list[Place]:
+        """Before the blocks, each block, after them."""
+        held = [self._held(again) for again in range(3)]
+        seen: set[str] = set()
+        out = []
+        for number, (name, start, end) in enumerate(self._units):
+            rows = range(start, end)
+            parameters = {f: b for n in rows for f, b in self._tape.rows[n].parameters}
+            numels = tuple(b // self._element_bytes for f, b in parameters.items() if f not in seen)
+            seen |= parameters.keys()
+            out.append(
+                Place(
+                    name=name or self._owner(start, end),
+                    is_block=bool(name), numels=numels,
+                    forward=self._sum(self._forward(n) for n in rows),
+                    backward=self._sum(self._backward(n) for n in rows),
+                    again=self._again(start, end) if name else (Numbers(),) * 3,
+                    saved_bytes=tuple(h[number][0] for h in held),  # type: ignore[arg-type]
+                    transient_bytes=tuple(h[number][1] for h in held),  # type: ignore[arg-type]
+                    boundary_bytes=self._boundary(start, end),
+                    context_bytes=sum(
+                        self._sizes(row.reads[1:])
+                        for row in self._tape.rows[start:end] if row.op == "attention"
+                    ),
+                    scores_flops=sum(
+                        self._flops(row)
+                        for row in self._tape.rows[start:end] if row.op == "attention"
+                    ),
+                )
+            )  # fmt: skip
+        return out
+
+    def _owner(self, start: int, end: int) -> str:
+        """The module with the most parameters among what is in no block."""
+        rows = [row for row in self._tape.rows[start:end] if row.parameters]
+        return max(rows, key=lambda row: row.parameters[0][1]).module if rows else ""
+
+    def _sum(self, numbers: Iterable[Numbers]) -> Numbers:
+        columns = list(zip(*numbers, strict=True))
+        return Numbers(*map(sum, columns)) if columns else Numbers()
+
+    # Work
+
+    def _size(self, value: int) -> int:
+        return self._tape.nbytes[value]
+
+    def _sizes(self, values: tuple[int, ...]) -> int:
+        return sum(map(self._size, values))
+
+    def _flops(self, row: Row) -> float:
+        size = self._element_bytes
+        if row.op == "attention":
+            # Two products of length x length by the heads' width, of which half is masked.
+            return 2.0 * (self._size(row.reads[0]) // size) * self._seq_len
+        if row.op == "mm":
+            # (mk)(kn)(mn) is the square of mnk.
+            sizes = (self._size(row.reads[0]), row.parameters[0][1], self._size(row.makes[0]))
+            return 2.0 * math.sqrt(math.prod(each // size for each in sizes))
+        return 0.0
+
+    def _is_view(self, row: Row) -> bool:
+        return all(self._tape.base[value] != value for value in row.makes)
+
+    def _sent(self, row: Row, direction: int) -> Numbers:
+        kind = _SENT[row.op][direction]
+        size = float(max(self._sizes(row.reads[:1]), self._size(row.makes[0])))
+        if kind == "gather":
+            return Numbers(gathers=1, gather_bytes=size)
+        return Numbers(all_reduces=1, all_reduce_bytes=size) if kind else Numbers()
+
+    def _forward(self, number: int) -> Numbers:
+        row = self._tape.rows[number]
+        if row.is_sent:
+            return self._sent(row, 0)
+        if self._is_view(row):
+            return Numbers()
+        made = self._sizes(row.makes) + 2 * row.takes
+        if row.op == "embedding":  # Of the table only the rows that are looked up are read.
+            return Numbers(kernels=1, moved_bytes=self._sizes(row.reads) + 2 * made)
+        weights = sum(nbytes for _, nbytes in row.parameters)
+        moved = self._sizes(row.reads) + made
+        return Numbers(1, self._flops(row), moved, weights)
+
+    def _backward(self, number: int) -> Numbers:
+        row = self._tape.rows[number]
+        if not row.grads and not row.parameters:
+            return Numbers()
+        added = self._added(row)
+        if row.is_sent:
+            return self._sent(row, 1).plus(added)
+        given, new = self._size(row.makes[-1]), sum(grad.nbytes for grad in row.grads)
+        weights = sum(nbytes for _, nbytes in row.parameters)
+        if row.op == "embedding":  # A dense gradient of zeros, to which tokens are added.
+            return Numbers(2, 0.0, 3 * given, weights).plus(added)
+        if row.op == "mm":
+            read = self._size(row.reads[0])
+            kernels = 2 + (len(row.parameters) > 1)
+            moved = kernels * given + read + new
+            return Numbers(kernels, 2 * self._flops(row), moved, 2 * weights).plus(added)
+        if not new and not row.parameters:
+            return added
+        given = self._sizes(row.makes) if row.op == "split" else self._size(row.makes[0])
+        moved = given + self._sizes(row.keeps) + new + 2 * row.takes_back
+        flops = _ATTENTION_BACK * self._flops(row)
+        return Numbers(1 + bool(row.parameters), flops, moved, 2 * weights).plus(added)
+
+    def _added(self, row: Row) -> Numbers:
+        """Gradients that meet are added up where the first reader in forward is."""
+        out = Numbers()
+        for grad in row.grads:
+            times = self._readers.pop(grad.value, 0) - 1
+            if times > 0:
+                size = max(grad.nbytes, self._size(grad.value))
+                out = out.plus(Numbers(kernels=times, moved_bytes=3.0 * times * size))
+        return out
+
+    def _again(self, start: int, end: int) -> tuple[Numbers, Numbers, Numbers]:
+        """Up to the last tensor that something keeps."""
+        rows = self._marked.rows
+        last = max((n for n in range(start, end) if rows[n].keeps), default=start)
+        runs = [n for n in range(start, last) if rows[n].makes]
+        if set(rows[last].keeps) & set(rows[last].makes):
+            runs.append(last)
+        chosen = [n for n in runs if not rows[n].is_kept]
+        return (
+            Numbers(),
+            self._sum(self._forward(n) for n in chosen),
+            self._sum(self._forward(n) for n in runs),
+        )
+
+    def _boundary(self, start: int, end: int) -> int:
+        """Of what later rows read and send a gradient to."""
+        tape = self._tape
+        made = {v for row in tape.rows[start:end] for v in row.makes}
+        read = {g.value for row in tape.rows[end:] for g in row.grads}
+        return sum(tape.nbytes[value] for value in made & read)
+
+    def _tied(self) -> int:
+        first, last = ({f: b for n in range(start, end) for f, b in self._tape.rows[n].parameters}
+                       for _, start, end in (self._units[0], self._units[-1]))  # fmt: skip
+        both = first.keys() & last.keys() if len(self._units) > 1 else set()
+        return sum(first[fqn] for fqn in both) // self._element_bytes
+
+    # Memory
+
+    def _held(self, again: int) -> list[tuple[int, int]]:
+        """(saved, transient) of each place, as playing the tape shows it."""
+        spans = [
+            Span(start, end, recompute=True, keeps_chosen=again == 1)
+            for name, start, end in self._units
+            if name and again
+        ]
+        work = play(replace(self._marked, spans=spans), sums_in_place=True)
+        owned = set(work.gradients.values())
+        live, lives = 0, [0]
+        for delta, storage, _ in work.log.events:
+            is_state = storage in owned or work.log.storages[storage].term == Term.GRADIENTS
+            live += 0 if is_state else delta
+            lives.append(live)
+        at = {(mark.unit, mark.moment): mark.event for mark in work.marks}
+        count = len(self._units)
+        names = [f"@{n}" for n in range(count)]
+        begins = [lives[at[name, Moment.BEFORE_FORWARD]] for name in names]
+        begins.append(lives[at[names[-1], Moment.BEFORE_BACKWARD]])
+        out = []
+        for number, name in enumerate(names):
+            peak = max(
+                max(lives[at[name, begin] : at[name, end] + 1])
+                for begin, end in (
+                    (Moment.BEFORE_FORWARD, Moment.AFTER_FORWARD),
+                    (Moment.BEFORE_BACKWARD, Moment.AFTER_BACKWARD),
+                )
+            )
+            saved = begins[number + 1] - begins[number]
+            out.append((saved, max(0, peak - begins[number + 1])))
+        return out
+
+
+def tally(one: Numbers, two: Numbers) -> Tally:
+    """What grows with samples and what does not, from a batch of one and one of two."""
+    return Tally(
+        kernels=one.kernels,
+        flops=two.flops - one.flops,
+        moved_bytes=two.moved_bytes - one.moved_bytes,
+        weight_bytes=one.weight_bytes + 2 * one.moved_bytes - two.moved_bytes,
+    )
+
+
+def sent(one: Numbers, two: Numbers) -> Sent:
+    """As `tally`, of what tp sends."""
+    return Sent(
+        all_reduces=int(one.all_reduces),
+        all_reduce_bytes=two.all_reduce_bytes - one.all_reduce_bytes,
+        gathers=int(one.gathers),
+        gather_bytes=two.gather_bytes - one.gather_bytes,
+    )

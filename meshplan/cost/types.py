@@ -1,0 +1,87 @@
+"""What the blocks of a model cost, as plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """What a device does: everything but `weight_bytes` grows with the samples.
+
+    Args:
+        kernels: Launched, whatever the size.
+        flops: Of matrix products and attention, for one sample.
+        moved_bytes: Read and written in the device's memory, for one sample.
+        weight_bytes: Read of parameters and written of their gradients, once a microbatch.
+    """
+
+    kernels: float = 0.0
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    weight_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What tp sends: collectives of each kind, and bytes of the whole tensors for one sample."""
+
+    all_reduces: int = 0
+    all_reduce_bytes: float = 0.0
+    gathers: int = 0
+    gather_bytes: float = 0.0
+    """all_gather and reduce_scatter together: they cost the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One kind of block, as one rank of tp computes it.
+
+    Args:
+        name: fqn of the first block of the kind.
+        has_options: Whether it may be recomputed; what lies before and after the blocks may not.
+        numels: Elements of each parameter that this rank of tp holds.
+        forward, backward: Backward without what is recomputed.
+        again: By place in `grid.RECOMPUTE`, what backward runs once more.
+        sent_forward, sent_backward: By tp.
+        sent_again: By place in `grid.RECOMPUTE`.
+        saved_bytes: By place in `grid.RECOMPUTE`, kept from forward to backward for one sample.
+        transient_bytes: Likewise, the most that its forward or backward holds beside what it
+            saved. Gradients of parameters are in neither.
+        boundary_bytes: Of what it hands to the next block, for one sample.
+        context_bytes: Of the keys and values that its attention reads, for one sample.
+        scores_flops: The part of `forward.flops` that grows with the square of the length.
+    """
+
+    name: str
+    has_options: bool
+    numels: tuple[int, ...]
+    forward: Tally
+    backward: Tally
+    again: tuple[Tally, Tally, Tally]
+    sent_forward: Sent
+    sent_backward: Sent
+    sent_again: tuple[Sent, Sent, Sent]
+    saved_bytes: tuple[float, float, float]
+    transient_bytes: tuple[float, float, float]
+    boundary_bytes: float
+    context_bytes: float = 0.0
+    scores_flops: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """All blocks in the order of forward.
+
+    Args:
+        kinds: Each kind once.
+        order: The kind of each place.
+        names: The fqn of each place; "" for what is in no block.
+        tied_numel: Elements of the table that the last place reads too. Only the first has it in
+            its `numels`; where a pipeline parts them, each stage holds one.
+    """
+
+    kinds: tuple[Kind, ...]
+    order: tuple[int, ...]
+    names: tuple[str, ...]
+    tied_numel: int = 0
