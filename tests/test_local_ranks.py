@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
 import os
 import signal
 import time
@@ -99,3 +100,13 @@ def is_alive(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_an_interrupt_while_ranks_are_prepared_is_not_lost(monkeypatch):
+    def interrupted() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        local_ranks.prepare()

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
@@ -51,14 +52,15 @@ class _Rank:
 
 def prepare() -> None:
     """Start importing torch in the background; optional, it only saves time."""
-    # What Ctrl-C does to the ranks is decided here, not by a half-imported process.
-    before = ignore_interrupts()
+    resource_tracker.ensure_running()  # It would unblock what is blocked below.
+    # What Ctrl-C does to the ranks is decided here, not by a half-imported process: the fork server
+    # inherits what is blocked, and here it waits until it is not.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOAD))
         multiprocessing.forkserver.ensure_running()
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run_ranks(
@@ -198,11 +200,9 @@ def _join() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
 
 
-def ignore_interrupts() -> Any:
-    """Leave Ctrl-C to the process that started the ranks; returns the handler that was."""
-    if threading.current_thread() is not threading.main_thread():
-        return None
-    return signal.signal(signal.SIGINT, signal.SIG_IGN)
+def ignore_interrupts() -> None:
+    """Leave Ctrl-C to the process that started the ranks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def die_with_parent() -> None:
