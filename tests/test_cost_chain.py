@@ -114,7 +114,7 @@ def test_recomputation_stops_at_the_last_tensor_that_is_kept(graphs):
     assert nothing.kernels == 0 == selective.flops
     # The result of the last product is of no use to backward.
     assert full.flops == block.forward.flops - 2 * LENGTH * MLP * HIDDEN
-    assert 0 < selective.moved_bytes < full.moved_bytes < block.forward.moved_bytes
+    assert 0 < selective.moved_bytes == full.moved_bytes < block.forward.moved_bytes
     none_saved, selective_saved, full_saved = block.saved_bytes
     assert none_saved > selective_saved > full_saved == LENGTH * HIDDEN * 2
 

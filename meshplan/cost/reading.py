@@ -41,6 +41,7 @@ class Numbers(NamedTuple):
 
     kernels: float = 0.0
     flops: float = 0.0
+    product_bytes: float = 0.0
     moved_bytes: float = 0.0
     weight_bytes: float = 0.0
     all_reduces: float = 0.0
@@ -181,8 +182,15 @@ class Reading:
         if row.op == "embedding":  # Of the table only the rows that are looked up are read.
             return Numbers(kernels=1, moved_bytes=self._sizes(row.reads) + 2 * made)
         weights = sum(nbytes for _, nbytes in row.parameters)
-        moved = self._sizes(row.reads) + made
-        return Numbers(1, self._flops(row), moved, weights)
+        return self._work(row, 1, self._sizes(row.reads) + made, weights)
+
+    def _work(
+        self, row: Row, kernels: int, moved: float, weights: float, times: float = 1.0
+    ) -> Numbers:
+        flops = times * self._flops(row)
+        if flops:
+            return Numbers(kernels, flops, moved, 0.0, weights)
+        return Numbers(kernels, 0.0, 0.0, moved, weights)
 
     def _backward(self, number: int) -> Numbers:
         row = self._tape.rows[number]
@@ -194,18 +202,18 @@ class Reading:
         given, new = self._size(row.makes[-1]), sum(grad.nbytes for grad in row.grads)
         weights = sum(nbytes for _, nbytes in row.parameters)
         if row.op == "embedding":  # A dense gradient of zeros, to which tokens are added.
-            return Numbers(2, 0.0, 3 * given, weights).plus(added)
+            return Numbers(2, 0.0, 0.0, 3 * given, weights).plus(added)
         if row.op == "mm":
             read = self._size(row.reads[0])
             kernels = 2 + (len(row.parameters) > 1)
             moved = kernels * given + read + new
-            return Numbers(kernels, 2 * self._flops(row), moved, 2 * weights).plus(added)
+            return self._work(row, kernels, moved, 2 * weights, 2.0).plus(added)
         if not new and not row.parameters:
             return added
         given = self._sizes(row.makes) if row.op == "split" else self._size(row.makes[0])
         moved = given + self._sizes(row.keeps) + new + 2 * row.takes_back
-        flops = _ATTENTION_BACK * self._flops(row)
-        return Numbers(1 + bool(row.parameters), flops, moved, 2 * weights).plus(added)
+        kernels = 1 + bool(row.parameters)
+        return self._work(row, kernels, moved, 2 * weights, _ATTENTION_BACK).plus(added)
 
     def _added(self, row: Row) -> Numbers:
         """Gradients that meet are added up where the first reader in forward is."""
@@ -284,6 +292,7 @@ def tally(one: Numbers, two: Numbers) -> Tally:
     return Tally(
         kernels=one.kernels,
         flops=two.flops - one.flops,
+        product_bytes=two.product_bytes - one.product_bytes,
         moved_bytes=two.moved_bytes - one.moved_bytes,
         weight_bytes=one.weight_bytes + 2 * one.moved_bytes - two.moved_bytes,
     )

@@ -1,0 +1,105 @@
+"""How long collectives take by topology, for many groups of ranks at once.
+
+A group has some ranks on each node. What it sends between nodes leaves by the links of all its
+ranks of a node, so the bandwidth of a ring is the smaller one of the link within a node and that of
+those together; each rank more is a hop more. Sums may go along a tree instead, gathers may not.
+
+Source: Thakur et al. 2005 (collective communication in MPICH), sections 4.1 and 4.5; nccl-tests,
+doc/PERFORMANCE.md, for bus bandwidth; NCCL 2.27, tuning.cc: 51, 99, 195 and 387 GB/s for 1, 2, 4
+and 8 ranks per node on H100 nodes of eight 400 Gb/s links.
+
+Units: bytes of the whole tensor (`traffic.types.Route`), seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.cost.profile import Profile
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that send to one another, one for each row.
+
+    Args:
+        ranks: How many.
+        per_node: Of them on one node.
+        nodes: That they are spread over.
+    """
+
+    ranks: Array
+    per_node: Array
+    nodes: Array
+
+
+def group(ranks: Array, stride: Array, gpus_per_node: int) -> Group:
+    """Ranks that lie `stride` apart.
+
+    Args:
+        ranks: Along the axes of the group.
+        stride: Product of the axes further in.
+    """
+    room = np.maximum(1, gpus_per_node // np.minimum(stride, gpus_per_node))
+    per_node = np.minimum(ranks, room)
+    return Group(ranks, per_node, -(-ranks // per_node))
+
+
+def _bandwidth(of: Group, profile: Profile) -> Array:
+    links = of.per_node * profile.inter_bytes_per_s
+    outside = np.minimum(profile.intra_bytes_per_s, links)
+    return np.where(of.nodes > 1, outside, profile.intra_bytes_per_s)
+
+
+def _hops(of: Group, profile: Profile) -> Array:
+    """Once around."""
+    within = (of.ranks - of.nodes) * profile.intra_latency_s
+    return within + (of.nodes - 1) * profile.inter_latency_s
+
+
+def all_gather(num_bytes: Array, of: Group, profile: Profile, count: Array | int = 1) -> Array:
+    """Also reduce_scatter, which goes the same way.
+
+    Args:
+        num_bytes: Of `count` collectives together.
+    """
+    wire = num_bytes * (of.ranks - 1) / of.ranks / _bandwidth(of, profile)
+    return np.where(of.ranks > 1, count * _hops(of, profile) + wire, 0.0)
+
+
+def all_reduce(num_bytes: Array, of: Group, profile: Profile, count: Array | int = 1) -> Array:
+    """Twice around, or up and down a tree where that has fewer hops."""
+    wire = 2 * num_bytes * (of.ranks - 1) / of.ranks / _bandwidth(of, profile)
+    across = np.ceil(np.log2(of.nodes)) * profile.inter_latency_s
+    within = np.ceil(np.log2(of.per_node)) * profile.intra_latency_s
+    hops = 2 * np.minimum(_hops(of, profile), across + within)
+    return np.where(of.ranks > 1, count * hops + wire, 0.0)
+
+
+def all_to_all(num_bytes: Array, of: Group, profile: Profile, count: Array | int = 1) -> Array:
+    """Each rank sends to every other one; links within a node and out of it work at once.
+
+    Args:
+        num_bytes: What one rank sends, its own part included.
+    """
+    within = num_bytes * (of.per_node - 1) / of.ranks / profile.intra_bytes_per_s
+    out = num_bytes * (of.ranks - of.per_node) / of.ranks / profile.inter_bytes_per_s
+    latency = np.where(of.nodes > 1, profile.inter_latency_s, profile.intra_latency_s)
+    return np.where(of.ranks > 1, count * latency + np.maximum(within, out), 0.0)
+
+
+def send(num_bytes: Array, crosses: Array, profile: Profile, count: Array | int = 1) -> Array:
+    """From one rank to another.
+
+    Args:
+        crosses: Whether they are on different nodes.
+    """
+    inside = count * profile.intra_latency_s + num_bytes / profile.intra_bytes_per_s
+    out = count * profile.inter_latency_s + num_bytes / profile.inter_bytes_per_s
+    return np.where(crosses, out, inside)

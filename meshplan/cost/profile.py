@@ -1,0 +1,174 @@
+"""What a device reaches of its datasheet, per framework and dtype: the constants of the cost model.
+
+`profiles.json` holds what was fitted to published runs; a device that is not in it gets its
+datasheet's figures times shares that are [Empirical]. Constants of different frameworks, devices or
+dtypes are never mixed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from meshplan.errors import PlanError, Problem
+from meshplan.hardware import Cluster, devices
+
+_FILE: Final = Path(__file__).with_name("profiles.json")
+
+WORST_RESIDUAL: Final = 0.10
+"""A fit that is further off, as a root mean square, is no profile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What a step's time follows from, beside the model and the plan.
+
+    Args:
+        device, framework, dtype: Whose constants these are.
+        peak_flops: Of the datasheet.
+        efficiency: Share of it that large products reach.
+        kernel_s: Of every kernel, whatever its size.
+        memory_bytes_per_s: What elementwise kernels reach.
+        intra_bytes_per_s, inter_bytes_per_s: What collectives reach between devices of a node, and
+            between nodes for each device.
+        intra_latency_s, inter_latency_s: Of one hop.
+        contention: Share of hidden communication by which it slows what hides it.
+        pcie_bytes_per_s: Between the device and its host.
+        optimizer_bytes: That an update reads and writes, for each byte of a parameter.
+        sources: Where the constants come from.
+        residual: Root mean square of the fit's relative errors; None where nothing was fitted.
+        num_runs: That the fit was made with.
+    """
+
+    device: str
+    framework: str
+    dtype: str
+    peak_flops: float
+    efficiency: float
+    kernel_s: float
+    memory_bytes_per_s: float
+    intra_bytes_per_s: float
+    inter_bytes_per_s: float
+    intra_latency_s: float
+    inter_latency_s: float
+    contention: float
+    pcie_bytes_per_s: float
+    optimizer_bytes: float
+    sources: tuple[str, ...] = ()
+    residual: float | None = None
+    num_runs: int = 0
+
+    @property
+    def is_fitted(self) -> bool:
+        return self.residual is not None
+
+
+GENERIC: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        "efficiency": 0.70,
+        "kernel_s": 5e-6,
+        "memory_share": 0.80,
+        "intra_share": 0.75,
+        "inter_share": 0.80,
+        "intra_latency_s": 3e-6,
+        "inter_latency_s": 15e-6,
+        "contention": 0.10,
+        "pcie_bytes_per_s": 25e9,
+        "optimizer_bytes": 21.0,
+    }
+)
+"""Shares of the datasheet, and what it does not say. [Empirical]: nccl-tests reach 361 of 450 GB/s
+on eight H200, 235 of 300 on eight A100 and 45 to 48 of 50 between nodes; products of thousands
+reach 60 to 80 % of the peak. `optimizer_bytes`: AdamW of torch with foreach, 21 passes."""
+
+
+@cache
+def fitted() -> Mapping[tuple[str, str, str], Mapping[str, Any]]:
+    """The constants of `profiles.json`, by (device, framework, dtype)."""
+    rows = json.loads(_FILE.read_text(encoding="utf-8"))["profiles"]
+    return MappingProxyType({(r["device"], r["framework"], r["dtype"]): r for r in rows})
+
+
+def profile_of(cluster: Cluster, framework: str = "native", dtype: str = "bfloat16") -> Profile:
+    """The constants for a step on this cluster.
+
+    Args:
+        framework: Whose code runs; "native" is meshplan's own runtime, eager.
+        dtype: That products are computed in.
+
+    Raises:
+        PlanError: A figure that the time follows from is not known; says what to add.
+    """
+    device = cluster.device
+    if problems := list(_unknown(cluster, dtype)):
+        raise PlanError(problems)
+    facts = fitted().get((device.name, framework, dtype), {})
+    constants = {**GENERIC, **facts.get("constants", {})}
+    memory, peak = device.memory_bytes_per_s, device.peak_flops[dtype]
+    assert memory is not None
+    intra = cluster.intra.bytes_per_s if cluster.intra else device.intra_bytes_per_s
+    inter = cluster.inter.bytes_per_s if cluster.inter else None
+    sources = tuple(facts.get("sources", ())) or (
+        *device.sources,
+        "[Empirical] shares of the datasheet: meshplan.cost.profile.GENERIC",
+    )
+    return Profile(
+        device=device.name,
+        framework=framework,
+        dtype=dtype,
+        peak_flops=peak,
+        efficiency=constants["efficiency"],
+        kernel_s=constants["kernel_s"],
+        memory_bytes_per_s=memory * constants["memory_share"],
+        # Where nothing is sent, a link is never asked for.
+        intra_bytes_per_s=(intra or inter or memory) * constants["intra_share"],
+        inter_bytes_per_s=(inter or intra or memory) * constants["inter_share"],
+        intra_latency_s=constants["intra_latency_s"],
+        inter_latency_s=constants["inter_latency_s"],
+        contention=constants["contention"],
+        pcie_bytes_per_s=constants["pcie_bytes_per_s"],
+        optimizer_bytes=constants["optimizer_bytes"],
+        sources=sources,
+        residual=facts.get("residual"),
+        num_runs=facts.get("num_runs", 0),
+    )
+
+
+def _unknown(cluster: Cluster, dtype: str) -> list[Problem]:
+    """What has to be known first."""
+    device, out = cluster.device, []
+    if dtype not in device.peak_flops:
+        known = ", ".join(device.peak_flops)
+        fix = f"choose a precision that computes in {known}" if known else ""
+        others = ", ".join(name for name, d in devices().items() if dtype in d.peak_flops)
+        what = f"how many operations a second {device.name} does in {dtype} is not known"
+        out.append(Problem(what, fix=fix or f"set gpu in hardware: to one of {others}"))
+    if device.memory_bytes_per_s is None:
+        what = f"how fast the memory of {device.name} is, is not known"
+        out.append(Problem(what, fix="set gpu in hardware: to a device of the table"))
+    if cluster.gpus_per_node > 1 and cluster.intra is None and device.intra_bytes_per_s is None:
+        what = f"how fast {device.name}s of one node are connected is not known"
+        out.append(Problem(what, fix="add intra: 25GB/s (per GPU, one way) to hardware:"))
+    if cluster.nodes > 1 and cluster.inter is None:
+        what = "how fast the nodes are connected is not known"
+        out.append(Problem(what, fix="add inter: 50GB/s (per GPU, one way) to hardware:"))
+    return out
+
+
+def without(profile: Profile, *, network: bool) -> Profile:
+    """The same device on relaxed hardware: what bounds a plan from below.
+
+    Args:
+        network: Whether links take no time.
+    """
+    if not network:
+        return profile
+    return replace(
+        profile, intra_bytes_per_s=float("inf"), inter_bytes_per_s=float("inf"),
+        intra_latency_s=0.0, inter_latency_s=0.0, contention=0.0,
+    )  # fmt: skip
