@@ -1,6 +1,6 @@
 """What is free in a plan, searched whole: the fastest choice, that it is the fastest, and why.
 
-The space is declared and printed (`space`), costs come from `cost`, memory is pruned by figures that
-are never too high (`numbers`) and decided by the memory room's own replay (`settle`). Nothing here
-knows a formula of its own for either.
+The space is declared and printed (`space`), costs come from `cost`, memory is pruned by figures
+that are never too high (`numbers`) and decided by the memory room's own replay (`settle`). Nothing
+here knows a formula of its own for either.
 """

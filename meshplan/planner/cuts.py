@@ -36,20 +36,19 @@ def cut(
     Returns:
         (cost, the ends of the stages, 0 first); (infinity, ()) where no cut will do.
     """
-    stages, size, _ = bounds.shape
+    stages = len(bounds)
     is_exact = np.zeros(bounds.shape, dtype=bool)
     while True:
         cost, ends = _best(bounds, weights, below)
         if not ends:
             return float("inf"), ()
-        path = list(zip(range(stages), ends, ends[1:], strict=False))
+        path = list(zip(range(stages), ends[:-1], ends[1:], strict=True))
         open_ = [at for at in path if not is_exact[at]]
         if not open_:
             return cost, ends
         for at in open_:
             bounds[at] = exact(*at)
             is_exact[at] = True
-        assert size > stages or stages == 1
 
 
 def _best(
@@ -57,8 +56,9 @@ def _best(
 ) -> tuple[float, tuple[int, ...]]:
     """The best cut of a table of seconds."""
     a, b = weights
-    stages, size, _ = table.shape
-    best, ends = below, ()
+    stages = len(table)
+    best = below
+    ends: tuple[int, ...] = ()
     finite = table[np.isfinite(table)]
     if not finite.size:
         return float("inf"), ()

@@ -1,8 +1,8 @@
 """One option for each block, the least time, within a memory: a multiple-choice knapsack, exactly.
 
 Alike blocks are one kind with a count, so that their symmetry costs nothing. The linear relaxation
-bounds, a greedy filling gives a first answer, options whose reduced cost exceeds the gap are dropped,
-and what is left is decided label by label with dominance.
+bounds, a greedy filling gives a first answer, options whose reduced cost exceeds the gap are
+dropped, and what is left is decided label by label with dominance.
 
 Source: Kellerer, Pferschy, Pisinger, Knapsack Problems (2004), chapter 11.
 """
@@ -82,8 +82,10 @@ class Menu:
         return self.memory[np.arange(len(last)), last]
 
     def price(self, counts: Counts, capacity: float) -> float:
-        """Seconds that a byte is worth where the relaxation ends; any number would do, this one
-        leaves the least to decide."""
+        """Seconds that a byte is worth where the relaxation ends.
+
+        Any number would do for `_ways`; this one leaves the least to decide.
+        """
         used = counts > 0
         over = float(counts[used] @ self.fastest[1][used]) - capacity
         lost, won, kinds = self._steps
@@ -255,9 +257,7 @@ def _ways(seconds: Floats, memory: Floats, count: int, price: float, slack: floa
         partial = grown
     table = np.array([takes for _, takes, _ in partial], dtype=np.int64).reshape(-1, len(extra))
     t, m = table @ seconds, table @ memory
-    return [
-        _Way(float(t[i]), float(m[i]), tuple(map(int, table[i]))) for i in _undominated(t, m)
-    ]
+    return [_Way(float(t[i]), float(m[i]), tuple(map(int, table[i]))) for i in _undominated(t, m)]
 
 
 def _undominated(seconds: Floats, memory: Floats) -> Counts:

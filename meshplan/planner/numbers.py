@@ -91,7 +91,7 @@ def fewest_in_flight(grid: NDArray[np.void]) -> Floats:
     p, m, v = (grid[name].astype(float) for name in ("pp", "microbatches", "virtual"))
     is_gpipe = grid["schedule"] == SCHEDULE_WORDS.index("GPipe")
     least = np.where(is_gpipe, m, np.minimum(m, ((v - 1) * p + 1) / v))
-    return np.where(p == 1, 1.0, least)
+    return np.asarray(np.where(p == 1, 1.0, least), dtype=np.float64)
 
 
 def time_bounds(numbers: Numbers) -> Floats:
@@ -110,9 +110,8 @@ def memory_bounds(numbers: Numbers) -> Floats:
     there = numbers.counts > 0
     stages = numbers.grid["pp"].astype(float)
     total = least[:, there] @ numbers.counts[there]
-    return np.maximum(
-        np.maximum(total / stages, least[:, there].max(axis=1)), numbers.floor / stages
-    )
+    most: Floats = np.maximum(total / stages, least[:, there].max(axis=1))
+    return np.maximum(most, numbers.floor / stages)
 
 
 def priced_bounds(numbers: Numbers, rows: Counts, capacity: float, tries: int = 14) -> Floats:
@@ -146,4 +145,5 @@ def _step(numbers: Numbers, total: Floats, block: Floats, rows: Counts | None = 
     a, b = weights(grid)
     stages, send = grid["pp"], numbers.send_s[rows]
     slowest = np.maximum(total / stages, block) + send
-    return a * slowest + b * (total + stages * send) + numbers.once_s[rows]
+    seconds: Floats = a * slowest + b * (total + stages * send) + numbers.once_s[rows]
+    return seconds

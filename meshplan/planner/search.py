@@ -9,6 +9,7 @@ does. The search ends when no row's bound is below the best answer by more than 
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -169,7 +170,7 @@ class _Row:
 
     def _candidate(self, ends: tuple[int, ...], seconds: float) -> Candidate:
         takes, linear = [], []
-        for stage, (i, j) in enumerate(zip(ends, ends[1:], strict=False)):
+        for stage, (i, j) in enumerate(itertools.pairwise(ends)):
             chosen = self._solve(stage, i, j).takes
             table = np.array(chosen)
             held = float(np.where(table > 0, table * self._menus[stage].memory, 0.0).sum())
@@ -256,9 +257,7 @@ class _Search:
             if at < len(order) and (not heap or times[order[at]] <= heap[0][0]):
                 rows = order[at : at + _BATCH]
                 at += len(rows)
-                bounds = np.maximum(
-                    priced_bounds(self._numbers, rows, self._capacity), times[rows]
-                )
+                bounds = np.maximum(priced_bounds(self._numbers, rows, self._capacity), times[rows])
                 for bound, row in zip(bounds, rows, strict=True):
                     heapq.heappush(heap, (float(bound), int(row)))
                 continue

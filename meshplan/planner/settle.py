@@ -1,0 +1,155 @@
+"""From a candidate of the search to a plan: the words that it would have in a file.
+
+What a candidate leaves to say is said as statements of plan.yaml, path by path, so that a settled
+plan is the user's own file with them added, and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
+from meshplan.planner.search import Candidate
+from meshplan.planner.space import AXES, Freedom
+from meshplan.spec import Spec
+
+_UNIFORM: Final = {0: ("zero2", "hybrid_shard_zero2"), 1: ("full_shard", "hybrid_shard")}
+"""By reshard, the strategy of one data axis and of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one block does."""
+
+    name: str
+    recompute: int
+    reshard: int
+
+
+def blocks_of(
+    candidate: Candidate, order: Sequence[int], names: Sequence[str], has_options: Sequence[bool]
+) -> tuple[tuple[Block, ...], ...]:
+    """By stage, what each block that has a choice does.
+
+    Those that recompute the most come first, those that give their parameters back likewise: at
+    the backward of the first blocks, what later ones kept is gone already.
+
+    Args:
+        order, names: Of the chain.
+        has_options: By kind.
+    """
+    out = []
+    for stage, (begin, end) in enumerate(itertools.pairwise(candidate.ends)):
+        left = [_sorted_options(takes) for takes in candidate.takes[stage]]
+        blocks = []
+        for place in range(begin, end):
+            option = next(left[order[place]])
+            if has_options[order[place]]:
+                blocks.append(Block(names[place], *OPTIONS[option]))
+        out.append(tuple(blocks))
+    return tuple(out)
+
+
+def _sorted_options(takes: Sequence[int]) -> Iterator[int]:
+    options = [number for number, count in enumerate(takes) for _ in range(count)]
+    return iter(sorted(options, key=lambda number: OPTIONS[number], reverse=True))
+
+
+def statements(
+    spec: Spec, free: Freedom, row: np.void, stages: Sequence[Sequence[Block]]
+) -> dict[str, Any]:
+    """What the plan file would have to say, by path.
+
+    Args:
+        row: Of the grid.
+        stages: As of `blocks_of`.
+    """
+    sizes = {axis: int(row[axis]) for axis in AXES}
+    mesh = {axis: size for axis, size in sizes.items() if size > 1}
+    data = [axis for axis in ("dp_replicate", "dp_shard") if axis in mesh]
+    out: dict[str, Any] = {"mesh": mesh or {"dp_replicate": 1}}
+    blocks = [block for stage in stages for block in stage]
+    reshards = {block.reshard for block in blocks}
+    usual = max(reshards, default=0)
+    mode = MODES[int(row["mode"])]
+    if mode == "shard":
+        out["strategy"] = _UNIFORM[usual][len(data) - 1]
+    elif data:
+        out["strategy"] = mode
+    pp, micro, count = sizes["pp"], int(row["micro"]), int(row["microbatches"])
+    out["batch.micro"] = micro * count if pp > 1 else micro
+    out["batch.accumulate"] = 1 if pp > 1 else count
+    if sizes["tp"] > 1:
+        if spec.tp_plan == "none" and "tp_plan" not in spec.origins:
+            out["tp_plan"] = "auto"
+        if free.sequence_parallel.get(sizes["tp"]) and not spec.sequence_parallel:
+            out["sequence_parallel"] = True
+    if pp > 1:
+        out["pipeline.schedule"] = SCHEDULE_WORDS[int(row["schedule"])]
+        out["pipeline.microbatches"] = count
+        if int(row["virtual"]) > 1:
+            out["pipeline.virtual"] = int(row["virtual"])
+    out |= _recomputation(spec, blocks)
+    rules = list(_rules(blocks, out["activation_checkpointing"], usual))
+    for number, rule in enumerate(rules, len(spec.rules)):
+        out[f"rules[{number}]"] = rule
+    return out
+
+
+def _recomputation(spec: Spec, blocks: Sequence[Block]) -> dict[str, Any]:
+    modes = {block.recompute for block in blocks}
+    stated = spec.activation_checkpointing
+    word = RECOMPUTE[modes.pop()] if len(modes) == 1 else RECOMPUTE[0]
+    if word == "selective" and stated.save:
+        return {"activation_checkpointing": {"mode": word, "save": list(stated.save)}}
+    return {"activation_checkpointing": word}
+
+
+def _rules(blocks: Sequence[Block], mode: Any, reshard: int) -> Iterator[dict[str, Any]]:
+    """What single blocks do otherwise than the plan says of all."""
+    usual = RECOMPUTE.index(mode["mode"] if isinstance(mode, dict) else mode)
+    for place, word in enumerate(RECOMPUTE):
+        names = [block.name for block in blocks if block.recompute == place]
+        if names and place != usual:
+            yield {"match": patterns(names), "activation_checkpointing": word}
+    names = [block.name for block in blocks if block.reshard != reshard]
+    if names:
+        yield {"match": patterns(names), "reshard_after_forward": not reshard}
+
+
+def patterns(names: Sequence[str]) -> str | list[str]:
+    """Globs that match these modules and no others: runs of numbers are folded."""
+    out: list[str] = []
+    by_container: dict[str, list[int]] = {}
+    for name in names:
+        container, _, last = name.rpartition(".")
+        if last.isdigit():
+            by_container.setdefault(container, []).append(int(last))
+        else:
+            out.append(name)
+    for container, numbers in by_container.items():
+        for low, high in _runs(sorted(numbers)):
+            span = str(low) if low == high else f"{{{low}..{high}}}"
+            out.append(f"{container}.{span}" if container else span)
+    return out[0] if len(out) == 1 else out
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    first = last = numbers[0]
+    for number in numbers[1:]:
+        if number != last + 1:
+            yield first, last
+            first = number
+        last = number
+    yield first, last
+
+
+def overrides(stated: Mapping[str, Any]) -> list[str]:
+    """The same as `--set PATH=VALUE`; JSON is YAML."""
+    return [f"{path}={json.dumps(value)}" for path, value in stated.items()]

@@ -1,0 +1,303 @@
+"""What is free in a plan, and every configuration that it may become.
+
+A concrete value in the plan is a constraint; `auto`, or nothing said, is free. What a model or this
+version does not allow is left out with the reason, which is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.cost.grid import GRID, MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
+from meshplan.errors import PlanError, Problem
+from meshplan.spec import AUTO, Spec
+
+AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+"""Outermost first."""
+
+_DDP, _ZERO1, _SHARD = range(len(MODES))
+_MOST_MICRO: Final = 64
+_MOST_VIRTUAL: Final = 8
+_STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
+    "ddp": ((_DDP,), (0,)),
+    "zero1": ((_ZERO1,), (0,)),
+    "zero2": ((_SHARD,), (0,)),
+    "full_shard": ((_SHARD,), (1,)),
+    "hybrid_shard": ((_SHARD,), (1,)),
+    "hybrid_shard_zero2": ((_SHARD,), (0,)),
+}
+"""By word, (modes, reshards)."""
+_SCHEDULES: Final = ("1F1B", "Interleaved1F1B")
+"""Those that are tried: GPipe takes as long as 1F1B and keeps more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Something that is not in the space, or not the answer, and why."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freedom:
+    """The values that each choice may take.
+
+    Args:
+        world: Devices.
+        axes: By axis, sizes.
+        hybrid: Whether both data axes are spread; None where that is free.
+        modes, schedules: Places in `grid.MODES` and `grid.SCHEDULE_WORDS`.
+        recompute: Places in `grid.RECOMPUTE`.
+        reshard: Of blocks whose parameters are sharded.
+        micro: Samples of one microbatch; () where free.
+        accumulate: Microbatches of a step; None where free.
+        global_: Samples of a step of all ranks; None where micro and accumulate say it.
+        sequence_parallel: By size of tp.
+        virtual: Stages of a rank.
+        rejected: What was left out.
+    """
+
+    world: int
+    axes: Mapping[str, tuple[int, ...]]
+    hybrid: bool | None = None
+    modes: tuple[int, ...] = tuple(range(len(MODES)))
+    schedules: tuple[int, ...] = (0,)
+    recompute: tuple[int, ...] = tuple(range(len(RECOMPUTE)))
+    reshard: tuple[int, ...] = (0, 1)
+    micro: tuple[int, ...] = ()
+    accumulate: int | None = None
+    global_: int | None = None
+    sequence_parallel: Mapping[int, bool] = field(default_factory=dict)
+    virtual: tuple[int, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
+
+    @property
+    def options(self) -> tuple[bool, ...]:
+        """Which of `grid.OPTIONS` a block may take."""
+        return tuple(r in self.recompute and s in (0, *self.reshard) for r, s in OPTIONS)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All of them, least first."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(small + [number // d for d in reversed(small) if d * d != number])
+
+
+def freedom_of(
+    spec: Spec, *, world: int, gpus_per_node: int, num_blocks: int, refuses: Callable[[Spec], str]
+) -> Freedom:
+    """What a spec leaves free.
+
+    Args:
+        refuses: Why a trial of a spec cannot be, "" if it can be: whether the model divides, and
+            whether its step can be told.
+
+    Raises:
+        PlanError: It contradicts itself, or says too little.
+    """
+    _check_batch(spec)
+    rejected: list[Rejected] = []
+    axes = _axes(spec, world)
+    axes["tp"] = tuple(t for t in axes["tp"] if t <= gpus_per_node or len(axes["tp"]) == 1)
+    axes["pp"] = tuple(p for p in axes["pp"] if p <= num_blocks)
+    sequence = _tensor_parallel(spec, axes, refuses, rejected)
+    axes["tp"] = tuple(sequence)
+    axes["pp"] = tuple(_allowed(spec, "pp", axes["pp"], refuses, rejected))
+    for axis in ("cp", "ep"):
+        axes[axis] = tuple(_allowed(spec, axis, axes[axis][:2], refuses, rejected))
+    modes: tuple[int, ...] = tuple(range(len(MODES)))
+    reshard: tuple[int, ...] = (0, 1)
+    hybrid = None
+    if spec.strategy not in (None, AUTO):
+        modes, reshard = _STRATEGIES[spec.strategy or ""]
+        hybrid = spec.strategy.startswith("hybrid") if modes == (_SHARD,) else None
+    schedules, virtual = _schedules(spec)
+    return Freedom(
+        world=world,
+        axes=axes,
+        hybrid=hybrid,
+        modes=modes,
+        schedules=schedules,
+        virtual=virtual,
+        recompute=_recompute(spec),
+        reshard=reshard,
+        sequence_parallel=sequence,
+        rejected=tuple(rejected),
+        micro=(spec.batch.micro,) if isinstance(spec.batch.micro, int) else (),
+        accumulate=spec.batch.accumulate if isinstance(spec.batch.accumulate, int) else None,
+        global_=spec.batch.global_,
+    )
+
+
+def _axes(spec: Spec, world: int) -> dict[str, tuple[int, ...]]:
+    """Sizes of every axis before the model has its say."""
+    every = divisors(world)
+    if spec.mesh is None or spec.mesh == AUTO:
+        return dict.fromkeys(AXES, every)
+    if not isinstance(spec.mesh, Mapping):
+        what = "a bare mesh leaves open which axes it has"
+        fix = "name the axes, such as mesh: {dp_replicate: 2, dp_shard: 4}, or say mesh: auto"
+        raise PlanError(Problem(what, spec.origin("mesh"), fix))
+    out: dict[str, tuple[int, ...]] = dict.fromkeys(AXES, (1,))
+    for axis, size in spec.mesh.items():
+        out[axis] = (size,) if isinstance(size, int) else every
+    return out
+
+
+def _tensor_parallel(
+    spec: Spec,
+    axes: Mapping[str, Sequence[int]],
+    refuses: Callable[[Spec], str],
+    rejected: list[Rejected],
+) -> dict[int, bool]:
+    """Sizes of tp that the model allows, each with whether the sequence is cut there too."""
+    is_stated = "sequence_parallel" in spec.origins
+    out = {1: spec.sequence_parallel} if 1 in axes["tp"] else {}
+    for size in axes["tp"]:
+        if size == 1:
+            continue
+        whys = []
+        for cuts in (spec.sequence_parallel,) if is_stated else (True, False):
+            trial = with_axes(spec, {"tp": size}, sequence_parallel=cuts)
+            why = refuses(trial)
+            if not why:
+                out[size] = cuts
+                break
+            whys.append(why)
+        else:
+            rejected.append(Rejected(f"mesh.tp={size}", whys[-1]))
+    return out
+
+
+def _allowed(
+    spec: Spec,
+    axis: str,
+    sizes: Sequence[int],
+    refuses: Callable[[Spec], str],
+    rejected: list[Rejected],
+) -> Iterator[int]:
+    for size in sizes:
+        why = "" if size == 1 else refuses(with_axes(spec, {axis: size}))
+        if why:
+            rejected.append(Rejected(f"mesh.{axis}={size}", why))
+        else:
+            yield size
+
+
+def with_axes(spec: Spec, sizes: Mapping[str, int], *, sequence_parallel: bool = False) -> Spec:
+    """The spec on this mesh alone, as a trial of what the model allows."""
+    tp_plan = spec.tp_plan
+    if sizes.get("tp", 1) > 1 and tp_plan == "none" and "tp_plan" not in spec.origins:
+        tp_plan = AUTO
+    return replace(
+        spec,
+        mesh=dict(sizes),
+        strategy=None,
+        hardware=None,
+        tp_plan=tp_plan,
+        sequence_parallel=sequence_parallel,
+        batch=replace(spec.batch, micro=None, accumulate=None, global_=None),
+        activation_checkpointing=replace(spec.activation_checkpointing, mode="none", budget=None),
+    )
+
+
+def _schedules(spec: Spec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(schedules, virtual stages)."""
+    stated = spec.pipeline
+    if stated is None or stated.schedule == AUTO:
+        places = tuple(SCHEDULE_WORDS.index(word) for word in _SCHEDULES)
+        return places, tuple(range(1, _MOST_VIRTUAL + 1))
+    if stated.schedule not in SCHEDULE_WORDS:
+        what = f"the planner does not know what {stated.schedule} takes"
+        fix = f"say schedule: auto, or one of {', '.join(SCHEDULE_WORDS[1:])}"
+        raise PlanError(Problem(what, spec.origin("pipeline.schedule"), fix))
+    return (SCHEDULE_WORDS.index(stated.schedule),), (stated.virtual,)
+
+
+def _recompute(spec: Spec) -> tuple[int, ...]:
+    """Places in RECOMPUTE that blocks may take."""
+    stated = spec.activation_checkpointing
+    if "activation_checkpointing" not in spec.origins or stated.mode == AUTO:
+        return tuple(range(len(RECOMPUTE)))
+    return (RECOMPUTE.index(stated.mode),)
+
+
+def _check_batch(spec: Spec) -> None:
+    """Two of micro, accumulate and global must say or leave free how large a step is."""
+    batch, problems = spec.batch, []
+    if batch.global_ is None and not (
+        isinstance(batch.micro, int) and isinstance(batch.accumulate, int)
+    ):
+        what = "nothing says how many samples a step has, so no two plans can be compared"
+        problems.append(Problem(what, spec.origin("batch"), "add batch: {global: 64}"))
+    if batch.seq_len is None:
+        what = "nothing says how long a sample is"
+        problems.append(Problem(what, spec.origin("batch"), "add batch: {seq_len: 2048}"))
+    if problems:
+        raise PlanError(problems)
+
+
+def enumerate_grid(free: Freedom, num_blocks: int) -> NDArray[np.void]:
+    """Every configuration."""
+    rows: list[tuple[int, ...]] = []
+    for tp in free.axes["tp"]:
+        for cp in free.axes["cp"]:
+            for pp in free.axes["pp"]:
+                inner = tp * cp * pp
+                if free.world % inner == 0:
+                    for data in _data(free, free.world // inner):
+                        rows += _steps(free, (pp, *data[:2], cp, tp, 1), data[2], num_blocks)
+    return np.array(rows, GRID)
+
+
+def _data(free: Freedom, ranks: int) -> Iterator[tuple[int, int, int]]:
+    """(dp_replicate, dp_shard, mode) of so many data ranks."""
+    for shard in divisors(ranks):
+        replicate = ranks // shard
+        if shard not in free.axes["dp_shard"] or replicate not in free.axes["dp_replicate"]:
+            continue
+        if _DDP in free.modes and shard == 1:
+            yield replicate, shard, _DDP
+        if _ZERO1 in free.modes and shard > 1 and replicate == 1:
+            yield replicate, shard, _ZERO1
+        if _SHARD in free.modes and shard > 1 and free.hybrid in (None, replicate > 1):
+            yield replicate, shard, _SHARD
+
+
+def _steps(
+    free: Freedom, sizes: tuple[int, ...], mode: int, num_blocks: int
+) -> Iterator[tuple[int, ...]]:
+    """Whole rows: microbatches and schedules of one mesh."""
+    pp, replicate, shard = sizes[0], sizes[1], sizes[2]
+    ranks = replicate * shard
+    for micro, microbatches in _microbatches(free, ranks):
+        if pp == 1:
+            yield (*sizes, 1, micro, microbatches, mode, 0)
+            continue
+        for schedule in free.schedules:
+            is_looped = SCHEDULE_WORDS[schedule] == "Interleaved1F1B"
+            for virtual in free.virtual if is_looped else (1,):
+                if is_looped and (virtual == 1 or microbatches % pp or pp * virtual > num_blocks):
+                    continue
+                yield (*sizes, virtual, micro, microbatches, mode, schedule)
+
+
+def _microbatches(free: Freedom, ranks: int) -> Iterator[tuple[int, int]]:
+    """(samples of one, how many) for each of so many data ranks."""
+    if free.global_ is None:
+        assert free.accumulate is not None
+        yield free.micro[0], free.accumulate
+        return
+    if free.global_ % ranks:
+        return
+    own = free.global_ // ranks
+    for micro in free.micro or tuple(d for d in divisors(own) if d <= _MOST_MICRO):
+        if own % micro == 0 and free.accumulate in (None, own // micro):
+            yield micro, own // micro
