@@ -110,8 +110,8 @@ def memory_bounds(numbers: Numbers) -> Floats:
     there = numbers.counts > 0
     stages = numbers.grid["pp"].astype(float)
     total = least[:, there] @ numbers.counts[there]
-    most: Floats = np.maximum(total / stages, least[:, there].max(axis=1))
-    return np.maximum(most, numbers.floor / stages)
+    mean = np.maximum(total, numbers.floor) / stages
+    return np.asarray(np.maximum(mean, least[:, there].max(axis=1)), dtype=np.float64)
 
 
 def priced_bounds(numbers: Numbers, rows: Counts, capacity: float, tries: int = 14) -> Floats:

@@ -1,0 +1,260 @@
+"""The search against trying everything: whatever is fastest and fits is what it finds."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshplan.cost.grid import GRID, OPTIONS, SCHEDULE_WORDS
+from meshplan.planner.cuts import cut
+from meshplan.planner.knapsack import Menu, solve
+from meshplan.planner.numbers import (
+    Numbers,
+    in_flight,
+    memory_bounds,
+    priced_bounds,
+    time_bounds,
+    weights,
+)
+from meshplan.planner.search import Candidate, Measured, search
+
+NUM_OPTIONS = len(OPTIONS)
+
+
+def random_numbers(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
+    """(a small space, a capacity that is sometimes tight and sometimes not)."""
+    rng = np.random.default_rng(seed)
+    kinds, length = int(rng.integers(1, 4)), int(rng.integers(2, 6))
+    order = tuple(int(k) for k in rng.integers(0, kinds, length))
+    grid = np.zeros(num_rows, GRID)
+    for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual"):
+        grid[name] = 1
+    for row in grid:
+        row["pp"] = rng.integers(1, min(3, length) + 1)
+        row["microbatches"] = rng.integers(1, 6)
+        if row["pp"] > 1:
+            row["schedule"] = rng.choice([1, 2])
+    shape = (num_rows, kinds, NUM_OPTIONS)
+    seconds = rng.uniform(1.0, 2.0, shape)
+    saved, resident = rng.uniform(0, 10, shape), rng.uniform(0, 5, shape)
+    if seed % 3 == 0:  # What is saved is paid for: the hard case.
+        saved = 10 * (2.0 - seconds) + rng.uniform(0, 0.01, shape)
+        resident[:] = 1.0
+    offered = rng.random(shape) < 0.8
+    offered[:, :, 0] = True
+    numbers = Numbers(
+        grid=grid,
+        order=order,
+        seconds=np.where(offered, seconds, np.inf),
+        saved=saved,
+        resident=resident,
+        top=rng.uniform(0, 5, num_rows),
+        floor=np.zeros(num_rows),
+        send_s=np.where(grid["pp"] > 1, rng.uniform(0, 0.2, num_rows), 0.0),
+        once_s=rng.uniform(0, 0.5, num_rows),
+    )
+    return numbers, float(rng.uniform(5, 12 * length))
+
+
+def stage_values(numbers: Numbers, row: int, stage: int, blocks: Any, room: float) -> float:
+    """The least seconds of some blocks on a stage, by trying all options of each."""
+    keeps = in_flight(numbers.grid[row], stage)
+    best = float("inf")
+    ways = itertools.combinations_with_replacement
+    groups = [
+        list(ways(range(NUM_OPTIONS), blocks.count(kind))) for kind in dict.fromkeys(blocks)
+    ]
+    for takes in itertools.product(*groups):
+        pairs = [
+            (kind, option)
+            for kind, options in zip(dict.fromkeys(blocks), takes, strict=True)
+            for option in options
+        ]
+        held = sum(
+            numbers.resident[row, k, o] + keeps * numbers.saved[row, k, o] for k, o in pairs
+        )
+        seconds = sum(numbers.seconds[row, k, o] for k, o in pairs)
+        if held <= room * (1 + 1e-12) and seconds < best:
+            best = float(seconds)
+    return best
+
+
+def fastest(numbers: Numbers, row: int, capacity: float) -> float:
+    """Seconds of the best way of one row, by trying every cut."""
+    config, length = numbers.grid[row], len(numbers.order)
+    stages = int(config["pp"])
+    a, b = (float(each[row]) for each in weights(numbers.grid))
+    best = float("inf")
+    known: dict[Any, float] = {}
+    for inner in itertools.combinations(range(1, length), stages - 1):
+        ends = (0, *inner, length)
+        times = []
+        for stage, (i, j) in enumerate(itertools.pairwise(ends)):
+            is_last = stage == stages - 1
+            room = capacity - (float(numbers.top[row]) if is_last else 0.0)
+            key = (stage, i, j)
+            if key not in known:
+                known[key] = stage_values(numbers, row, stage, numbers.order[i:j], room)
+            times.append(known[key] + float(numbers.send_s[row]))
+        best = min(best, a * max(times) + b * sum(times) + float(numbers.once_s[row]))
+    return best
+
+
+def always_fits(candidate: Candidate) -> Measured:
+    return Measured(fits=True)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_nothing_in_the_space_is_faster(block):
+    for seed in range(block * 50, block * 50 + 50):
+        numbers, capacity = random_numbers(seed)
+        expected = min(fastest(numbers, row, capacity) for row in range(len(numbers.grid)))
+        found = search(numbers, capacity, always_fits, tolerance=0.0)
+        seconds = found.best.seconds if found.best else float("inf")
+        assert seconds == pytest.approx(expected, rel=1e-9), seed
+        assert found.gap <= 1e-9 or found.best is None
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_what_is_really_held_decides(block):
+    """Each row holds more than the figures say, by an amount of its own."""
+    for seed in range(block * 25, block * 25 + 25):
+        numbers, capacity = random_numbers(seed)
+        extra = np.random.default_rng(seed).uniform(0, capacity / 2, len(numbers.grid))
+
+        def measure(candidate: Candidate, extra: Any = extra, room: float = capacity) -> Measured:
+            excess = float(extra[candidate.row])
+            fits = max(candidate.linear_bytes) + excess <= room * (1 + 1e-12)
+            return Measured(fits=fits, excess_bytes=excess)
+
+        rows = range(len(numbers.grid))
+        expected = min(fastest(numbers, row, capacity - extra[row]) for row in rows)
+        found = search(numbers, capacity, measure, tolerance=0.0)
+        seconds = found.best.seconds if found.best else float("inf")
+        assert seconds == pytest.approx(expected, rel=1e-9), seed
+        assert not found.given_up
+
+
+def test_bounds_are_below_and_not_far():
+    shares = []
+    for seed in range(40):
+        numbers, capacity = random_numbers(seed)
+        rows = np.arange(len(numbers.grid))
+        plain, priced = time_bounds(numbers), priced_bounds(numbers, rows, capacity)
+        least = memory_bounds(numbers)
+        for row in rows:
+            exact = fastest(numbers, row, capacity)
+            assert plain[row] <= exact * (1 + 1e-9)
+            assert priced[row] <= exact * (1 + 1e-9)
+            if np.isfinite(exact):
+                assert least[row] <= capacity * (1 + 1e-9)
+                shares.append(max(plain[row], priced[row]) / exact)
+    assert np.median(shares) > 0.9
+
+
+def test_what_comes_near_is_told_whole():
+    numbers, capacity = random_numbers(7)
+    found = search(numbers, capacity, always_fits, tolerance=0.0, slack=0.3)
+    assert found.best is not None
+    by_row = {row: fastest(numbers, row, capacity) for row in range(len(numbers.grid))}
+    within = {r for r, s in by_row.items() if s <= found.best.seconds * 1.3} - {found.best.row}
+    assert {candidate.row for candidate in found.near} == within
+    for candidate in found.near:
+        assert candidate.seconds == pytest.approx(by_row[candidate.row], rel=1e-9)
+
+
+def test_what_cannot_be_told_is_left_out_with_its_reason():
+    numbers, capacity = random_numbers(7)
+    first = search(numbers, capacity, always_fits).best
+    assert first is not None
+
+    def measure(candidate: Candidate) -> Measured:
+        if candidate.row == first.row:
+            return Measured(fits=False, why="no rules for it")
+        return Measured(fits=True)
+
+    found = search(numbers, capacity, measure)
+    assert found.refused == {first.row: "no rules for it"}
+    assert found.best is None or found.best.row != first.row
+
+
+def test_time_that_is_up_gives_the_best_so_far_and_its_gap():
+    numbers, capacity = random_numbers(7)
+    found = search(numbers, capacity, always_fits, deadline=0.0)
+    assert (found.best, found.is_whole, found.gap) == (None, False, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_knapsack(seed):
+    """Against every choice, with correlated and with free figures."""
+    rng = np.random.default_rng(seed)
+    for number in range(200):
+        kinds, options = int(rng.integers(1, 4)), int(rng.integers(1, 5))
+        seconds = rng.uniform(1, 2, (kinds, options)).round(3)
+        memory = rng.uniform(0, 10, (kinds, options)).round(2)
+        if number % 3 == 0:
+            memory = 10 - (seconds - 1) * 10 + rng.uniform(0, 0.01, (kinds, options))
+        seconds[rng.random((kinds, options)) < 0.15] = np.inf
+        counts = rng.integers(0, 6, kinds).astype(np.int64)
+        capacity = float(rng.uniform(0, counts.sum() * 10 + 0.1))
+        ways = [
+            [
+                (sum(seconds[k, list(x)]), sum(memory[k, list(x)]))
+                for x in itertools.combinations_with_replacement(
+                    np.flatnonzero(np.isfinite(seconds[k])), int(count)
+                )
+            ]
+            for k, count in enumerate(counts)
+        ]
+        expected = min(
+            (
+                sum(t for t, _ in way)
+                for way in itertools.product(*ways)
+                if sum(m for _, m in way) <= capacity
+            ),
+            default=float("inf"),
+        )
+        choice = solve(Menu(seconds, memory), counts, capacity)
+        assert choice.seconds == pytest.approx(expected, rel=1e-9)
+        if choice.takes:
+            table = np.array(choice.takes)
+            assert (table.sum(axis=1) == counts).all()
+            assert np.where(table > 0, table * memory, 0).sum() <= capacity * (1 + 1e-9)
+
+
+def test_a_cut_asks_for_as_few_exact_values_as_it_can():
+    rng = np.random.default_rng(0)
+    exact = np.full((3, 9, 9), np.inf)
+    i, j = np.triu_indices(9, 1)
+    exact[:, i, j] = rng.uniform(1, 2, (3, len(i))) * (j - i)
+    asked = []
+
+    def value(*at: int) -> float:
+        asked.append(at)
+        return float(exact[at])
+
+    cost, ends = cut(exact * 0.9, value, (4.0, 1.0))
+    costs = [
+        4 * max(times) + sum(times)
+        for first, second in itertools.combinations(range(1, 8), 2)
+        for times in [[exact[0, 0, first], exact[1, first, second], exact[2, second, 8]]]
+    ]
+    assert cost == pytest.approx(min(costs))
+    assert ends[0] == 0
+    assert ends[-1] == 8
+    assert len(asked) == len(set(asked)) < np.isfinite(exact).sum() / 2
+
+
+def test_schedules_that_fill_less_keep_more():
+    row = np.zeros(1, GRID)[0]
+    row["pp"], row["microbatches"], row["virtual"] = 4, 8, 1
+    row["schedule"] = SCHEDULE_WORDS.index("1F1B")
+    assert [in_flight(row, s) for s in range(4)] == [4, 3, 2, 1]
+    row["schedule"] = SCHEDULE_WORDS.index("GPipe")
+    assert in_flight(row, 3) == 8
+    row["schedule"], row["virtual"] = SCHEDULE_WORDS.index("Interleaved1F1B"), 2
+    assert in_flight(row, 0) == 5.5
+    assert in_flight(row, 3) == 2.5
