@@ -1,0 +1,270 @@
+"""Seconds of a step: of each kind of block, and of the pipeline that blocks make up.
+
+What hides what, in meshplan's own runtime:
+
+- A unit's parameters are gathered while the unit before it computes, its gradients reduced while
+  the one behind it does; what lies in no block is of the root unit, whose parameters nobody waits
+  with. Hidden communication slows what hides it by `Profile.contention` of its time.
+- In mode "shard" gradients are reduced after every microbatch, across replicas after the last one.
+  "ddp" and "zero1" reduce after the last one only; parameters that live in shards, zero1's too, are
+  gathered for every forward, and once more for its backward where they were given back.
+- What tp sends stands in the way of what is computed next; so does what cp gathers.
+
+Source: `runtime.data.set_gradient_sync`, `traffic.units` and `traffic.data`, which count the same
+collectives; Zhao et al. 2023 (PyTorch FSDP), section 3.3, for what overlaps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.cost.collectives import all_gather, all_reduce, group, send
+from meshplan.cost.grid import MODES, OPTION_RESHARD, OPTIONS, SCHEDULE_WORDS
+from meshplan.cost.profile import Profile
+from meshplan.cost.types import Kind, Sent, Tally
+from meshplan.errors import PlanError, Problem
+from meshplan.graph import DTYPE_BYTES
+from meshplan.spec import Precision
+
+Array = NDArray[Any]
+
+_DDP: Final = MODES.index("ddp")
+_SHARD: Final = MODES.index("shard")
+_1F1B: Final = SCHEDULE_WORDS.index("1F1B")
+_INTERLEAVED: Final = SCHEDULE_WORDS.index("Interleaved1F1B")
+_CACHED_KV: Final = 2
+"""Collectives of one attention along cp: keys and values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widths:
+    """Bytes of an element.
+
+    Args:
+        compute: Of parameters as they are gathered and computed with.
+        reduce: Of gradients as they are summed.
+        stored: Of parameters as they are updated.
+    """
+
+    compute: int
+    reduce: int
+    stored: int
+
+
+def widths_of(precision: Precision, dtype: str = "float32") -> Widths:
+    """Args: dtype: Of the model's parameters."""
+    compute = precision.param or dtype
+    return Widths(
+        compute=DTYPE_BYTES[compute],
+        reduce=DTYPE_BYTES[precision.reduce or compute],
+        stored=DTYPE_BYTES[precision.master or dtype],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """One block of a kind, on every row of a grid.
+
+    Args:
+        seconds: [rows, options], for each microbatch, with what comes once shared among them; inf
+            where the option does not exist.
+        forward_s, backward_s: Likewise, of a microbatch.
+        settle_s: What the backward of the last microbatch takes longer.
+        update_s: [rows], of the optimizer.
+        compute_s: [rows], forward and backward of a microbatch without anything sent or recomputed.
+        exposed_tp_s: [rows], of it what tp and cp send.
+    """
+
+    seconds: Array
+    forward_s: Array
+    backward_s: Array
+    settle_s: Array
+    update_s: Array
+    compute_s: Array
+    exposed_tp_s: Array
+
+
+def compute_seconds(tally: Tally, samples: Array | float, profile: Profile) -> Array:
+    """An affine roofline: launches, products and what memory moves, one after the other."""
+    flops = samples * tally.flops / (profile.peak_flops * profile.efficiency)
+    read = (samples * tally.product_bytes + tally.weight_bytes) / profile.memory_bytes_per_s
+    moved = samples * tally.moved_bytes / profile.memory_bytes_per_s
+    return np.asarray(tally.kernels * profile.kernel_s + np.maximum(flops, read) + moved)
+
+
+def hidden(work: Array, behind: Array, profile: Profile) -> Array:
+    """Two things at once, of which one slows the other."""
+    return np.maximum(work, behind) + profile.contention * np.minimum(work, behind)
+
+
+def terms(
+    grid: Array,
+    kind: Kind,
+    profile: Profile,
+    gpus_per_node: int,
+    precision: Precision,
+    *,
+    dtype: str = "float32",
+    is_awaited: bool | None = None,
+) -> Terms:
+    """Seconds for each microbatch of one block.
+
+    Args:
+        grid: Rows of `grid.GRID`, all of the tp that `kind` is of.
+        precision: Dtypes by role.
+        dtype: Of the model's parameters.
+        is_awaited: Whether nothing hides the gathering and reducing of its unit; None for what
+            is of no block.
+
+    Raises:
+        PlanError: The grid spreads experts, and the kind has none.
+    """
+    if np.any(grid["ep"] > 1):
+        what = f"what '{kind.name}' sends along ep is not known"
+        raise PlanError(Problem(what, fix="leave ep out of the mesh"))
+    rows = _Rows(grid, profile, gpus_per_node, widths_of(precision, dtype))
+    is_awaited = not kind.has_options if is_awaited is None else is_awaited
+    join = (lambda a, b: a + b) if is_awaited else partial(hidden, profile=profile)
+    forward_c, backward_c = rows.compute(kind.forward), rows.compute(kind.backward)
+    forward_t, backward_t = rows.tp(kind.sent_forward), rows.tp(kind.sent_backward)
+    keys = rows.keys(kind.context_bytes)
+    forward = forward_c + forward_t + keys
+    numel = float(sum(kind.numels))
+    gathered, reduced, summed, whole = rows.data(numel)
+    is_whole, is_at_once = rows.mode == _DDP, rows.mode == _SHARD
+    gathers = np.where(is_whole, 0.0, gathered)
+    forward_s = join(forward, gathers)
+    first, last = [], []
+    backwards = [
+        backward_c + backward_t + rows.compute(work) + rows.tp(sent) + keys * (1 + (again > 0))
+        for again, (work, sent) in enumerate(zip(kind.again, kind.sent_again, strict=True))
+    ]
+    for again, reshard in OPTIONS:
+        backward = backwards[again]
+        each = (gathers if reshard else 0.0) + np.where(is_at_once, reduced, 0.0)
+        at_last = each + np.where(is_at_once, 0.0, reduced) + summed
+        # DDP knows no root: buckets leave whatever they are of.
+        whole_last = hidden(backward, whole, profile)
+        usual = np.where(is_whole, backward, join(backward, each))
+        first.append(usual)
+        last.append(np.where(is_whole, whole_last, join(backward, at_last)) - usual)
+    missing = OPTION_RESHARD[None] & ~is_at_once[:, None]
+    backward_s, settle_s = np.stack(first, axis=1), np.stack(last, axis=1)
+    update = rows.update(numel)
+    once = (settle_s + update[:, None]) / rows.microbatches[:, None]
+    seconds = forward_s[:, None] + backward_s + once
+    return Terms(
+        seconds=np.where(missing, np.inf, seconds),
+        forward_s=np.repeat(forward_s[:, None], len(OPTIONS), axis=1),
+        backward_s=backward_s,
+        settle_s=settle_s,
+        update_s=update,
+        compute_s=forward_c + backward_c,
+        exposed_tp_s=forward_t + backward_t + 2 * keys,
+    )
+
+
+class _Rows:
+    """A grid with its groups of ranks."""
+
+    def __init__(self, grid: Array, profile: Profile, gpus_per_node: int, widths: Widths) -> None:
+        self.profile, self.widths = profile, widths
+        tp, cp, shard, replicate = (
+            grid[name].astype(np.float64) for name in ("tp", "cp", "dp_shard", "dp_replicate")
+        )
+        self.mode, self.microbatches = grid["mode"], grid["microbatches"]
+        self.micro = grid["micro"].astype(np.float64)
+        self.samples = self.micro / cp
+        self.shards = shard * cp
+        near = partial(group, gpus_per_node=gpus_per_node)
+        self.along_tp = near(tp, np.ones_like(tp))
+        self.along_cp = near(cp, tp)
+        self.along_shards = near(self.shards, tp)
+        self.along_replicas = near(replicate, tp * self.shards)
+        self.along_all = near(self.shards * replicate, tp)
+
+    def compute(self, tally: Tally) -> Array:
+        return compute_seconds(tally, self.samples, self.profile)
+
+    def tp(self, sent: Sent) -> Array:
+        out = np.zeros_like(self.samples)
+        if sent.all_reduces:
+            num_bytes = self.samples * sent.all_reduce_bytes
+            out = out + all_reduce(num_bytes, self.along_tp, self.profile, sent.all_reduces)
+        if sent.gathers:
+            num_bytes = self.samples * sent.gather_bytes
+            out = out + all_gather(num_bytes, self.along_tp, self.profile, sent.gathers)
+        return out
+
+    def keys(self, num_bytes: float) -> Array:
+        """Keys and values gathered along cp, or their gradients scattered."""
+        if not num_bytes:
+            return np.zeros_like(self.samples)
+        return all_gather(self.micro * num_bytes, self.along_cp, self.profile, _CACHED_KV)
+
+    def data(self, numel: float) -> tuple[Array, Array, Array, Array]:
+        """Seconds that parameters and gradients take.
+
+        Returns:
+            To gather parameters, to scatter gradients over shards, to sum these over replicas, and
+            to sum gradients that are not cut at all.
+        """
+        profile, widths = self.profile, self.widths
+        ones = np.full_like(self.samples, numel)
+        gathered = all_gather(ones * widths.compute, self.along_shards, profile)
+        reduced = all_gather(ones * widths.reduce, self.along_shards, profile)
+        shard = ones * widths.reduce / self.shards
+        summed = all_reduce(shard, self.along_replicas, profile)
+        return gathered, reduced, summed, all_reduce(ones * widths.stored, self.along_all, profile)
+
+    def update(self, numel: float) -> Array:
+        held = numel / np.where(self.mode == _DDP, 1.0, self.shards)
+        moved = held * self.widths.stored * self.profile.optimizer_bytes
+        return np.asarray(moved / self.profile.memory_bytes_per_s)
+
+
+def crossing_seconds(grid: Array, num_bytes: float, profile: Profile, gpus_per_node: int) -> Array:
+    """To hand one microbatch, or its gradient, to the next stage.
+
+    Args:
+        num_bytes: `Kind.boundary_bytes` of what lies before the cut.
+    """
+    inner = grid["dp_replicate"] * grid["dp_shard"] * grid["cp"] * grid["tp"]
+    samples = grid["micro"] / grid["cp"]
+    # Ranks of neighbouring stages are `inner` apart: on one node only if a node holds both.
+    crosses = inner * 2 > gpus_per_node
+    return np.where(grid["pp"] > 1, send(samples * num_bytes, crosses, profile), 0.0)
+
+
+def pipeline_seconds(
+    grid: Array, most: Array, total: Array, crossing: Array | float = 0.0
+) -> Array:
+    """All microbatches through all stages.
+
+    Args:
+        most: Seconds of a microbatch on the pipeline rank that takes longest, forward and
+            backward, all of its stages together.
+        total: On all pipeline ranks together.
+        crossing: Seconds to hand a microbatch to the next stage, once.
+
+    Assumes: stages are about equal; 1F1B then is never told too short, and Interleaved1F1B within
+    the spread of its stages (`tests/test_cost_step.py` plays both).
+
+    Source: Narayanan et al. 2021 (Megatron-LM), section 2.2: a bubble of (p - 1) / v turns, the
+    same for GPipe and 1F1B. What crosses delays GPipe and Interleaved1F1B on the way of one
+    microbatch, and 1F1B on the way of each.
+    """
+    pp, count = grid["pp"].astype(np.float64), grid["microbatches"].astype(np.float64)
+    virtual = np.where(grid["schedule"] == _INTERLEAVED, grid["virtual"], 1).astype(np.float64)
+    once = 2 * (pp * virtual - 1)
+    # Of p microbatches under way each waits for one more way there and back.
+    every = 2 * (pp - 1) / pp * count + 2 * (pp - 2)
+    ways = np.where(grid["schedule"] == _1F1B, np.maximum(once, every), once)
+    return np.asarray(
+        count * most + (total - most) / virtual + np.where(pp > 1, ways, 0) * crossing
+    )
