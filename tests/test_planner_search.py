@@ -53,7 +53,6 @@ def random_numbers(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
         resident=resident,
         top=rng.uniform(0, 5, num_rows),
         floor=np.zeros(num_rows),
-        send_s=np.where(grid["pp"] > 1, rng.uniform(0, 0.2, num_rows), 0.0),
         once_s=rng.uniform(0, 0.5, num_rows),
     )
     return numbers, float(rng.uniform(5, 12 * length))
@@ -64,18 +63,14 @@ def stage_values(numbers: Numbers, row: int, stage: int, blocks: Any, room: floa
     keeps = in_flight(numbers.grid[row], stage)
     best = float("inf")
     ways = itertools.combinations_with_replacement
-    groups = [
-        list(ways(range(NUM_OPTIONS), blocks.count(kind))) for kind in dict.fromkeys(blocks)
-    ]
+    groups = [list(ways(range(NUM_OPTIONS), blocks.count(kind))) for kind in dict.fromkeys(blocks)]
     for takes in itertools.product(*groups):
         pairs = [
             (kind, option)
             for kind, options in zip(dict.fromkeys(blocks), takes, strict=True)
             for option in options
         ]
-        held = sum(
-            numbers.resident[row, k, o] + keeps * numbers.saved[row, k, o] for k, o in pairs
-        )
+        held = sum(numbers.resident[row, k, o] + keeps * numbers.saved[row, k, o] for k, o in pairs)
         seconds = sum(numbers.seconds[row, k, o] for k, o in pairs)
         if held <= room * (1 + 1e-12) and seconds < best:
             best = float(seconds)
@@ -98,7 +93,7 @@ def fastest(numbers: Numbers, row: int, capacity: float) -> float:
             key = (stage, i, j)
             if key not in known:
                 known[key] = stage_values(numbers, row, stage, numbers.order[i:j], room)
-            times.append(known[key] + float(numbers.send_s[row]))
+            times.append(known[key])
         best = min(best, a * max(times) + b * sum(times) + float(numbers.once_s[row]))
     return best
 

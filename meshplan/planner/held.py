@@ -23,7 +23,7 @@ _DDP, _ZERO1, _SHARD = range(len(MODES))
 
 
 @dataclass(frozen=True, slots=True)
-class Widths:
+class ElementBytes:
     """Bytes of one element.
 
     Attributes:
@@ -37,36 +37,36 @@ class Widths:
     states: int
 
 
-def widths_of(plan: Plan) -> Widths:
+def element_bytes_of(plan: Plan) -> ElementBytes:
     """The least of all parameters of a plan."""
     placed = [p for p in plan.assignment.tensors.values() if not p.info.is_buffer]
     stored = min(DTYPE_BYTES[p.dtype] for p in placed)
     computed = min(DTYPE_BYTES[p.compute_dtype] for p in placed)
-    return Widths(stored, computed, stored * OPTIMIZER_STATES.get(plan.spec.optimizer, 0))
+    return ElementBytes(stored, computed, stored * OPTIMIZER_STATES.get(plan.spec.optimizer, 0))
 
 
-def resident_bytes(grid: NDArray[np.void], kind: Kind, widths: Widths) -> Floats:
+def resident_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
     """[rows, options] what one block holds in the loss, whatever the microbatch."""
     numel = float(sum(kind.numels))
     shard = (numel / grid["dp_shard"])[:, None]
     mode, replicas = grid["mode"][:, None], grid["dp_replicate"][:, None]
     has_gradients = grid["microbatches"][:, None] > 1
-    gathered = np.where(kind.has_options & OPTION_RESHARD[None, :], 0.0, numel * widths.computed)
-    parameters = np.where(mode == _SHARD, shard, numel) * widths.stored
-    states = np.where(mode == _DDP, numel, shard) * widths.states
+    gathered = np.where(kind.has_options & OPTION_RESHARD[None, :], 0.0, numel * sizes.computed)
+    parameters = np.where(mode == _SHARD, shard, numel) * sizes.stored
+    states = np.where(mode == _DDP, numel, shard) * sizes.states
     # ddp's buckets are there all the time; else gradients wait for the step from one microbatch on.
     waits = has_gradients | ((mode == _DDP) & (replicas > 1))
-    gradients = np.where(waits, np.where(mode == _SHARD, shard, numel) * widths.stored, 0.0)
+    gradients = np.where(waits, np.where(mode == _SHARD, shard, numel) * sizes.stored, 0.0)
     whole = np.where(mode == _SHARD, gathered, 0.0)
     return np.asarray(parameters + states + gradients + whole, dtype=np.float64)
 
 
-def step_bytes(grid: NDArray[np.void], kind: Kind, widths: Widths) -> Floats:
+def step_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
     """[rows] what one block holds when the optimizer begins: states and gradients."""
     numel = float(sum(kind.numels))
     shard, mode = numel / grid["dp_shard"], grid["mode"]
-    own = np.where(mode == _SHARD, shard, numel) * 2 * widths.stored
-    return np.asarray(own + np.where(mode == _DDP, numel, shard) * widths.states, dtype=np.float64)
+    own = np.where(mode == _SHARD, shard, numel) * 2 * sizes.stored
+    return np.asarray(own + np.where(mode == _DDP, numel, shard) * sizes.states, dtype=np.float64)
 
 
 def saved_bytes(grid: NDArray[np.void], kind: Kind) -> Floats:

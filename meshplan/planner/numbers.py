@@ -30,8 +30,7 @@ class Numbers:
         resident: Bytes that it has all the time.
         top: [rows] bytes that the last stage holds in the loss, beside what is saved.
         floor: [rows] bytes of all blocks together that the optimizer's step takes at least.
-        send_s: [rows] seconds that a stage waits for its neighbours in one microbatch.
-        once_s: [rows] seconds once a step.
+        once_s: [rows] seconds of a step beside what blocks take: what stages hand on.
     """
 
     grid: NDArray[np.void]
@@ -41,7 +40,6 @@ class Numbers:
     resident: Floats
     top: Floats
     floor: Floats
-    send_s: Floats
     once_s: Floats
 
     @cached_property
@@ -66,8 +64,7 @@ class Numbers:
 def weights(grid: NDArray[np.void]) -> tuple[Floats, Floats]:
     """(a, b) by row: a step takes a * (the slowest stage) + b * (the sum of the stages).
 
-    GPipe and 1F1B fill and drain once; with v stages a rank, a v-th of that.
-    Source: Narayanan et al. 2021 (Megatron-LM), section 2.2; `cost.simulate` checks it.
+    The same as `cost.step.pipeline_seconds` says, as factors.
     """
     b = 1.0 / grid["virtual"]
     return grid["microbatches"] - b, b
@@ -143,7 +140,6 @@ def _step(numbers: Numbers, total: Floats, block: Floats, rows: Counts | None = 
     rows = np.arange(len(numbers.grid)) if rows is None else rows
     grid = numbers.grid[rows]
     a, b = weights(grid)
-    stages, send = grid["pp"], numbers.send_s[rows]
-    slowest = np.maximum(total / stages, block) + send
-    seconds: Floats = a * slowest + b * (total + stages * send) + numbers.once_s[rows]
+    slowest = np.maximum(total / grid["pp"], block)
+    seconds: Floats = a * slowest + b * total + numbers.once_s[rows]
     return seconds

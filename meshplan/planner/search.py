@@ -129,7 +129,7 @@ class _Row:
     def best(self, below: float) -> Candidate | None:
         numbers, row = self._numbers, self._row
         a, b = (float(each[0]) for each in weights(numbers.grid[row : row + 1]))
-        send, once = float(numbers.send_s[row]), float(numbers.once_s[row])
+        once = float(numbers.once_s[row])
         if self._stages == 1:
             choice = self._solve(0, 0, len(numbers.order), (below - once) / (a + b))
             if choice is NONE:
@@ -137,12 +137,12 @@ class _Row:
             return self._candidate((0, len(numbers.order)), (a + b) * choice.seconds + once)
 
         def exact(stage: int, i: int, j: int) -> float:
-            return self._solve(stage, i, j).seconds + send
+            return self._solve(stage, i, j).seconds
 
-        cost, ends = cut(self._bounds(send), exact, (a, b), below - once)
+        cost, ends = cut(self._bounds(), exact, (a, b), below - once)
         return self._candidate(ends, cost + once) if ends else None
 
-    def _bounds(self, send: float) -> Floats:
+    def _bounds(self) -> Floats:
         """[stages, i, j] seconds from below of each stage with each stretch of blocks."""
         before, places = self._numbers.before, len(self._numbers.order) + 1
         i, j = np.triu_indices(places, 1)
@@ -152,7 +152,7 @@ class _Row:
         for stage, (menu, room) in enumerate(zip(self._menus, self._rooms, strict=True)):
             key = (id(menu), room)
             if key not in known:
-                known[key] = menu.relaxed(counts, np.array([room])) + send
+                known[key] = menu.relaxed(counts, np.array([room]))
             # A stage has blocks before it and after it for all others.
             is_open = (i >= stage) & (j <= places - self._stages + stage)
             is_open &= (i == 0) == (stage == 0)
@@ -283,7 +283,8 @@ class _Search:
                 best, below, fits_up_to = (candidate, measured), candidate.seconds, held
             else:
                 over_from = min(over_from, held)
-            capacity = min(self._capacity - max(measured.excess_bytes, 0.0), over_from - 1.0)
+            tighter = self._capacity - max(measured.excess_bytes, 0.0)
+            capacity = min(tighter, float(np.nextafter(over_from, 0.0)))
         else:
             found.given_up += 1
         if best is None:
