@@ -130,7 +130,7 @@ def _told_work(
     plan: Plan, batch: int, seq_len: int, *, is_cuda: bool = True, in_place: bool = True
 ) -> Prepared:
     """What is the same on every rank."""
-    if problems := list(_unknown(plan)):
+    if problems := list(refusals(plan)):
         raise PlanError(problems)
     run = Run(
         batch=batch,
@@ -155,8 +155,8 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _unknown(plan: Plan) -> Iterator[Problem]:
-    """What a told step has no rules for."""
+def refusals(plan: Plan) -> Iterator[Problem]:
+    """What a step told from a config has no rules for."""
     a, mesh = plan.assignment, plan.mesh
     blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
     for is_there, what in (

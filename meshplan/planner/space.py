@@ -126,7 +126,7 @@ def freedom_of(
         modes=modes,
         schedules=schedules,
         virtual=virtual,
-        recompute=_recompute(spec),
+        recompute=tuple(_recompute(spec, refuses, rejected)),
         reshard=reshard,
         sequence_parallel=sequence,
         rejected=tuple(rejected),
@@ -221,12 +221,22 @@ def _schedules(spec: Spec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (SCHEDULE_WORDS.index(stated.schedule),), (stated.virtual,)
 
 
-def _recompute(spec: Spec) -> tuple[int, ...]:
+def _recompute(
+    spec: Spec, refuses: Callable[[Spec], str], rejected: list[Rejected]
+) -> Iterator[int]:
     """Places in RECOMPUTE that blocks may take."""
     stated = spec.activation_checkpointing
-    if "activation_checkpointing" not in spec.origins or stated.mode == AUTO:
-        return tuple(range(len(RECOMPUTE)))
-    return (RECOMPUTE.index(stated.mode),)
+    if "activation_checkpointing" in spec.origins and stated.mode != AUTO:
+        yield RECOMPUTE.index(stated.mode)
+        return
+    for place, word in enumerate(RECOMPUTE):
+        trial = with_axes(spec, {"dp_shard": 2})
+        policy = replace(trial.activation_checkpointing, mode=word)
+        why = "" if word == "none" else refuses(replace(trial, activation_checkpointing=policy))
+        if why:
+            rejected.append(Rejected(f"activation_checkpointing={word}", why))
+        else:
+            yield place
 
 
 def _check_batch(spec: Spec) -> None:

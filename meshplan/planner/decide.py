@@ -1,0 +1,404 @@
+"""The planner's line: what is free, all ways there are, the fastest that fits, the simplest near it.
+
+Costs and memory are asked of their rooms; a plan that the memory room did not certify is never
+given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.cost.chain import chain_of
+from meshplan.cost.grid import RECOMPUTE
+from meshplan.cost.profile import Profile, profile_of
+from meshplan.cost.types import Chain
+from meshplan.errors import MeshplanError, PlanError, Problem
+from meshplan.graph import ModelGraph
+from meshplan.hardware import Cluster, Device, Link, find_device
+from meshplan.memory.driver import driver_bytes
+from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
+from meshplan.memory.told import ERROR, refusals, told_estimate
+from meshplan.plan import Plan, make_plan
+from meshplan.planner.held import element_bytes_of
+from meshplan.planner.numbers import Numbers
+from meshplan.planner.search import Candidate, Found, Measured, search
+from meshplan.planner.settle import Block, blocks_of, overrides, statements
+from meshplan.planner.space import (
+    AXES,
+    Freedom,
+    Rejected,
+    enumerate_grid,
+    freedom_of,
+    with_axes,
+)
+from meshplan.planner.tables import Pins, numbers_of
+from meshplan.spec import Spec
+
+SLACK: Final = 0.02
+"""A simpler plan that is no more than this slower is preferred: optima are flat, and the cost model
+is not that good."""
+_SHARES: Final = (1 + RESERVED_ERROR) * (1 + ERROR)
+"""By how much the memory room widens what it reserves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is to be planned.
+
+    Args:
+        read: The spec of the plan file with more statements.
+        graph: The model.
+        device: A name of `hardware`, or "cuda".
+        limit_bytes: What one may hold.
+        cluster: The machine.
+        time_limit_s: After which the best so far is the answer; None for no limit.
+    """
+
+    read: Callable[[Sequence[str]], Spec]
+    graph: ModelGraph
+    device: str
+    limit_bytes: int
+    cluster: Cluster
+    time_limit_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to train the model, as words, numbers and, where it was checked, a plan.
+
+    Args:
+        stated: What the plan file would have to say, by path.
+        seconds: Of a step.
+        plan, memory: None where it was not checked.
+    """
+
+    stated: Mapping[str, Any]
+    seconds: float
+    plan: Plan | None = None
+    memory: MemoryEstimate | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ladder:
+    """The same search on better and better machines, in seconds of a step."""
+
+    roofline_s: float
+    no_network_s: float
+    no_memory_limit_s: float
+    plan_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What the planner came to.
+
+    Args:
+        chosen: The simplest of those within SLACK of the best; None where nothing fits.
+        best_s: Seconds of the fastest.
+        gap: How much faster something in the space may be than the fastest.
+        alternatives: Others that fit, fastest first.
+        rejected: What is not in the space, or not the answer, and why.
+        num_configs: Rows of the space.
+        num_options: Choices of each block.
+        samples: Of a step.
+        flops: Of a step, without recomputation.
+        is_whole: Whether the search came to its end.
+    """
+
+    chosen: Way | None
+    best_s: float
+    gap: float
+    alternatives: tuple[Way, ...]
+    rejected: tuple[Rejected, ...]
+    ladder: Ladder | None
+    num_configs: int
+    num_options: int
+    num_measured: int
+    search_s: float
+    samples: int
+    tokens: int
+    flops: float
+    profile: Profile
+    limit_bytes: int
+    is_whole: bool = True
+
+
+def cluster_of(spec: Spec, device: str) -> Cluster:
+    """The machine that a plan names.
+
+    Raises:
+        PlanError: It names none, or one whose speed is not known.
+    """
+    stated = spec.hardware
+    if stated is None:
+        what = "nothing says which devices there are"
+        fix = "add hardware: {nodes: 1, gpus_per_node: 8, gpu: h100-sxm-80gb}"
+        raise PlanError(Problem(what, spec.origin("hardware"), fix))
+    if device == "cuda":
+        what = "nothing says how fast the devices are"
+        raise PlanError(Problem(what, spec.origin("hardware"), "add gpu: h100-sxm-80gb, say"))
+    found: Device = find_device(device, spec.origin("hardware.gpu"))
+    intra, inter = stated.intra_bytes_per_s, stated.inter_bytes_per_s
+    return Cluster(
+        device=found,
+        nodes=stated.nodes,
+        gpus_per_node=stated.gpus_per_node,
+        intra=Link("intra", intra) if intra else None,
+        inter=Link("inter", inter) if inter else None,
+    )
+
+
+def decide(question: Question, told: Callable[[str], None] = lambda text: None) -> Decision:
+    """The plan.
+
+    Raises:
+        PlanError: The plan file says too little, or nothing is left to choose from.
+    """
+    return _Planner(question, told).run()
+
+
+class _Planner:
+    """One question on its way to an answer."""
+
+    def __init__(self, question: Question, told: Callable[[str], None]) -> None:
+        self._question, self._told = question, told
+        self._spec = question.read(())
+        self._graph = question.graph
+        self._chains: dict[int, Chain] = {}
+        self._driver = driver_bytes(question.device, ()).high
+
+    # What there is
+
+    @cached_property
+    def free(self) -> Freedom:
+        cluster = self._question.cluster
+        return freedom_of(
+            self._spec,
+            world=cluster.num_gpus,
+            gpus_per_node=cluster.gpus_per_node,
+            num_blocks=len(self._chain(1).order),
+            refuses=self._refuses,
+        )
+
+    def _refuses(self, trial: Spec) -> str:
+        """Why a trial cannot be, "" if it can be."""
+        try:
+            problems = list(refusals(make_plan(trial, self._graph)))
+        except PlanError as error:
+            problems = list(error.problems)
+        return problems[0].what if problems else ""
+
+    @cached_property
+    def _trial(self) -> Plan:
+        return make_plan(with_axes(self._spec, {"dp_shard": 1}), self._graph)
+
+    @cached_property
+    def _dtype(self) -> str:
+        return next(p.info.dtype for p in self._trial.assignment.tensors.values())
+
+    def _chain(self, tp: int) -> Chain:
+        if tp not in self._chains:
+            length = self._spec.batch.seq_len
+            assert length is not None
+            self._chains[tp] = chain_of(
+                self._graph,
+                seq_len=length,
+                element_bytes=element_bytes_of(self._trial).computed,
+                tp=tp,
+                is_sequence=tp > 1 and self.free.sequence_parallel[tp],
+            )
+        return self._chains[tp]
+
+    @cached_property
+    def grid(self) -> NDArray[np.void]:
+        grid = enumerate_grid(self.free, len(self._chain(1).order))
+        if not len(grid):
+            what = f"no mesh of {self.free.world} devices has all that the plan states"
+            whys = [f"{each.what}: {each.why}" for each in self.free.rejected]
+            fix = "; ".join(whys) or "state less, or another batch.global"
+            raise PlanError(Problem(what, self._spec.origin("mesh"), fix))
+        return grid
+
+    def _numbers(self, profile: Profile) -> Numbers:
+        numbers, self._numbered = numbers_of(
+            self.grid,
+            self._chain,
+            profile=profile,
+            gpus_per_node=self._question.cluster.gpus_per_node,
+            precision=self._spec.precision,
+            dtype=self._dtype,
+            sizes=element_bytes_of(self._trial),
+            recompute=self.free.recompute,
+            reshard=self.free.reshard,
+            pins=self._pins(),
+        )
+        return numbers
+
+    def _pins(self) -> Pins:
+        """What rules state of single blocks."""
+        return {}
+
+    # The search
+
+    def run(self) -> Decision:
+        began = time.monotonic()
+        question = self._question
+        limit = question.time_limit_s
+        profile = profile_of(question.cluster, dtype=self._compute_dtype)
+        self._told(f"{len(self.grid):,} configurations")
+        numbers = self._numbers(profile)
+        capacity = (question.limit_bytes - self._driver) / _SHARES
+        found = search(
+            numbers,
+            capacity,
+            self._measure,
+            slack=SLACK,
+            deadline=None if limit is None else began + limit,
+            told=lambda found: self._told(self._line(found)),
+        )
+        chosen, others = self._choose(found)
+        ladder = self._ladder(profile, numbers, found) if chosen else None
+        best = found.best
+        return Decision(
+            chosen=chosen,
+            best_s=best.seconds if best else float("inf"),
+            gap=found.gap,
+            alternatives=others,
+            rejected=(*self.free.rejected, *self._why_refused(found)),
+            ladder=ladder,
+            num_configs=len(self.grid),
+            num_options=sum(self.free.options),
+            num_measured=found.num_measured,
+            search_s=time.monotonic() - began,
+            samples=self._samples(best.row) if best else 0,
+            tokens=self._samples(best.row) * (self._spec.batch.seq_len or 0) if best else 0,
+            flops=self._flops(numbers, best.row) if best else 0.0,
+            profile=profile,
+            limit_bytes=question.limit_bytes,
+            is_whole=found.is_whole,
+        )
+
+    @property
+    def _compute_dtype(self) -> str:
+        return self._spec.precision.param or self._dtype
+
+    def _samples(self, row: int) -> int:
+        r = self.grid[row]
+        return int(r["dp_replicate"] * r["dp_shard"] * r["micro"] * r["microbatches"])
+
+    def _flops(self, numbers: Numbers, row: int) -> float:
+        """Of one step of all ranks, nothing counted twice."""
+        chain = self._chain(1)
+        one = sum(chain.kinds[k].forward.flops + chain.kinds[k].backward.flops for k in chain.order)
+        return one * self._samples(row)
+
+    def _line(self, found: Found) -> str:
+        assert found.best is not None
+        row = self.grid[found.best.row]
+        mesh = " x ".join(f"{axis} {row[axis]}" for axis in AXES if row[axis] > 1) or "one device"
+        return f"{found.best.seconds:.3f} s: {mesh}"
+
+    def _blocks(self, candidate: Candidate) -> tuple[tuple[Block, ...], ...]:
+        chain = self._numbered
+        has = [kind.has_options for kind in chain.kinds]
+        return blocks_of(candidate, chain.order, chain.names, has)
+
+    def _stated(self, candidate: Candidate) -> dict[str, Any]:
+        row = self.grid[candidate.row]
+        return statements(self._spec, self.free, row, self._blocks(candidate))
+
+    def _measure(self, candidate: Candidate) -> Measured:
+        question, stated = self._question, self._stated(candidate)
+        try:
+            plan = make_plan(question.read(overrides(stated)), self._graph)
+            memory = told_estimate(plan, device=question.device, limit_bytes=question.limit_bytes)
+        except MeshplanError as error:
+            return Measured(fits=False, why=error.problems[0].what)
+        excess = 0.0
+        for group in memory.groups:
+            # An interleaved rank has several stages of the model, and one place in the pipeline.
+            place = group.stages[0] % len(candidate.linear_bytes) if group.stages else 0
+            held = (group.band[1] - self._driver) / _SHARES
+            excess = max(excess, held - candidate.linear_bytes[place])
+        way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
+        return Measured(fits=memory.fits is True, excess_bytes=excess, result=way)
+
+    def _choose(self, found: Found) -> tuple[Way | None, tuple[Way, ...]]:
+        """(the simplest within the slack, others that are near)."""
+        if found.best is None or found.measured is None:
+            return None, ()
+        best = found.measured.result
+        assert isinstance(best, Way)
+        everyone = sorted([found.best, *found.near], key=self._complexity)
+        chosen, checked = best, {found.best.row: best}
+        for candidate in everyone:
+            if candidate.row == found.best.row:
+                break
+            measured = self._measure(candidate)
+            found.num_measured += 1
+            if measured.fits:
+                assert isinstance(measured.result, Way)
+                chosen = checked[candidate.row] = measured.result
+                break
+        keep = int(self._spec.solve.get("keep", 5))
+        others = [
+            checked.get(c.row) or Way(stated=self._stated(c), seconds=c.seconds)
+            for c in [found.best, *found.near]
+        ]
+        return chosen, tuple(way for way in others if way is not chosen)[:keep]
+
+    def _complexity(self, candidate: Candidate) -> tuple[float, ...]:
+        """Axes that are spread, then different things that blocks do, then what each costs."""
+        row = self.grid[candidate.row]
+        axes = sum(row[axis] > 1 for axis in AXES)
+        blocks = {
+            (block.recompute, block.reshard) for stage in self._blocks(candidate) for block in stage
+        }
+        most = max((RECOMPUTE[r] != "none" for r, _ in blocks), default=False)
+        return axes, len(blocks), int(row["virtual"]), int(most), candidate.seconds, candidate.row
+
+    def _ladder(self, profile: Profile, numbers: Numbers, found: Found) -> Ladder:
+        """The same space where the network, or memory, is no limit."""
+        assert found.best is not None
+        free_network = replace(
+            profile,
+            intra_bytes_per_s=1e18,
+            inter_bytes_per_s=1e18,
+            intra_latency_s=0.0,
+            inter_latency_s=0.0,
+        )
+        no_network = search(
+            self._numbers(free_network),
+            (self._question.limit_bytes - self._driver) / _SHARES,
+            _fits,
+        )
+        no_limit = search(numbers, float("inf"), _fits)
+        flops = self._flops(numbers, found.best.row)
+        assert no_network.best is not None
+        assert no_limit.best is not None
+        return Ladder(
+            roofline_s=flops / profile.peak_flops / self.free.world,
+            no_network_s=no_network.best.seconds,
+            no_memory_limit_s=no_limit.best.seconds,
+            plan_s=found.best.seconds,
+        )
+
+    def _why_refused(self, found: Found) -> Iterator[Rejected]:
+        """One line for each reason, with how many configurations it is of."""
+        by_why: dict[str, list[int]] = {}
+        for row, why in found.refused.items():
+            by_why.setdefault(why, []).append(row)
+        for why, rows in by_why.items():
+            many = f"{len(rows)} configurations" if len(rows) > 1 else "1 configuration"
+            yield Rejected(many, why)
+
+
+def _fits(candidate: Candidate) -> Measured:
+    return Measured(fits=True)
