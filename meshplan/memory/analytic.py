@@ -5,13 +5,14 @@ The same interface as a traced model gives, so that the wrappers' rules act on e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from meshplan.graph import ModelGraph
 from meshplan.memory.blocks import Part, gpt2_block, llama_block, rms_norm
 from meshplan.memory.log import Term
-from meshplan.memory.rows import Writer
+from meshplan.memory.rows import PRODUCTS, Writer
 from meshplan.memory.shape import Shape, shape_of
 from meshplan.memory.tape import Grad, Tape, play
 from meshplan.memory.work import Work
@@ -30,7 +31,8 @@ class Run:
         element_bytes: Of the dtype that is computed in.
         tp, is_sequence, caches: As in `blocks.Part`.
         recomputed: The numbers of the blocks that backward runs again.
-        keeps_chosen: Whether those are spared what `Row.is_kept` marks.
+        keeps_chosen: Whether those are spared the products and attention.
+        saves: By number of a block, the words of `save:` that it is spared instead of these.
         is_cuda: Whether CUDA's kernels run.
         in_place: Whether gradients that meet are added up in place; see `tape.play`.
     """
@@ -45,6 +47,11 @@ class Run:
     keeps_chosen: bool = False
     is_cuda: bool = True
     in_place: bool = True
+    saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
+
+    def saved(self, number: int) -> frozenset[str]:
+        """The words of `save:` that a block is spared when it runs again."""
+        return self.saves.get(number, PRODUCTS if self.keeps_chosen else frozenset())
 
 
 def work_of(graph: ModelGraph, run: Run) -> Work:
@@ -70,10 +77,11 @@ def tape_of(shape: Shape, run: Run) -> Tape:
     block, blocks = (llama_block, "layers") if is_llama else (gpt2_block, "h")
     for number in range(shape.layers):
         start, fqn = len(tape.rows), f"{body.module}.{blocks}.{number}"
-        x = block(w.at(fqn), shape, x, part)
+        saved = run.saved(number)
+        x = block(replace(w.at(fqn), saves=saved or PRODUCTS), shape, x, part)
         tape.units.append((fqn, start, len(tape.rows)))
         if number in run.recomputed:
-            w.recomputed(start, keeps_chosen=run.keeps_chosen)
+            w.recomputed(start, keeps_chosen=bool(saved), given=part.given)
     last = x
     if is_llama:
         x = rms_norm(body, x, shape.hidden, "norm")
@@ -97,7 +105,8 @@ def _rotary(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tup
     positions = w.row("arange", (), run.seq_len * _ID)
     at, size = w.at(f"{w.module}.rotary_emb"), run.seq_len * shape.head_dim
     cos, sin = (at.row(name, (positions,), size * run.element_bytes) for name in ("cos", "sin"))
-    part = Part(tp=run.tp, is_sequence=run.is_sequence, cos=cos, sin=sin, caches=run.caches)
+    part = Part(tp=run.tp, is_sequence=run.is_sequence, cos=cos, sin=sin, caches=run.caches,
+                given=(positions,))  # fmt: skip
     return x, part, (positions, cos, sin, x)
 
 

@@ -28,6 +28,7 @@ class Part:
         cos, sin: Values of the rotation; -1 where positions are learned.
         caches: Whether keys and values are copied into a cache, as transformers does
             unless `use_cache` is off.
+        given: What every block is called with and does not read.
     """
 
     tp: int = 1
@@ -35,6 +36,7 @@ class Part:
     cos: int = -1
     sin: int = -1
     caches: bool = False
+    given: tuple[int, ...] = ()
 
 
 def enter(w: Writer, x: int, part: Part) -> int:

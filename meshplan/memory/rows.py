@@ -15,6 +15,12 @@ from typing import Final
 from meshplan.memory.tape import Grad, Row, Span, Tape
 
 _FP32: Final = 4
+KERNELS: Final = frozenset({"sdpa"})
+"""What recomputation of chosen operations keeps, where nothing is said of products."""
+PRODUCTS: Final = frozenset({"mm", "bmm", "conv", "sdpa"})
+"""What a plan's `selective` keeps, if it says no words of `save:`.
+
+Source: `runtime.recompute`."""
 
 
 @dataclass(slots=True)
@@ -26,6 +32,7 @@ class Writer:
         parameter_bytes: Of the dtype that parameters, and their gradients, are seen in.
         is_cuda: Whether kernels of CUDA run, rather than those of CPUs.
         module: The fqn of the module that runs.
+        saves: Words of `save:`; the rows that they stand for are `Row.is_kept`.
     """
 
     tape: Tape
@@ -33,6 +40,7 @@ class Writer:
     parameter_bytes: int
     is_cuda: bool
     module: str = ""
+    saves: frozenset[str] = KERNELS
 
     def at(self, module: str) -> Writer:
         """The same tape, in another module."""
@@ -161,7 +169,8 @@ class Writer:
             parameters.append((f"{at.module}.bias", out * self.parameter_bytes))
         return at.row(
             "mm", (x,), tokens * out * self.element_bytes, keeps=(x,),
-            grads=(Grad(x, self.size(x)),), parameters=tuple(parameters), is_kept=is_kept,
+            grads=(Grad(x, self.size(x)),), parameters=tuple(parameters),
+            is_kept=is_kept or "mm" in self.saves,
         )  # fmt: skip
 
     def embedding(self, ids: int, vocab: int, width: int, name: str) -> int:
@@ -209,7 +218,7 @@ class Writer:
         grads = tuple(Grad(each, self.size(each)) for each in (q, k, v))
         self.tape.add(
             Row("attention", self.module, (q, k, v), (out, logsumexp), (q, k, v, out, logsumexp),
-                grads, takes_back=takes_back, is_kept=True)
+                grads, takes_back=takes_back, is_kept="sdpa" in self.saves)
         )  # fmt: skip
         return out
 
@@ -274,6 +283,8 @@ class Writer:
             self.tape.hold(wide, outlives=True)
         return loss
 
-    def recomputed(self, start: int, *, keeps_chosen: bool = False) -> None:
+    def recomputed(
+        self, start: int, *, keeps_chosen: bool = False, given: tuple[int, ...] = ()
+    ) -> None:
         """The rows from `start` on are run again in backward."""
-        self.tape.spans.append(Span(start, len(self.tape.rows), True, keeps_chosen))
+        self.tape.spans.append(Span(start, len(self.tape.rows), True, keeps_chosen, given))

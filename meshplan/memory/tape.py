@@ -14,126 +14,17 @@ utils/checkpoint.py (recomputation stops at the last tensor that something keeps
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from meshplan.memory.log import Event, EventLog, Storage, Term
+from meshplan.memory.row import Grad, Row, Span, Tape
 from meshplan.memory.terms import settle
 from meshplan.memory.work import Mark, Moment, Work
 
+__all__ = ["Grad", "Row", "Span", "Tape", "play"]
+
 _FORWARD, _LOSS, _BACKWARD = 1, 2, 3
 _PHASES: Final = ("before", "forward", "loss", "backward")
-
-
-class Grad(NamedTuple):
-    """The gradient of one input, as the operation's backward makes it.
-
-    Attributes:
-        value: The input.
-        nbytes: Of the new tensor; 0 where it lies in the memory of the output's gradient.
-    """
-
-    value: int
-    nbytes: int
-
-
-class Row(NamedTuple):
-    """One operation.
-
-    Attributes:
-        op: Its name.
-        module: The fqn of the module that runs it.
-        reads: Values it reads.
-        makes: Values it makes.
-        keeps: Values that live until its backward has run.
-        grads: Of those inputs that need one.
-        parameters: The fqn and the gradient's bytes of each parameter it reads.
-        takes: Bytes it takes while it runs forward.
-        takes_back: Bytes its backward takes while it runs.
-        is_sent: Whether a collective writes what it makes.
-        is_kept: Whether recomputation of chosen operations keeps what this one makes.
-    """
-
-    op: str
-    module: str
-    reads: tuple[int, ...]
-    makes: tuple[int, ...] = ()
-    keeps: tuple[int, ...] = ()
-    grads: tuple[Grad, ...] = ()
-    parameters: tuple[tuple[str, int], ...] = ()
-    takes: int = 0
-    takes_back: int = 0
-    is_sent: bool = False
-    is_kept: bool = False
-
-
-@dataclass(slots=True)
-class Span:
-    """Neighbouring rows that are recomputed together, or not at all.
-
-    Attributes:
-        end: The row after the last one.
-        recompute: Whether backward runs them forward once more.
-        keeps_chosen: Whether it is spared the rows that are `is_kept`.
-    """
-
-    start: int
-    end: int
-    recompute: bool = False
-    keeps_chosen: bool = False
-
-
-@dataclass(slots=True)
-class Tape:
-    """Rows in the order of forward, and the values that they handle.
-
-    Attributes:
-        nbytes: Of every value, by its number.
-        base: The value in whose memory each one lies; itself, unless it is a view.
-        before: Values that are there before forward, with their term.
-        last_use: The row after which forward's frames let go of a value; as many as there are rows
-            where the training loop lets go of it, before backward.
-        units: (fqn, first row, row after the last) of every unit, the root apart.
-        loss_start: The first row of the loss; its last row makes the loss itself.
-        outlive: Of the values that the training loop holds, those it holds through backward.
-    """
-
-    rows: list[Row] = field(default_factory=list)
-    nbytes: list[int] = field(default_factory=list)
-    base: list[int] = field(default_factory=list)
-    before: dict[int, Term] = field(default_factory=dict)
-    last_use: list[int] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    units: list[tuple[str, int, int]] = field(default_factory=list)
-    loss_start: int = -1
-    outlive: set[int] = field(default_factory=set)
-
-    def value(self, nbytes: int, of: int | None = None) -> int:
-        """A new value; `of` names the one that it is a view of."""
-        number = len(self.nbytes)
-        self.nbytes.append(nbytes)
-        self.base.append(number if of is None else self.base[of])
-        self.last_use.append(len(self.rows))
-        return number
-
-    def add(self, row: Row) -> None:
-        """Run an operation next."""
-        self.rows.append(row)
-        for value in row.reads:
-            self.touch(value)
-        for value in row.makes:
-            self.touch(value)
-
-    def touch(self, value: int) -> None:
-        """A frame holds the value until here."""
-        base = self.base[value]
-        self.last_use[base] = max(self.last_use[base], len(self.rows) - 1)
-
-    def hold(self, value: int, *, outlives: bool = False) -> None:
-        """The training loop holds the value until the last row has run, or backward has."""
-        self.last_use[self.base[value]] = len(self.rows)
-        if outlives:
-            self.outlive.add(self.base[value])
 
 
 def play(tape: Tape, *, sums_in_place: bool = False) -> Work:
@@ -170,6 +61,8 @@ class _Player:
         """By value, its storage that recomputation need not make again."""
         self._grads: dict[int, int] = {}
         """By value, the storage of its gradient."""
+        self._seeds: list[int] = []
+        """The scaled loss and its gradient, which `backward` holds until it returns."""
         self._dying: list[list[int]] = [[] for _ in range(len(tape.rows) + 1)]
         for value, base in enumerate(tape.base):
             if value == base and value not in tape.before:
@@ -193,6 +86,8 @@ class _Player:
         for value in tape.outlive:
             self._drop(self._env.pop(value))
         self._mark(Moment.END_OF_BACKWARD, "")
+        for storage in self._seeds:
+            self._drop(storage)
         assert not self._grads, "a gradient reached no operation"
         terms = settle(
             self._storages, self._events, _PHASES, sent=self._sent, num_before=num_before
@@ -288,7 +183,9 @@ class _Player:
         for value in self._dying[len(self._tape.rows)]:
             if value not in self._tape.outlive:
                 self._drop(self._env.pop(value))
-        self._grads[loss] = self._born(self._tape.nbytes[loss], self._tape.rows[-1])
+        scaled = Row("mul", "", (loss,))
+        self._seeds = [self._born(self._tape.nbytes[loss], scaled) for _ in range(2)]
+        self._grads[loss] = self._born(self._tape.nbytes[loss], scaled)
 
     def _backward(self, span: Span) -> None:
         if span.recompute:
@@ -302,8 +199,12 @@ class _Player:
             self._back(number)
             if number in self._starts:
                 self._mark(Moment.AFTER_BACKWARD, self._starts[number])
-        for storage in self._inputs.pop(span.start, {}).values():
-            self._drop(storage)
+        if span.recompute:
+            # With the last that it kept goes what it was called with, and what it did not need.
+            left = [v for row in self._tape.rows[span.start : span.end] for v in row.makes]
+            spared = [self._cached.pop(value) for value in left if value in self._cached]
+            for storage in (*self._inputs.pop(span.start).values(), *spared):
+                self._drop(storage)
 
     def _recompute(self, span: Span) -> None:
         """Run forward again up to the last tensor that something keeps."""
@@ -325,9 +226,6 @@ class _Player:
             self._drop(storage)
         for number in range(last, span.end):
             self._kept.setdefault(number, [])
-            for value in rows[number].makes:
-                if value in self._cached:
-                    self._drop(self._cached.pop(value))
 
     def _back(self, number: int) -> None:
         """The backward of one row: gradients of its inputs, then the end of what it used."""
@@ -397,4 +295,4 @@ def _inputs(tape: Tape, span: Span) -> dict[int, None]:
     for row in tape.rows[span.start : span.end]:
         out |= {tape.base[value]: None for value in row.reads if tape.base[value] not in made}
         made |= {tape.base[value] for value in row.makes}
-    return out
+    return out | {tape.base[value]: None for value in span.given}

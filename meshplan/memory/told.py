@@ -21,6 +21,7 @@ from meshplan.memory.log import EventLog, Term, on_streams
 from meshplan.memory.replay import Prepared, replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.replay.shards import unit_shards
+from meshplan.memory.rows import PRODUCTS
 from meshplan.plan import Plan
 
 _GATHERING: Final = 1
@@ -132,11 +133,17 @@ def _told_work(
     """What is the same on every rank."""
     if problems := list(refusals(plan)):
         raise PlanError(problems)
+    recompute = {_number(fqn): r.policy for fqn, r in plan.assignment.recompute.items()}
     run = Run(
         batch=batch,
         seq_len=seq_len,
         element_bytes=_element_bytes(plan),
-        recomputed=frozenset(int(fqn.rpartition(".")[2]) for fqn in plan.assignment.recompute),
+        recomputed=frozenset(recompute),
+        saves={
+            number: frozenset(policy.save) or PRODUCTS
+            for number, policy in recompute.items()
+            if policy.mode == "selective"
+        },
         is_cuda=is_cuda,
         in_place=in_place,
     )
@@ -159,12 +166,13 @@ def refusals(plan: Plan) -> Iterator[Problem]:
     """What a step told from a config has no rules for."""
     a, mesh = plan.assignment, plan.mesh
     blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
+    saved = {word for r in a.recompute.values() for word in r.policy.save}
     for is_there, what in (
         (mesh.size("tp") > 1, "tensor parallelism"),
         (mesh.size("cp") > 1, "context parallelism"),
         (mesh.size("ep") > 1, "expert parallelism"),
         (mesh.size("pp") > 1, "a pipeline"),
-        (any(r.policy.mode != "full" for r in a.recompute.values()), "selective recomputation"),
+        (bool(saved - PRODUCTS), f"recomputation that saves {', '.join(sorted(saved - PRODUCTS))}"),
         (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
         (bool(a.units.keys() - blocks - {""}), "units that are no blocks"),
         (_is_autocast(plan), "parameters computed with in several dtypes"),
@@ -179,6 +187,11 @@ def refusals(plan: Plan) -> Iterator[Problem]:
 def _is_block(plan: Plan, fqn: str) -> bool:
     above, _, name = fqn.rpartition(".")
     return name.isdigit() and above in plan.graph.modules
+
+
+def _number(fqn: str) -> int:
+    """Of a block."""
+    return int(fqn.rpartition(".")[2])
 
 
 def _compute_dtypes(plan: Plan) -> set[str]:
