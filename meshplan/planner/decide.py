@@ -1,4 +1,4 @@
-"""The planner's line: what is free, all ways there are, the fastest that fits, the simplest near it.
+"""The planner's line: what is free, all there is, the fastest that fits, the simplest near it.
 
 Costs and memory are asked of their rooms; a plan that the memory room did not certify is never
 given.
@@ -6,8 +6,9 @@ given.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.chain import chain_of
-from meshplan.cost.grid import RECOMPUTE
+from meshplan.cost.grid import OPTIONS, RECOMPUTE
 from meshplan.cost.profile import Profile, profile_of
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem
@@ -28,7 +29,7 @@ from meshplan.memory.told import ERROR, refusals, told_estimate
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.held import element_bytes_of
 from meshplan.planner.numbers import Numbers
-from meshplan.planner.search import Candidate, Found, Measured, search
+from meshplan.planner.search import Candidate, Found, Measured, search, solve_row
 from meshplan.planner.settle import Block, blocks_of, overrides, statements
 from meshplan.planner.space import (
     AXES,
@@ -44,6 +45,9 @@ from meshplan.spec import Spec
 SLACK: Final = 0.02
 """A simpler plan that is no more than this slower is preferred: optima are flat, and the cost model
 is not that good."""
+Options = tuple[bool, ...]
+"""Which of `cost.grid.OPTIONS` blocks may take."""
+_KEEP, _MOST_SIMPLER, _MOST_NEAR, _MORE = 3, 8, 6, 1.02
 _SHARES: Final = (1 + RESERVED_ERROR) * (1 + ERROR)
 """By how much the memory room widens what it reserves."""
 
@@ -173,6 +177,7 @@ class _Planner:
         self._graph = question.graph
         self._chains: dict[int, Chain] = {}
         self._driver = driver_bytes(question.device, ()).high
+        self._capacity = (question.limit_bytes - self._driver) / _SHARES
 
     # What there is
 
@@ -254,16 +259,15 @@ class _Planner:
         profile = profile_of(question.cluster, dtype=self._compute_dtype)
         self._told(f"{len(self.grid):,} configurations")
         numbers = self._numbers(profile)
-        capacity = (question.limit_bytes - self._driver) / _SHARES
         found = search(
             numbers,
-            capacity,
+            self._capacity,
             self._measure,
             slack=SLACK,
             deadline=None if limit is None else began + limit,
             told=lambda found: self._told(self._line(found)),
         )
-        chosen, others = self._choose(found)
+        chosen, others = self._choose(numbers, found)
         ladder = self._ladder(profile, numbers, found) if chosen else None
         best = found.best
         return Decision(
@@ -330,39 +334,75 @@ class _Planner:
         way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
         return Measured(fits=memory.fits is True, excess_bytes=excess, result=way)
 
-    def _choose(self, found: Found) -> tuple[Way | None, tuple[Way, ...]]:
+    def _choose(self, numbers: Numbers, found: Found) -> tuple[Way | None, tuple[Way, ...]]:
         """(the simplest within the slack, others that are near)."""
         if found.best is None or found.measured is None:
             return None, ()
         best = found.measured.result
         assert isinstance(best, Way)
-        everyone = sorted([found.best, *found.near], key=self._complexity)
-        chosen, checked = best, {found.best.row: best}
-        for candidate in everyone:
-            if candidate.row == found.best.row:
-                break
-            measured = self._measure(candidate)
-            found.num_measured += 1
-            if measured.fits:
-                assert isinstance(measured.result, Way)
-                chosen = checked[candidate.row] = measured.result
-                break
-        keep = int(self._spec.solve.get("keep", 5))
-        others = [
-            checked.get(c.row) or Way(stated=self._stated(c), seconds=c.seconds)
-            for c in [found.best, *found.near]
-        ]
-        return chosen, tuple(way for way in others if way is not chosen)[:keep]
+        simplest = self._complexity(found.best)
+        simpler = sorted(
+            (each, number, options)
+            for number, (one, options) in enumerate(self._simpler(numbers, found))
+            if (each := (*self._complexity(one), one.row)) < (*simplest, -1)
+        )
+        tries = ((int(key[-1]), options) for key, _, options in simpler)
+        chosen = next(self._that_fit(numbers, found, tries, _MOST_SIMPLER), best)
+        everything = (True,) * len(OPTIONS)
+        near = ((candidate.row, everything) for candidate in found.near)
+        others = [best, *self._that_fit(numbers, found, near, _MOST_NEAR)]
+        by_words = {str(way.stated): way for way in others if way.stated != chosen.stated}
+        keep = int(self._spec.solve.get("keep", _KEEP))
+        return chosen, tuple(sorted(by_words.values(), key=lambda way: way.seconds)[:keep])
+
+    def _simpler(self, numbers: Numbers, found: Found) -> Iterator[tuple[Candidate, Options]]:
+        """Every row near the best, with fewer different things that its blocks may do."""
+        for row in (candidate.row for candidate in found.near):
+            for again in _subsets(range(len(RECOMPUTE))):
+                for back in ((0,), (1,), (0, 1)):
+                    options = tuple(r in again and s in back for r, s in OPTIONS)
+                    one = self._solve(numbers, found, row, options)
+                    if one is not None:
+                        yield one, options
+
+    def _solve(
+        self, numbers: Numbers, found: Found, row: int, options: Options
+    ) -> Candidate | None:
+        """The fastest way of a row within the slack, as far as is known what it really holds."""
+        assert found.best is not None
+        room = self._capacity - found.excess.get(row, 0.0)
+        limit = found.best.seconds * (1 + SLACK)
+        one = solve_row(numbers.only(row, options), 0, room, limit)
+        return replace(one, row=row) if one is not None else None
+
+    def _that_fit(
+        self,
+        numbers: Numbers,
+        found: Found,
+        tries: Iterable[tuple[int, Options]],
+        most: int,
+    ) -> Iterator[Way]:
+        """Those of some (row, options) that the memory room certifies, in this order."""
+        for row, options in tries:
+            while most > 0 and (one := self._solve(numbers, found, row, options)) is not None:
+                measured = self._measure(one)
+                found.num_measured += 1
+                most -= 1
+                if measured.fits:
+                    assert isinstance(measured.result, Way)
+                    yield measured.result
+                if measured.fits or measured.why:
+                    break
+                # It held more than was known of this row: ask for less, until none is near.
+                known = found.excess.get(row, 0.0)
+                found.excess[row] = max(measured.excess_bytes, known * _MORE, 1.0)
 
     def _complexity(self, candidate: Candidate) -> tuple[float, ...]:
-        """Axes that are spread, then different things that blocks do, then what each costs."""
+        """Axes that are spread, then different things that blocks do, then what it costs."""
         row = self.grid[candidate.row]
-        axes = sum(row[axis] > 1 for axis in AXES)
-        blocks = {
-            (block.recompute, block.reshard) for stage in self._blocks(candidate) for block in stage
-        }
-        most = max((RECOMPUTE[r] != "none" for r, _ in blocks), default=False)
-        return axes, len(blocks), int(row["virtual"]), int(most), candidate.seconds, candidate.row
+        axes = sum(int(row[axis] > 1) for axis in AXES)
+        blocks = {(b.recompute, b.reshard) for stage in self._blocks(candidate) for b in stage}
+        return axes, len(blocks), int(row["virtual"]), candidate.seconds
 
     def _ladder(self, profile: Profile, numbers: Numbers, found: Found) -> Ladder:
         """The same space where the network, or memory, is no limit."""
@@ -376,7 +416,7 @@ class _Planner:
         )
         no_network = search(
             self._numbers(free_network),
-            (self._question.limit_bytes - self._driver) / _SHARES,
+            self._capacity,
             _fits,
         )
         no_limit = search(numbers, float("inf"), _fits)
@@ -398,6 +438,11 @@ class _Planner:
         for why, rows in by_why.items():
             many = f"{len(rows)} configurations" if len(rows) > 1 else "1 configuration"
             yield Rejected(many, why)
+
+
+def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    for size in range(1, len(items) + 1):
+        yield from itertools.combinations(items, size)
 
 
 def _fits(candidate: Candidate) -> Measured:

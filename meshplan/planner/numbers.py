@@ -7,6 +7,7 @@ rule out is out; what a plan really takes, `settle` asks of the memory room.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,6 +56,23 @@ class Numbers:
             table[place + 1] = table[place]
             table[place + 1, kind] += 1
         return table
+
+    def only(self, row: int, options: Sequence[bool]) -> Numbers:
+        """One row, with these options and no others for blocks that have a choice."""
+        at = slice(row, row + 1)
+        seconds = self.seconds[at]
+        has_choice = np.isfinite(seconds).sum(axis=2, keepdims=True) > 1
+        offered = np.asarray(options)[None, None] | ~has_choice
+        return Numbers(
+            grid=self.grid[at],
+            order=self.order,
+            seconds=np.where(offered, seconds, np.inf),
+            saved=self.saved[at],
+            resident=self.resident[at],
+            top=self.top[at],
+            floor=self.floor[at],
+            once_s=self.once_s[at],
+        )
 
     def menu(self, row: int, in_flight: float) -> Menu:
         """What blocks may choose on a stage that keeps so many microbatches."""
@@ -128,7 +146,7 @@ def priced_bounds(numbers: Numbers, rows: Counts, capacity: float, tries: int = 
     whole = stages * capacity - numbers.top[rows]
     best = seconds.min(axis=2) @ count
     slowest = seconds.min(axis=2).max(axis=1)
-    for number in range(tries):
+    for number in range(tries if np.isfinite(capacity) else 0):
         price = best / np.maximum(whole, 1.0) * 2.0 ** (number - tries // 2)
         paid = (seconds + price[:, None, None] * held).min(axis=2) @ count - price * whole
         best = np.maximum(best, paid)

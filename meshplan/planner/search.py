@@ -31,6 +31,7 @@ from meshplan.planner.numbers import (
 TOLERANCE: Final = 1e-4
 """How much faster than the answer something in the space may be, as a share."""
 _BATCH: Final = 256
+_EPS: Final = 1e-12
 _MOST_TRIES: Final = 12
 """Answers of one row that are measured before it is given up, which `Found.given_up` tells."""
 
@@ -78,8 +79,9 @@ class Found:
     Attributes:
         best: The fastest that fits; None where nothing does.
         lower_s: No row is faster than this.
-        near: Candidates of other rows within the slack, not measured, fastest first.
+        near: Candidates of all rows that may come within the slack, not measured, fastest first.
         refused: By row, why the memory room could not tell it.
+        excess: By row, what its last answer really held above the linear figures.
         num_solved, num_measured: How much work it was.
         given_up: Rows whose answers were measured too often.
         is_whole: Whether the search came to its end, and not to the time limit's.
@@ -90,6 +92,7 @@ class Found:
     lower_s: float = 0.0
     near: list[Candidate] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
+    excess: dict[int, float] = field(default_factory=dict)
     num_solved: int = 0
     num_measured: int = 0
     given_up: int = 0
@@ -228,7 +231,7 @@ class _Search:
 
     def run(self) -> Found:
         """Rows in the order of their bounds, until the bounds reach the best answer."""
-        found, left = self.found, {}
+        found = self.found
         for bound, row in self._by_bound():
             limit = found.best.seconds if found.best else float("inf")
             if bound >= limit * (1 - self._tolerance):
@@ -237,13 +240,11 @@ class _Search:
             if self._deadline is not None and time.monotonic() > self._deadline:
                 found.lower_s, found.is_whole = bound, False
                 break
-            candidate = self._settle(row, limit * (1 - self._tolerance))
-            if candidate is not None:
-                left[row] = candidate
+            self._settle(row, limit * (1 - self._tolerance))
         else:
             found.lower_s = found.best.seconds if found.best else float("inf")
         if found.best is not None and self._slack:
-            self._collect(left)
+            self._collect()
         return found
 
     def _by_bound(self) -> Iterator[tuple[float, int]]:
@@ -263,49 +264,43 @@ class _Search:
                 continue
             yield heapq.heappop(heap)
 
-    def _settle(self, row: int, below: float) -> Candidate | None:
+    def _settle(self, row: int, below: float) -> None:
         """Solve and measure one row until its fastest answer that fits is known, if it is below."""
         found, capacity = self.found, self._capacity
         fits_up_to, over_from = -1.0, float("inf")
-        best: tuple[Candidate, Measured] | None = None
         for _ in range(_MOST_TRIES):
             found.num_solved += 1
             candidate = solve_row(self._numbers, row, capacity, below)
             held = max(candidate.linear_bytes) if candidate else 0.0
             if candidate is None or held <= fits_up_to:
-                break
+                return
             measured = self._measure(candidate)
             found.num_measured += 1
             if measured.why:
                 found.refused[row] = measured.why
-                return None
+                return
             if measured.fits:
-                best, below, fits_up_to = (candidate, measured), candidate.seconds, held
+                found.best, found.measured = candidate, measured
+                self._told(found)
+                below, fits_up_to = candidate.seconds, held
             else:
                 over_from = min(over_from, held)
-            tighter = self._capacity - max(measured.excess_bytes, 0.0)
-            capacity = min(tighter, float(np.nextafter(over_from, 0.0)))
-        else:
-            found.given_up += 1
-        if best is None:
-            return None
-        found.best, found.measured = best
-        self._told(found)
-        return best[0]
+            found.excess[row] = max(measured.excess_bytes, 0.0)
+            capacity = min(self._capacity - found.excess[row], float(np.nextafter(over_from, 0.0)))
+        found.given_up += 1
 
-    def _collect(self, settled: dict[int, Candidate]) -> None:
+    def _collect(self) -> None:
         """Every row that may come within the slack of the best."""
         found = self.found
         assert found.best is not None
         limit = found.best.seconds * (1 + self._slack)
-        near = dict(settled)
+        near = []
         for bound, row in self._by_bound():
             if bound > limit:
                 break
-            if row not in near and row not in found.refused:
-                candidate = solve_row(self._numbers, row, self._capacity, limit)
+            if row not in found.refused:
+                room = self._capacity - found.excess.get(row, 0.0)
+                candidate = solve_row(self._numbers, row, room, limit * (1 + _EPS))
                 if candidate is not None:
-                    near[row] = candidate
-        near.pop(found.best.row, None)
-        within = (c for c in near.values() if c.seconds <= limit)
-        found.near = sorted(within, key=lambda c: (c.seconds, c.row))
+                    near.append(candidate)
+        found.near = sorted(near, key=lambda c: (c.seconds, c.row))

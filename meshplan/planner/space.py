@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -229,14 +229,15 @@ def _recompute(
     if "activation_checkpointing" in spec.origins and stated.mode != AUTO:
         yield RECOMPUTE.index(stated.mode)
         return
-    for place, word in enumerate(RECOMPUTE):
+    yield RECOMPUTE.index("none")
+    words: tuple[Literal["selective", "full"], ...] = ("selective", "full")
+    for word in words:
         trial = with_axes(spec, {"dp_shard": 2})
         policy = replace(trial.activation_checkpointing, mode=word)
-        why = "" if word == "none" else refuses(replace(trial, activation_checkpointing=policy))
-        if why:
+        if why := refuses(replace(trial, activation_checkpointing=policy)):
             rejected.append(Rejected(f"activation_checkpointing={word}", why))
         else:
-            yield place
+            yield RECOMPUTE.index(word)
 
 
 def _check_batch(spec: Spec) -> None:
