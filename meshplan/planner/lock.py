@@ -1,0 +1,172 @@
+"""plan.lock.yaml: what the planner chose, in the words of plan.yaml, and what it was chosen for.
+
+The choices are statements that go on top of the plan file, as `--set` does, so that a locked plan
+is the user's own file made whole. They hold while the plan file says the same and the model has
+the same parameters. No times, no dates: the same inputs give the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from meshplan.errors import Origin, PlanError, Problem, SpecError
+from meshplan.graph import ModelGraph
+from meshplan.planner.settle import overrides
+from meshplan.spec import AUTO, Spec
+
+FORMAT: Final = 1
+_AGAIN: Final = "run meshplan plan again"
+_MOST_BYTES: Final = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lock:
+    """A lock file's part that decides.
+
+    Args:
+        spec, model: Hashes of what it was made for.
+        chosen: Statements by path.
+        path: Of the file.
+    """
+
+    spec: str
+    model: str
+    chosen: Mapping[str, Any]
+    path: Path
+
+
+def lock_path(plan: str | os.PathLike[str]) -> Path:
+    """Where the lock of a plan file is.
+
+    >>> lock_path("jobs/plan.yaml").name
+    'plan.lock.yaml'
+    """
+    path = Path(plan)
+    return path.with_name(f"{path.stem}.lock.yaml")
+
+
+def spec_hash(spec: Spec) -> str:
+    """Of what a plan says, whatever its comments and the order of its keys."""
+    return _hash(repr(spec))
+
+
+def model_hash(graph: ModelGraph) -> str:
+    """Of the names and shapes of all parameters, which say what a plan's rules match."""
+    return _hash(json.dumps(sorted((t.fqn, list(t.shape)) for t in graph.parameters)))
+
+
+def _hash(text: str) -> str:
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def free_fields(spec: Spec) -> list[str]:
+    """The paths that a plan leaves to the planner, where nothing else decides them."""
+    out = []
+    if spec.mesh == AUTO or (spec.mesh is None and spec.strategy in (None, AUTO)):
+        out.append("mesh")
+    elif isinstance(spec.mesh, Mapping):
+        auto = [f"mesh.{axis}" for axis, size in spec.mesh.items() if size == AUTO]
+        out += auto if len(auto) > 1 else []
+    for path, value in (
+        ("strategy", spec.strategy),
+        ("batch.micro", spec.batch.micro),
+        ("batch.accumulate", spec.batch.accumulate),
+        ("activation_checkpointing", spec.activation_checkpointing.mode),
+        ("pipeline.schedule", spec.pipeline.schedule if spec.pipeline else None),
+    ):
+        if value == AUTO:
+            out.append(path)
+    return out
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a lock file whole, or not at all."""
+    text = "# Written by `meshplan plan`; commit it beside the plan.\n" + yaml.safe_dump(
+        dict(content), sort_keys=False, width=100, allow_unicode=True
+    )
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        what = f"the lock cannot be written: {error.strerror}"
+        raise SpecError(Problem(what, Origin(str(path)), "say -o FILE")) from None
+
+
+def read(path: Path) -> Lock | None:
+    """A lock file; None where there is none.
+
+    Raises:
+        SpecError: It is no lock file.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        what = f"the lock cannot be read: {error.strerror}"
+        raise SpecError(Problem(what, Origin(str(path)), _AGAIN)) from None
+    try:
+        if len(data) > _MOST_BYTES:
+            raise ValueError("it is far too large")
+        content = yaml.safe_load(data)
+        inputs = content["inputs"]
+        if content["lock"] != FORMAT:
+            raise ValueError(f"it is of format {content['lock']}")
+        return Lock(
+            spec=str(inputs["plan"]),
+            model=str(inputs["model"]),
+            chosen=dict(content["chosen"]),
+            path=path,
+        )
+    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        what = f"this is no lock file of this version: {error}".partition("\n")[0]
+        raise SpecError(Problem(what, Origin(str(path)), _AGAIN)) from None
+
+
+def locked(
+    source: Any,
+    spec: Spec,
+    graph: ModelGraph,
+    load: Callable[[Sequence[str]], Spec],
+    *,
+    is_required: bool = True,
+) -> Spec | None:
+    """The spec with its lock's choices on top, where the lock is of this plan and this model.
+
+    Args:
+        source: The plan file; a mapping has no lock.
+        spec: As the file says it.
+        load: The same with more statements.
+        is_required: Whether to raise where there is no such lock, rather than return None.
+
+    Raises:
+        PlanError: There is none.
+        SpecError: It cannot be read.
+    """
+    free = ", ".join(free_fields(spec))
+    why = "a plan without a file has no lock"
+    fix = "state them, or write the plan into a file and run meshplan plan -f FILE"
+    if isinstance(source, (str, os.PathLike)):
+        path = lock_path(source)
+        lock = read(path)
+        fix = f"run meshplan plan -f {source}"
+        if lock is None:
+            why = f"there is no {path.name}"
+        elif lock.spec != spec_hash(spec):
+            why = f"{path.name} was made for another state of this file"
+        elif lock.model != model_hash(graph):
+            why = f"{path.name} was made for another model"
+        else:
+            return load(overrides(lock.chosen))
+    if not is_required:
+        return None
+    raise PlanError(Problem(f"{free} is left to the planner, and {why}", spec.origin(""), fix))
