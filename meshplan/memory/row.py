@@ -85,6 +85,10 @@ class Tape:
         units: (fqn, first row, row after the last) of every unit, the root apart.
         loss_start: The first row of the loss; its last row makes the loss itself.
         outlive: Of the values that the training loop holds, those it holds through backward.
+        laid: By a row and a parameter whose gradient it does not lay out as the parameter is, the
+            bytes that it has once it is.
+        lays_itself: Parameters that no unit reduces: their gradients are laid when they are there.
+        sums_apart: Values of which every sum of gradients is a new tensor.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -96,6 +100,9 @@ class Tape:
     units: list[tuple[str, int, int]] = field(default_factory=list)
     loss_start: int = -1
     outlive: set[int] = field(default_factory=set)
+    laid: dict[tuple[int, str], int] = field(default_factory=dict)
+    lays_itself: set[str] = field(default_factory=set)
+    sums_apart: set[int] = field(default_factory=set)
 
     def value(self, nbytes: int, of: int | None = None) -> int:
         """A new value; `of` names the one that it is a view of."""
@@ -112,6 +119,10 @@ class Tape:
             self.touch(value)
         for value in row.makes:
             self.touch(value)
+
+    def lay(self, fqn: str, nbytes: int) -> None:
+        """The last row lays out the gradient of this parameter otherwise than the parameter."""
+        self.laid[len(self.rows) - 1, fqn] = nbytes
 
     def touch(self, value: int) -> None:
         """A frame holds the value until here."""

@@ -9,7 +9,9 @@ aten/native/transformers/cuda/attention.cu and flash_attn/flash_api.cpp.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Final
 
 from meshplan.memory.tape import Grad, Row, Span, Tape
@@ -33,6 +35,7 @@ class Writer:
         is_cuda: Whether kernels of CUDA run, rather than those of CPUs.
         module: The fqn of the module that runs.
         saves: Words of `save:`; the rows that they stand for are `Row.is_kept`.
+        tokens: That this rank computes at once.
     """
 
     tape: Tape
@@ -41,6 +44,7 @@ class Writer:
     is_cuda: bool
     module: str = ""
     saves: frozenset[str] = KERNELS
+    tokens: int = 0
 
     def at(self, module: str) -> Writer:
         """The same tape, in another module."""
@@ -155,21 +159,36 @@ class Writer:
     # Layers
 
     def linear(
-        self, x: int, into: int, out: int, name: str, *, bias: bool = False, is_kept: bool = False
+        self,
+        x: int,
+        into: int,
+        out: int,
+        name: str,
+        *,
+        bias: bool = False,
+        is_kept: bool = False,
+        weight: str = "",
+        parts: Mapping[str, int] = MappingProxyType({}),
     ) -> int:
         """Keeps its input; the weight is a parameter's.
 
         Args:
             into, out: Features of this rank's part.
+            weight: The fqn of the weight, if it is another module's.
+            parts: By fqn of a parameter, the value that is computed with in its place.
         """
         at = self.at(f"{self.module}.{name}" if self.module else name)
         tokens = self.size(x) // (into * self.element_bytes)
-        parameters = [(f"{at.module}.weight", into * out * self.parameter_bytes)]
+        parameters = [(weight or f"{at.module}.weight", into * out * self.parameter_bytes)]
         if bias:
             parameters.append((f"{at.module}.bias", out * self.parameter_bytes))
+        own = tuple(parts.values())
         return at.row(
-            "mm", (x,), tokens * out * self.element_bytes, keeps=(x,),
-            grads=(Grad(x, self.size(x)),), parameters=tuple(parameters),
+            "mm", (x, *own), tokens * out * self.element_bytes,
+            # Of the parts that are no views, a bias is not kept.
+            keeps=(x, *(value for fqn, value in parts.items() if fqn == parameters[0][0])),
+            grads=(*(Grad(each, self.size(each)) for each in own), Grad(x, self.size(x))),
+            parameters=tuple(each for each in parameters if each[0] not in parts),
             is_kept=is_kept or "mm" in self.saves,
         )  # fmt: skip
 

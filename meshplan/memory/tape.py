@@ -46,6 +46,8 @@ class _Player:
         self._events: list[Event] = []
         self._marks: list[Mark] = []
         self._gradients: dict[str, int] = {}
+        self._unlaid: dict[str, int] = {}
+        """By fqn, gradients that are not laid as their parameter is."""
         self._sent: set[int] = set()
         self._phase = 0
         self._is_loss = False
@@ -94,7 +96,11 @@ class _Player:
         )
         log = EventLog(terms, tuple(self._events), _PHASES)
         loss = self._env[tape.rows[-1].makes[0]]
-        return Work(log, tuple(self._marks), self._gradients, losses=(loss,))
+        # What a unit does once it has the whole: these storages are none of the log.
+        settling = {
+            fqn: ((nbytes, -1),) for (_, fqn), nbytes in tape.laid.items() if fqn in self._unlaid
+        }
+        return Work(log, tuple(self._marks), self._gradients, losses=(loss,), settling=settling)
 
     # Memory
 
@@ -235,7 +241,7 @@ class _Player:
         if given:
             took = self._born(row.takes_back, row) if row.takes_back else None
             for fqn, nbytes in row.parameters:
-                self._gradient(fqn, nbytes, row)
+                self._gradient(fqn, nbytes, number)
             for value, nbytes in row.grads:
                 if nbytes:
                     made.append((value, self._born(nbytes, row)))
@@ -250,30 +256,50 @@ class _Player:
             self._drop(storage)
         for value, storage in made:
             self._accumulate(value, storage, row)
+        for fqn, _ in row.parameters if given else ():
+            self._lay(fqn, number)
 
     def _accumulate(self, value: int, storage: int, row: Row) -> None:
         known = self._grads.get(value)
         if known is None:
             self._grads[value] = storage
             return
-        if self._sums_in_place and self._uses[known] == 1:
+        if self._sums_in_place and self._uses[known] == 1 and value not in self._tape.sums_apart:
             self._drop(storage)
             return
         self._grads[value] = self._born(max(self._sizes[known], self._sizes[storage]), row)
         self._drop(known)
         self._drop(storage)
 
-    def _gradient(self, fqn: str, nbytes: int, row: Row) -> None:
+    def _lay(self, fqn: str, number: int) -> None:
+        """Where nobody does so later, and before it is added to one that is laid already."""
+        row, known, whole = self._tape.rows[number], self._gradients[fqn], self._unlaid.get(fqn)
+        if whole is None or (known == whole and fqn not in self._tape.lays_itself):
+            return
+        size = self._tape.laid[number, fqn]
+        laid = self._born(size, row, Term.GRADIENTS)
+        if known != whole:
+            total = self._born(size, row, Term.GRADIENTS)
+            self._drop(laid)
+            self._drop(known)
+            laid = total
+        self._drop(self._unlaid.pop(fqn))
+        self._gradients[fqn] = laid
+
+    def _gradient(self, fqn: str, nbytes: int, number: int) -> None:
         """A parameter that two rows read has the sum."""
-        number = self._born(nbytes, row, Term.GRADIENTS)
-        known = self._gradients.get(fqn)
-        if known is None:
-            self._gradients[fqn] = number
+        row = self._tape.rows[number]
+        storage = self._born(nbytes, row, Term.GRADIENTS)
+        is_laid = (number, fqn) not in self._tape.laid
+        if not is_laid:
+            self._unlaid[fqn] = storage
+        known = self._gradients.setdefault(fqn, storage)
+        if known == storage or not is_laid:
             return
         if not self._sums_in_place:
             self._gradients[fqn] = self._born(nbytes, row, Term.GRADIENTS)
             self._drop(known)
-        self._drop(number)
+        self._drop(storage)
 
 
 def _spans(tape: Tape) -> Iterable[Span]:

@@ -22,6 +22,7 @@ from meshplan.memory.replay import Prepared, replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.replay.shards import unit_shards
 from meshplan.memory.rows import PRODUCTS
+from meshplan.memory.styled import Styled
 from meshplan.plan import Plan
 
 _GATHERING: Final = 1
@@ -146,6 +147,8 @@ def _told_work(
         },
         is_cuda=is_cuda,
         in_place=in_place,
+        styled=_styled(plan),
+        lays_itself=frozenset(f for f, p in plan.assignment.tensors.items() if p.unit is None),
     )
     return Prepared(work_of(plan.graph, run))
 
@@ -168,7 +171,7 @@ def refusals(plan: Plan) -> Iterator[Problem]:
     blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
     saved = {word for r in a.recompute.values() for word in r.policy.save}
     for is_there, what in (
-        (mesh.size("tp") > 1, "tensor parallelism"),
+        *((True, str(problem.what)) for problem in _styled(plan).check()),
         (mesh.size("cp") > 1, "context parallelism"),
         (mesh.size("ep") > 1, "expert parallelism"),
         (mesh.size("pp") > 1, "a pipeline"),
@@ -187,6 +190,22 @@ def refusals(plan: Plan) -> Iterator[Problem]:
 def _is_block(plan: Plan, fqn: str) -> bool:
     above, _, name = fqn.rpartition(".")
     return name.isdigit() and above in plan.graph.modules
+
+
+def _styled(plan: Plan) -> Styled:
+    a = plan.assignment
+    pieces = {fqn: use.pieces for fqn, use in a.styles.items() if use.pieces}
+    return Styled(
+        plan.mesh.size("tp"),
+        {fqn: use.style for fqn, use in a.styles.items()},
+        pieces,
+        frozenset(
+            tensor.fqn
+            for fqn in pieces
+            for tensor in plan.graph.owned(fqn)
+            if not a.tensors[tensor.fqn].computed.axes
+        ),
+    )
 
 
 def _number(fqn: str) -> int:
