@@ -131,14 +131,18 @@ def test_tp_cuts_the_work_and_sends_whole_activations(graphs, tp, is_sequence):
     size = LENGTH * HIDDEN * 2
     sent = block.sent_forward
     if is_sequence:
-        assert (sent.all_reduces, sent.gathers) == (0, 4)
-        assert sent.gather_bytes == 4 * size
+        # Five projections gather, two scatter.
+        assert (sent.all_reduces, sent.gathers) == (0, 7)
+        assert sent.gather_bytes == 7 * size
+        norms = block.sent_backward.all_reduces
+        assert block.sent_backward == replace(sent, all_reduces=norms)
+        assert norms == 2
         assert block.boundary_bytes * tp == size
     else:
         assert (sent.all_reduces, sent.gathers) == (2, 0)
         assert sent.all_reduce_bytes == 2 * size
         assert block.boundary_bytes == size
-    assert block.sent_backward == sent
+        assert block.sent_backward == sent
     head = part.kinds[part.order[-1]]
     logits = LENGTH * VOCAB * 2
     assert head.sent_forward.gather_bytes == logits + (size if is_sequence else 0)

@@ -86,10 +86,18 @@ class Reading:
     Args:
         seq_len: Keys that the last token attends to.
         keeps: Whether selective recomputation keeps what a row makes.
+        is_alone: Whether each projection gathers for itself what it is given, and each norm that
+            sees a part of the sequence sums its gradient, as `runtime.shard` has it.
     """
 
     def __init__(
-        self, tape: Tape, seq_len: int, element_bytes: int, keeps: Callable[[Row], bool]
+        self,
+        tape: Tape,
+        seq_len: int,
+        element_bytes: int,
+        *,
+        keeps: Callable[[Row], bool] = is_chosen,
+        is_alone: bool = True,
     ) -> None:
         self._tape, self._seq_len, self._element_bytes = tape, seq_len, element_bytes
         rows = [row._replace(is_kept=keeps(row)) for row in tape.rows]
@@ -100,6 +108,10 @@ class Reading:
         marked = [(f"@{n}", start, end) for n, (_, start, end) in enumerate(self._units)]
         self._marked = replace(tape, rows=rows, units=marked, spans=[])
         self._readers = Counter(grad.value for row in rows for grad in row.grads)
+        self._products = Counter(
+            value for row in rows if is_alone and row.op == "mm" for value in row.reads
+        )
+        self._has_parts = is_alone and any(row.op == "reduce_scatter" for row in rows)
         self.tied_numel = self._tied()
 
     def places(self) -> list[Place]:
@@ -167,9 +179,12 @@ class Reading:
 
     def _sent(self, row: Row, direction: int) -> Numbers:
         kind = _SENT[row.op][direction]
-        size = float(max(self._sizes(row.reads[:1]), self._size(row.makes[0])))
+        size = float(self._size(row.makes[0]))
+        if kind == "gather":  # What is whole: made, or given.
+            size = max(size, float(self._size(row.reads[0])))
         if kind == "gather":
-            return Numbers(gathers=1, gather_bytes=size)
+            times = max(1, self._products[row.makes[0]]) if row.op == "all_gather" else 1
+            return Numbers(gathers=times, gather_bytes=times * size)
         return Numbers(all_reduces=1, all_reduce_bytes=size) if kind else Numbers()
 
     def _forward(self, number: int) -> Numbers:
@@ -213,6 +228,8 @@ class Reading:
         given = self._sizes(row.makes) if row.op == "split" else self._size(row.makes[0])
         moved = given + self._sizes(row.keeps) + new + 2 * row.takes_back
         kernels = 1 + bool(row.parameters)
+        if row.parameters and self._has_parts:
+            added = added.plus(Numbers(all_reduces=1))  # So small that only its latency counts.
         return self._work(row, kernels, moved, 2 * weights, _ATTENTION_BACK).plus(added)
 
     def _added(self, row: Row) -> Numbers:

@@ -1,0 +1,368 @@
+"""Seconds of steps: against what is sent, against rules by hand, against a played pipeline.
+
+Which seeded bug would this catch? A collective charged twice or not at all, in the wrong dtype,
+after the wrong microbatch or over the wrong ranks; a bubble of one stage too many.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshplan.blueprint import from_mapping
+from meshplan.cost.chain import chain_of
+from meshplan.cost.collectives import all_gather, all_reduce, all_to_all, group, send
+from meshplan.cost.grid import GRID, MODES, OPTIONS, SCHEDULE_WORDS
+from meshplan.cost.profile import profile_of
+from meshplan.cost.simulate import simulate
+from meshplan.cost.step import crossing_seconds, pipeline_seconds, terms
+from meshplan.hardware import Cluster, Link, find_device
+from meshplan.plan import make_plan
+from meshplan.reader import load_spec
+from meshplan.schedules import SCHEDULES
+from meshplan.spec import Precision
+from meshplan.traffic import forecast
+
+LENGTH, LAYERS = 32, 3
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 160,
+    "hidden_size": 48, "intermediate_size": 112, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_hidden_layers": LAYERS, "max_position_embeddings": 64,
+    "use_cache": False, "tie_word_embeddings": False, "head_dim": 12,
+}  # fmt: skip
+FP32, BF16 = Precision(), Precision(param="bfloat16", reduce="float32")
+H100 = Cluster(
+    device=find_device("h100-sxm-80gb"), nodes=4, gpus_per_node=8, inter=Link("stated", 50e9)
+)
+REAL = replace(profile_of(H100), contention=0.1)
+COUNTING = replace(
+    REAL, efficiency=np.inf, memory_bytes_per_s=np.inf, kernel_s=0.0, intra_bytes_per_s=1.0,
+    inter_bytes_per_s=1e9, intra_latency_s=0.0, inter_latency_s=0.0, contention=0.0,
+)  # fmt: skip
+"""Nothing takes time but bytes on the wire, a second each: seconds are bytes."""
+SETTLING = ("the loss and the number", "whether", "which parameters", "the norm",
+            "the loss of", "float32 buffers", "model.")  # fmt: skip
+"""Scalars that ranks settle, DDP's broadcast of buffers, and gradients of norms that are summed
+over tp: their bytes are not charged."""
+
+
+def row(**sizes):
+    out = np.ones(1, GRID)
+    out["mode"], out["schedule"] = MODES.index(sizes.pop("mode", "shard")), 0
+    for name, size in sizes.items():
+        out[name] = size
+    return out
+
+
+def charged(grid, chain, precision, again=0, reshard=1):
+    """Wire bytes of a step, as the cost model has them."""
+    out = 0.0
+    for number in chain.order:
+        kind = chain.kinds[number]
+        option = OPTIONS.index((again, reshard)) if kind.has_options else 0
+        told = terms(grid, kind, COUNTING, 8, precision, is_awaited=True)
+        out += (told.seconds[0, option] - told.update_s[0]) * grid["microbatches"][0]
+    return out
+
+
+def wire(told, mesh, skips=SETTLING):
+    """Wire bytes of a forecast: what a ring moves through each rank."""
+    out = 0.0
+    for each in told.traffic:
+        ranks = mesh.size(*each.route.axes)
+        times = 2 if each.route.kind == "all_reduce" else 1
+        if not each.what.startswith(skips):
+            out += times * each.count * each.route.num_bytes * (ranks - 1) / ranks
+    return out
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "mode"),
+    [
+        ("full_shard", {"dp_shard": 4}, "shard"),
+        ("hybrid_shard", {"dp_replicate": 2, "dp_shard": 4}, "shard"),
+        ("zero2", {"dp_shard": 4}, "shard"),
+        ("zero1", {"dp_shard": 4}, "zero1"),
+        ("ddp", {"dp_replicate": 4}, "ddp"),
+    ],
+)
+def test_data_ranks_are_charged_what_is_forecast(strategy, sizes, mode, precision):
+    graph = from_mapping(LLAMA)
+    plan = {"version": 1, "mesh": sizes, "strategy": strategy, "batch": {"accumulate": 3}}
+    if precision is BF16:
+        plan["precision"] = {"param": "bfloat16", "reduce": "float32"}
+    decided = make_plan(load_spec(plan), graph)
+    width = 2 if precision is BF16 else 4
+    chain = chain_of(graph, seq_len=LENGTH, element_bytes=width)
+    grid = row(mode=mode, microbatches=3, **sizes)
+    reshard = int(strategy in ("full_shard", "hybrid_shard"))
+    told = forecast(decided)
+    assert charged(grid, chain, precision, reshard=reshard) == pytest.approx(
+        wire(told, decided.mesh), rel=1e-12
+    )
+    only_whole = [o for o, (_, reshard) in enumerate(OPTIONS) if reshard]
+    seconds = terms(grid, chain.kinds[1], REAL, 8, precision).seconds
+    assert np.isinf(seconds[:, only_whole]).all() == (mode != "shard")
+
+
+@pytest.fixture(scope="module")
+def live():
+    """The model of transformers of the config."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    facts = {k: v for k, v in LLAMA.items() if k not in ("model_type", "architectures")}
+    return LlamaForCausalLM(LlamaConfig(**facts, bos_token_id=1, eos_token_id=2, pad_token_id=0))
+
+
+NORMS = {"match": "**.{*_layernorm,norm}", "place": {"tp": "sequence_parallel"}}
+OTHERS = {
+    "tp": ({"tp": 2}, {}),
+    "tp, recomputed": ({"tp": 2}, {"activation_checkpointing": "full"}),
+    "tp, recomputed but for products": ({"tp": 2}, {"activation_checkpointing": "selective"}),
+    "tp and full_shard": ({"dp_shard": 2, "tp": 2}, {"strategy": "full_shard"}),
+    "tp, cut loss": ({"tp": 2}, {"loss_parallel": True}),
+    "sequence parallel": ({"tp": 2}, {"sequence_parallel": True}),
+    "sequence parallel, recomputed": (
+        {"tp": 2},
+        {"sequence_parallel": True, "activation_checkpointing": "full"},
+    ),
+    "cp": ({"cp": 2}, {"strategy": "full_shard"}),
+    "cp, recomputed": (
+        {"cp": 2},
+        {"strategy": "full_shard", "activation_checkpointing": "full"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_tp_and_cp_are_charged_what_is_forecast(name, live):
+    import torch
+
+    from meshplan.runtime.trace import graph_of
+    from meshplan.runtime.visits import record_forward
+    from tests import models
+
+    def loss(output, targets):
+        logits = output.logits.flatten(0, -2).float()
+        return torch.nn.functional.cross_entropy(logits, targets.flatten())
+
+    sizes, more = OTHERS[name]
+    tp, cp = sizes.get("tp", 1), sizes.get("cp", 1)
+    is_sequence = bool(more.get("sequence_parallel"))
+    rules = (models.tp_rules("hf_llama") or []) if tp > 1 else []
+    plan = {"version": 1, "mesh": sizes, "rules": rules + [NORMS] * is_sequence, **more}
+    decided = make_plan(load_spec(plan), graph_of(live))
+    ids = torch.zeros(2, LENGTH // cp, dtype=torch.int64)
+    forward = record_forward(live, decided, {"input_ids": ids}, ids, loss)
+    told = forecast(decided, forward)
+    assert not told.unknown
+    chain = chain_of(
+        from_mapping(LLAMA), seq_len=LENGTH, element_bytes=4, tp=tp, is_sequence=is_sequence,
+        cuts_loss=bool(more.get("loss_parallel")),
+    )  # fmt: skip
+    again = {"full": 2, "selective": 1}.get(more.get("activation_checkpointing", ""), 0)
+    grid = row(micro=2, **sizes)
+    assert charged(grid, chain, FP32, again) == pytest.approx(wire(told, decided.mesh), rel=1e-12)
+
+
+def test_stages_are_charged_what_is_forecast(live):
+    import torch
+
+    from meshplan.runtime.record import record
+    from meshplan.runtime.trace import graph_of
+    from meshplan.runtime.visits import record_forward
+    from tests import models
+
+    ids = {"input_ids": torch.zeros(8, LENGTH, dtype=torch.int64)}
+    spec = load_spec(
+        {"version": 1, "mesh": {"pp": 3}, "pipeline": {"schedule": "1F1B", "microbatches": 4}}
+    )
+    decided = make_plan(spec, graph_of(live, record(live, ids)))
+    forward = record_forward(live, decided, ids, ids["input_ids"], models.loss)
+    block = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=4).kinds[1]
+    grid = row(pp=3, micro=2, microbatches=4)
+    each = crossing_seconds(grid, block.boundary_bytes, COUNTING, 8)[0]
+    for rank in range(3):
+        told = forecast(decided, forward, rank)
+        sent = sum(t.count * t.route.num_bytes for t in told.traffic if t.route.kind == "send")
+        assert sent == 4 * each * (2 if rank == 1 else 1)
+
+
+def test_hidden_communication_costs_its_contention_and_no_more():
+    chain = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=2)
+    block = chain.kinds[1]
+    fast = replace(REAL, kernel_s=1e-3)  # Launches hide whatever is sent.
+    grid = row(dp_shard=8, microbatches=4)
+    one, many = (terms(g, block, fast, 8, BF16) for g in (row(microbatches=4), grid))
+    ring = group(np.array([8.0]), np.array([1.0]), 8)
+    numel = sum(block.numels)
+    gather = all_gather(np.array([2.0 * numel]), ring, fast)[0]
+    scatter = all_gather(np.array([4.0 * numel]), ring, fast)[0]
+    assert many.forward_s[0, 1] == pytest.approx(one.forward_s[0, 1] + 0.1 * gather)
+    kept, given_back = many.backward_s[0, :2]
+    assert kept == pytest.approx(one.backward_s[0, 0] + 0.1 * scatter)
+    assert given_back == pytest.approx(one.backward_s[0, 0] + 0.1 * (gather + scatter))
+    bare = terms(grid, block, replace(fast, kernel_s=0.0), 8, BF16)
+    assert bare.forward_s[0, 1] == pytest.approx(gather + 0.1 * one_compute(block))
+    root = terms(grid, chain.kinds[0], fast, 8, BF16)
+    alone = terms(row(microbatches=4), chain.kinds[0], fast, 8, BF16)
+    assert root.forward_s[0, 0] > alone.forward_s[0, 0] + 0.9 * 2.0 * numel / 8 / 450e9
+
+
+def one_compute(block):
+    still = replace(REAL, kernel_s=0.0)
+    return terms(row(), block, still, 8, BF16).forward_s[0, 0]
+
+
+def test_replicas_are_reduced_after_the_last_microbatch_only():
+    block = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=4).kinds[1]
+    for mode, sizes in (("shard", {"dp_replicate": 4, "dp_shard": 2}), ("zero1", {"dp_shard": 8}),
+                        ("ddp", {"dp_replicate": 8})):  # fmt: skip
+        once = terms(row(mode=mode, **sizes), block, COUNTING, 8, FP32)
+        often = terms(row(mode=mode, microbatches=5, **sizes), block, COUNTING, 8, FP32)
+        assert once.settle_s[0, 0] == often.settle_s[0, 0] > 0
+        paid = 5 * (often.seconds[0, 0] - often.forward_s[0, 0] - often.backward_s[0, 0])
+        assert paid == pytest.approx(often.settle_s[0, 0] + often.update_s[0])
+
+
+def test_recomputation_costs_what_it_runs_again():
+    block = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=4, tp=2).kinds[1]
+    still = replace(REAL, intra_latency_s=0.0, intra_bytes_per_s=np.inf)
+    none, selective, full = terms(row(tp=2), block, still, 8, FP32).backward_s[0, ::2]
+    forward = terms(row(tp=2), block, still, 8, FP32).forward_s[0, 0]
+    assert none < selective < full < none + forward
+    again = terms(row(tp=2), block, COUNTING, 8, FP32).backward_s[0, ::2]
+    # The all-reduce in the middle of a block runs once more, the one at its end does not.
+    assert again[2] - again[0] == again[1] - again[0] == LENGTH * 48 * 4
+
+
+def test_an_update_moves_what_is_held():
+    block = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=2).kinds[1]
+    whole = terms(row(mode="ddp", dp_replicate=8), block, REAL, 8, BF16).update_s[0]
+    shard = terms(row(dp_shard=4, cp=2), block, REAL, 8, BF16).update_s[0]
+    numel = sum(block.numels)
+    assert whole == 8 * shard
+    assert whole == pytest.approx(numel * 4 * REAL.optimizer_bytes / REAL.memory_bytes_per_s)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "per_node", "nodes"),
+    [(8, 1, 8, 1), (16, 1, 8, 2), (4, 8, 1, 4), (4, 2, 4, 1), (8, 4, 2, 4), (6, 4, 2, 3)],
+)  # fmt: skip
+def test_groups_lie_on_nodes(ranks, stride, per_node, nodes):
+    found = group(np.array([ranks]), np.array([stride]), 8)
+    assert (found.per_node[0], found.nodes[0]) == (per_node, nodes)
+
+
+def test_bandwidth_of_a_ring_is_that_of_the_links_its_ranks_have():
+    quiet = replace(REAL, intra_latency_s=0.0, inter_latency_s=0.0,
+                    intra_bytes_per_s=387e9, inter_bytes_per_s=49e9)  # fmt: skip
+    size = np.array([1e9])
+    for per_node, bandwidth in ((1, 49e9), (2, 98e9), (4, 196e9), (8, 387e9)):
+        ring = group(np.array([per_node * 16]), np.array([8 // per_node]), 8)
+        share = (per_node * 16 - 1) / (per_node * 16)
+        assert all_gather(size, ring, quiet)[0] == pytest.approx(1e9 * share / bandwidth)
+        assert all_reduce(size, ring, quiet)[0] == pytest.approx(2e9 * share / bandwidth)
+
+
+def test_trees_help_sums_and_nothing_else():
+    none = np.array([0.0])
+    far = group(np.array([2048.0]), np.array([1.0]), 8)
+    gather, reduce = all_gather(none, far, REAL)[0], all_reduce(none, far, REAL)[0]
+    assert gather == pytest.approx(255 * REAL.inter_latency_s + 1792 * REAL.intra_latency_s)
+    assert reduce == pytest.approx(2 * (8 * REAL.inter_latency_s + 3 * REAL.intra_latency_s))
+    near = group(np.array([2.0]), np.array([1.0]), 8)
+    assert all_reduce(none, near, REAL)[0] == pytest.approx(2 * REAL.intra_latency_s)
+    alone = group(np.array([1.0]), np.array([1.0]), 8)
+    for collective in (all_gather, all_reduce, all_to_all):
+        assert collective(np.array([1e9]), alone, REAL)[0] == 0.0
+
+
+def test_exchanges_and_sends():
+    exact = replace(REAL, intra_latency_s=0.0, inter_latency_s=0.0)
+    size, both = np.array([16e9]), group(np.array([16.0]), np.array([1.0]), 8)
+    out = 8e9 / exact.inter_bytes_per_s
+    assert all_to_all(size, both, exact)[0] == pytest.approx(out)
+    crosses = np.array([True, False])
+    assert send(np.array([1e9, 1e9]), crosses, exact) == pytest.approx(
+        [1e9 / exact.inter_bytes_per_s, 1e9 / exact.intra_bytes_per_s]
+    )
+
+
+# The pipeline
+
+
+def pipeline(pp, count, virtual, schedule):
+    return row(pp=pp, microbatches=count, virtual=virtual, schedule=SCHEDULE_WORDS.index(schedule))
+
+
+def both(schedule, pp, count, virtual, forward, crossing=0.0, ratio=2.0):
+    """(played, told) seconds."""
+    backward = [ratio * each for each in forward]
+    played = simulate(SCHEDULES[schedule], forward, backward, ranks=pp, microbatches=count,
+                      crossing_s=crossing)  # fmt: skip
+    by_rank = [(1 + ratio) * sum(forward[rank::pp]) for rank in range(pp)]
+    told = pipeline_seconds(
+        pipeline(pp, count, virtual, schedule), np.array(max(by_rank)), np.array(sum(by_rank)),
+        np.array(crossing),
+    )  # fmt: skip
+    assert played.busy_s == pytest.approx([count * each for each in by_rank])
+    return played.seconds, told[0]
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"),
+    [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 3)],
+)
+def test_equal_stages_take_exactly_what_is_told(schedule, virtual, pp):
+    for rounds, crossing in ((1, 0.0), (2, 0.0), (5, 0.0), (1, 0.01), (2, 0.01), (5, 0.01)):
+        count = pp * rounds
+        played, told = both(schedule, pp, count, virtual, [1.0] * pp * virtual, crossing)
+        assert told == pytest.approx(played, rel=1e-9)
+    if virtual == 1:
+        played, told = both(schedule, pp, 2 * pp + 1, 1, [1.0] * pp)
+        assert told == pytest.approx(played, rel=1e-9)
+        # Between whole rounds what crosses is told to a way there and back.
+        played, told = both(schedule, pp, 2 * pp + 1, 1, [1.0] * pp, 0.01)
+        assert abs(told - played) <= 0.02
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.1, 0.3])
+def test_unequal_stages_take_about_as_long_as_told(spread):
+    rng = random.Random(7)
+    for _ in range(60):
+        pp, rounds = rng.choice((2, 4, 8)), rng.choice((1, 2, 4))
+        stages = [1 + spread * rng.random() for _ in range(pp)]
+        for schedule in ("GPipe", "1F1B"):
+            played, told = both(schedule, pp, pp * rounds, 1, stages)
+            # The slowest stage need not wait for what comes behind it.
+            assert -1e-9 <= told / played - 1 <= 0.4 * spread
+            assert schedule != "GPipe" or told == pytest.approx(played)
+        chunks = [1 + spread * rng.random() for _ in range(2 * pp)]
+        played, told = both("Interleaved1F1B", pp, pp * rounds, 2, chunks)
+        assert abs(told / played - 1) <= 0.75 * spread
+
+
+def test_the_bubble_of_the_textbook():
+    played = simulate(SCHEDULES["1F1B"], [1.0] * 4, [2.0] * 4, ranks=4, microbatches=8)
+    assert played.idle_share == pytest.approx(3 / 11)
+    split = simulate(SCHEDULES["InterleavedZeroBubble"], [1.0] * 8, [2.0] * 8, ranks=4,
+                     microbatches=8)  # fmt: skip
+    whole = simulate(SCHEDULES["Interleaved1F1B"], [1.0] * 8, [2.0] * 8, ranks=4, microbatches=8)
+    assert split.seconds < whole.seconds
+
+
+def test_what_crosses_leaves_the_node_where_stages_do():
+    size = 1e9
+    for sizes, inside in (({"pp": 2, "dp_shard": 4}, True), ({"pp": 2, "dp_shard": 8}, False),
+                          ({"pp": 4, "tp": 2}, True)):  # fmt: skip
+        told = crossing_seconds(row(micro=2, **sizes), size, COUNTING, 8)[0]
+        assert told == (2e9 if inside else 2.0)
+    assert crossing_seconds(row(dp_shard=8), size, COUNTING, 8)[0] == 0
