@@ -28,6 +28,7 @@ from meshplan.spec import Spec
 if TYPE_CHECKING:
     from meshplan.memory import MemoryEstimate
     from meshplan.plan import Plan
+    from meshplan.planner.decide import Decision
     from meshplan.rehearsal import Rehearse
     from meshplan.verdict import Verdict
 
@@ -182,11 +183,82 @@ def check_plan(
         return CheckResult(problems=tuple(error.problems))
     if graph is None:
         return CheckResult(problems=tuple(problems_without_model(spec)), notes=notes)
+    told: list[str] = []
     try:
+        spec = _whole(plan, overrides, spec, graph, told.append)
         decided = make_plan(spec, graph, rehearse=rehearse)
     except PlanError as error:
         return CheckResult(problems=tuple(error.problems), notes=notes)
+    notes = (*notes, *told[:1])
     return CheckResult(plan=decided, warnings=decided.assignment.warnings, notes=notes)
+
+
+def _whole(
+    plan: PlanSource,
+    overrides: Sequence[str],
+    spec: Spec,
+    graph: ModelGraph,
+    told: Callable[[str], None],
+) -> Spec:
+    """The spec with nothing left to the planner."""
+    if not spec.free_fields:
+        return spec
+    from meshplan.planner.whole import whole_spec  # numpy
+    from meshplan.reader import load_spec
+
+    return whole_spec(plan, lambda more: load_spec(plan, [*overrides, *more]), graph, told)
+
+
+def search_plan(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    config: str | Path | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    told: Callable[[str], None] = lambda text: None,
+) -> Decision:
+    """The fastest plan for all that a plan file leaves open, proved, and what was left out.
+
+    Args:
+        plan: As for `check_plan`.
+        config: A Hugging Face config, which goes before the plan's own `model`.
+        gpu: Name of the device whose memory is the limit, or `memory`, the limit itself.
+        told: Is told of each better plan.
+
+    Raises:
+        SpecError: The plan or the model cannot be read.
+        PlanError: The plan contradicts itself, or says too little.
+    """
+    from meshplan.planner.decide import decide as search
+    from meshplan.planner.whole import question_of
+    from meshplan.reader import load_spec
+
+    spec = load_spec(plan, overrides)
+    given = spec.model
+    if config is None and (given is None or given.config is None):
+        what = "the planner reads a model from its config, and none is given"
+        fix = "add model: {config: PATH} to the plan, or --config PATH"
+        raise PlanError(Problem(what, spec.origin("model"), fix))
+    graph, _, _ = _find_model(spec, None, config)
+    assert graph is not None
+
+    def load(more: Sequence[str]) -> Spec:
+        return load_spec(plan, [*overrides, *more])
+
+    return search(question_of(load, graph, gpu, memory), told)
+
+
+def lock_plan(
+    plan: str | os.PathLike[str], decision: Decision, path: str | Path | None = None
+) -> Path:
+    """Write a decision beside its plan file; returns where."""
+    from meshplan.planner.lock import lock_path, write
+    from meshplan.planner.locking import lock_of
+
+    target = Path(path) if path is not None else lock_path(plan)
+    write(target, lock_of(decision))
+    return target
 
 
 def decide(
@@ -291,6 +363,7 @@ def estimate_memory(
         try:
             graph, more, _ = _find_model(spec, None, config)
             assert graph is not None
+            spec = _whole(plan, overrides, spec, graph, told)
             decided = make_plan(spec, graph)
             found = told_estimate(
                 decided, device=device, limit_bytes=limit_bytes, notes=(*notes, *more)

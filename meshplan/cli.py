@@ -176,6 +176,41 @@ def _show(args: argparse.Namespace) -> int:
     return YES
 
 
+def _plan_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
+    parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the lock (default PLAN.lock.yaml)")
+    parser.add_argument("--dry-run", action="store_true", help="write no lock")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from meshplan.render.plan import decision_to_json, decision_to_text
+
+    path = _plan_file(args)
+    decision = api.search_plan(
+        path,
+        args.set,
+        config=args.config,
+        gpu=args.gpu,
+        memory=args.memory,
+        told=lambda text: _print_notes(args, [text]),
+    )
+    if args.json:
+        print(envelope("plan/1", decision_to_json(decision)))
+    else:
+        colour = wants_colour(no_color=args.no_color)
+        print(*decision_to_text(decision, path, colour=colour), sep="\n")
+    if decision.chosen is None:
+        return NO
+    if args.set and not args.dry_run and args.output is None:
+        _print_notes(args, ["no lock is written for a plan changed by --set; -o FILE writes one"])
+    elif not args.dry_run:
+        target = api.lock_plan(path, decision, args.output)
+        _print_notes(args, [f"wrote {target}"])
+    return YES
+
+
 def _demo_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", metavar="PLAN", help="a recipe's name or a plan file, as -f")
     parser.add_argument(
@@ -263,6 +298,7 @@ VERBS: tuple[Verb, ...] = (
         _estimate,
     ),
     Verb("check", "every mistake of a plan, before a process starts", _model_flags, _check),
+    Verb("plan", "decide all that a plan leaves open: the fastest that fits", _plan_flags, _plan),
     Verb("show", "every layout of a plan, with the line that decided it", _model_flags, _show),
     Verb("verify", "run a plan, made small, beside one process", _verify_flags, _verify),
     Verb("demo", "train under a plan on this machine, beside one process", _demo_flags, _demo),

@@ -162,10 +162,6 @@ def _mesh(value: Value, found: Findings) -> Mesh | None:
     for axis, child in value.data.items():
         if axis_ok(axis, child, found) and is_stated(child):
             mesh[axis] = _axis_size(child, found)
-    free = [axis for axis, size in mesh.items() if size == AUTO]
-    for axis in free[1:]:
-        what = f"only one axis can be 'auto', and '{free[0]}' is already"
-        found.add(value.data[axis], what, "write the size")
     for axis, size in mesh.items():
         if isinstance(size, Borrow):
             _check_borrow(axis, size, value, mesh, found)

@@ -279,6 +279,26 @@ class Spec:
             or any(rule.place.get("tp") == AUTO for rule in self.rules)
         )
 
+    @property
+    def free_fields(self) -> tuple[str, ...]:
+        """The paths of what is left to the planner, where nothing else decides it."""
+        out = []
+        if self.mesh == AUTO or (self.mesh is None and self.strategy in (None, AUTO)):
+            out.append("mesh")
+        elif isinstance(self.mesh, Mapping):
+            axes = [f"mesh.{axis}" for axis, size in self.mesh.items() if size == AUTO]
+            out += axes if len(axes) > 1 else []  # A single one is what the others leave.
+        for path, value in (
+            ("strategy", self.strategy),
+            ("batch.micro", self.batch.micro),
+            ("batch.accumulate", self.batch.accumulate),
+            ("activation_checkpointing", self.activation_checkpointing.mode),
+            ("pipeline.schedule", self.pipeline.schedule if self.pipeline else None),
+        ):
+            if value == AUTO:
+                out.append(path)
+        return tuple(out)
+
     def origin(self, path: str) -> Origin:
         """Where `path` was stated, or the nearest statement around it, or the file."""
         parent = path

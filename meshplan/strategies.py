@@ -18,7 +18,7 @@ from typing import Final
 
 from meshplan.borrow import expert_loans
 from meshplan.errors import PlanError, Problem
-from meshplan.mesh import DATA_AXES, Axis, Mesh
+from meshplan.mesh import AXES, DATA_AXES, Axis, Mesh
 from meshplan.spec import AUTO, Borrow, Spec
 
 
@@ -89,16 +89,16 @@ def resolve_mesh(
 def _refuse_auto(spec: Spec) -> None:
     problems = [
         Problem(
-            f"'{word}: auto' is not available yet: the planner that decides it is not part of "
-            "this version",
-            spec.origin(word),
-            fix,
+            f"'{path}: auto' is left to the planner",
+            spec.origin(path),
+            f"run meshplan plan, or state {example}",
         )
-        for word, value, fix in (
-            ("mesh", spec.mesh, "state the axes, such as mesh: {dp_shard: 8}, or leave mesh out"),
-            ("strategy", spec.strategy, "state one of " + ", ".join(STRATEGIES)),
+        for path, example in (
+            ("mesh", "the axes, such as mesh: {dp_shard: 8}"),
+            ("strategy", "one of " + ", ".join(STRATEGIES)),
+            *((f"mesh.{axis}", "the size") for axis in AXES),
         )
-        if value == AUTO
+        if path in spec.free_fields and (path != "mesh" or spec.mesh == AUTO)
     ]
     if problems:
         raise PlanError(problems)

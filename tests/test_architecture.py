@@ -37,7 +37,8 @@ LEVELS = [
         cost
         traffic
         verdict
-        planner render runtime
+        planner
+        render runtime
         interop api
         cli __init__
         __main__
@@ -55,9 +56,11 @@ LATE_BETWEEN = {
     ("api", "reader"),  # yaml
     ("api", "memory"),  # what answers one question only
     ("api", "plan"),
+    ("api", "planner"),
     ("api", "runtime"),
     ("api", "verdict"),
     ("api", "interop"),
+    ("runtime", "planner"),
     ("cli", "memory"),
     ("cli", "reader"),
     ("cli", "render"),

@@ -127,22 +127,12 @@ def test_a_recipe_trains_as_one_process_does(pool, name):
     assert state <= 1e-6
 
 
-def test_auto_waits_for_the_planner(monkeypatch, capsys):
+def test_auto_is_planned_where_it_is_read(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    findings = (
-        "meshplan: 2 problems\n"
-        "plans/auto.yaml:6:7: mesh: 'mesh: auto' is not available yet: the planner that decides it "
-        "is not part of this version\n"
-        "    fix: state the axes, such as mesh: {dp_shard: 8}, or leave mesh out\n"
-        "plans/auto.yaml:7:11: strategy: 'strategy: auto' is not available yet: the planner that "
-        "decides it is not part of this version\n"
-        "    fix: state one of ddp, zero1, zero2, full_shard, hybrid_shard, hybrid_shard_zero2\n"
-    )
-    assert main(["check", "-f", "plans/auto.yaml"]) == 1
-    assert capsys.readouterr() == (findings, "")
-    for verb in (["show", "-f", "plans/auto.yaml"], ["demo", "--plan", "auto"]):
-        assert main(verb) == 2
-        assert capsys.readouterr() == ("", findings)
+    assert main(["check", "-f", "plans/auto.yaml"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("plans/auto.yaml: ok, LlamaForCausalLM on ")
+    assert "there is no auto.lock.yaml: planning" in err
 
 
 def test_a_recipe_is_found_from_anywhere(tmp_path, monkeypatch):

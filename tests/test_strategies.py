@@ -189,12 +189,11 @@ def test_a_contradiction_has_one_message(plan: dict[str, Any], message: str) -> 
 
 def test_what_waits_for_the_planner_is_said_all_at_once() -> None:
     assert refusal({"mesh": "auto", "strategy": "auto"}) == (
-        "<mapping>: mesh: 'mesh: auto' is not available yet: the planner that decides it is not "
-        "part of this version\n"
-        "    fix: state the axes, such as mesh: {dp_shard: 8}, or leave mesh out\n"
-        "<mapping>: strategy: 'strategy: auto' is not available yet: the planner that decides it "
-        "is not part of this version\n"
-        "    fix: state one of ddp, zero1, zero2, full_shard, hybrid_shard, hybrid_shard_zero2"
+        "<mapping>: mesh: 'mesh: auto' is left to the planner\n"
+        "    fix: run meshplan plan, or state the axes, such as mesh: {dp_shard: 8}\n"
+        "<mapping>: strategy: 'strategy: auto' is left to the planner\n"
+        "    fix: run meshplan plan, or state one of ddp, zero1, zero2, full_shard, hybrid_shard, "
+        "hybrid_shard_zero2"
     )
 
 

@@ -12,24 +12,30 @@ from meshplan.styles import PLANNED_STYLES
 def not_yet(spec: Spec) -> list[Problem]:
     """One problem per setting that this version would have to ignore."""
     asked: list[tuple[str, str, str]] = []
+    open_: list[tuple[str, str, str]] = []
 
     def ask(condition: object, path: str, what: str, fix: str = "remove it") -> None:
         if condition:
             asked.append((path, what, fix))
 
+    def free(condition: object, path: str, what: str, fix: str) -> None:
+        if condition:
+            open_.append((path, what, fix))
+
     ask(_offloads(spec.offload), "offload", "offloading")
-    ask(spec.solve, "solve", "the planner that reads 'solve'")
     for name in ("micro", "accumulate"):
         value = getattr(spec.batch, name)
-        ask(value == AUTO, f"batch.{name}", f"'{name}: auto'", "write the number")
+        free(value == AUTO, f"batch.{name}", f"'{name}: auto'", "write the number")
         ask(isinstance(value, Mapping), f"batch.{name}", "a schedule by epoch", "write one number")
-    ask(_is_planned(spec.activation_checkpointing), "activation_checkpointing",
-        "the planner that fills 'auto' and 'budget'", "use none, full or selective")  # fmt: skip
+    free(spec.activation_checkpointing.mode == AUTO, "activation_checkpointing",
+         "'activation_checkpointing: auto'", "write none, full or selective")  # fmt: skip
+    ask(spec.activation_checkpointing.budget is not None, "activation_checkpointing.budget",
+        "a budget of activations", "write auto, none, full or selective")  # fmt: skip
     for rule in spec.rules:
         at = f"rules[{rule.index}]"
         ask(rule.offload and _offloads(rule.offload), f"{at}.offload", "offloading")
         ask(rule.activation_checkpointing and _is_planned(rule.activation_checkpointing),
-            f"{at}.activation_checkpointing", "the planner that fills 'auto' and 'budget'",
+            f"{at}.activation_checkpointing", "'auto' and 'budget' in a rule",
             "use none, full or selective")  # fmt: skip
         for axis, word in rule.place.items():
             path = f"{at}.place.{axis}"
@@ -39,6 +45,10 @@ def not_yet(spec: Spec) -> list[Problem]:
     problems = [
         Problem(f"{what} is not available yet in this version", spec.origin(path), fix)
         for path, what, fix in asked
+    ]
+    problems += [
+        Problem(f"{what} is left to the planner", spec.origin(path), f"run meshplan plan, or {fix}")
+        for path, what, fix in open_
     ]
     for rule in spec.rules:
         if "cp" in rule.place:

@@ -22,19 +22,21 @@ from meshplan.cost.profile import Profile, profile_of
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.graph import ModelGraph
-from meshplan.hardware import Cluster, Device, Link, find_device
+from meshplan.hardware import Cluster
 from meshplan.memory.driver import driver_bytes
 from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
 from meshplan.memory.told import ERROR, refusals, told_estimate
+from meshplan.mesh import AXES
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.held import element_bytes_of
+from meshplan.planner.lock import overrides
 from meshplan.planner.numbers import Numbers
 from meshplan.planner.search import Candidate, Found, Measured, search, solve_row
-from meshplan.planner.settle import Block, blocks_of, overrides, statements
+from meshplan.planner.settle import Block, blocks_of, statements
 from meshplan.planner.space import (
-    AXES,
     Freedom,
     Rejected,
+    check_batch,
     enumerate_grid,
     freedom_of,
     with_axes,
@@ -75,18 +77,17 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One way to train the model, as words, numbers and, where it was checked, a plan.
+    """One way to train the model that fits: as words, decided, and with its memory.
 
     Args:
         stated: What the plan file would have to say, by path.
         seconds: Of a step.
-        plan, memory: None where it was not checked.
     """
 
     stated: Mapping[str, Any]
     seconds: float
-    plan: Plan | None = None
-    memory: MemoryEstimate | None = None
+    plan: Plan
+    memory: MemoryEstimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,7 @@ class Decision:
     """What the planner came to.
 
     Args:
+        spec: As the plan file says it.
         chosen: The simplest of those within SLACK of the best; None where nothing fits.
         best_s: Seconds of the fastest.
         gap: How much faster something in the space may be than the fastest.
@@ -116,6 +118,7 @@ class Decision:
         is_whole: Whether the search came to its end.
     """
 
+    spec: Spec
     chosen: Way | None
     best_s: float
     gap: float
@@ -133,30 +136,13 @@ class Decision:
     limit_bytes: int
     is_whole: bool = True
 
+    def tokens_per_s(self, way: Way) -> float:
+        """Of one device."""
+        return self.tokens / way.seconds / way.plan.mesh.world_size
 
-def cluster_of(spec: Spec, device: str) -> Cluster:
-    """The machine that a plan names.
-
-    Raises:
-        PlanError: It names none, or one whose speed is not known.
-    """
-    stated = spec.hardware
-    if stated is None:
-        what = "nothing says which devices there are"
-        fix = "add hardware: {nodes: 1, gpus_per_node: 8, gpu: h100-sxm-80gb}"
-        raise PlanError(Problem(what, spec.origin("hardware"), fix))
-    if device == "cuda":
-        what = "nothing says how fast the devices are"
-        raise PlanError(Problem(what, spec.origin("hardware"), "add gpu: h100-sxm-80gb, say"))
-    found: Device = find_device(device, spec.origin("hardware.gpu"))
-    intra, inter = stated.intra_bytes_per_s, stated.inter_bytes_per_s
-    return Cluster(
-        device=found,
-        nodes=stated.nodes,
-        gpus_per_node=stated.gpus_per_node,
-        intra=Link("intra", intra) if intra else None,
-        inter=Link("inter", inter) if inter else None,
-    )
+    def mfu(self, way: Way) -> float:
+        """Share of the peak that the model's own flops are: what is recomputed does not count."""
+        return self.flops / way.seconds / self.profile.peak_flops / way.plan.mesh.world_size
 
 
 def decide(question: Question, told: Callable[[str], None] = lambda text: None) -> Decision:
@@ -174,6 +160,7 @@ class _Planner:
     def __init__(self, question: Question, told: Callable[[str], None]) -> None:
         self._question, self._told = question, told
         self._spec = question.read(())
+        check_batch(self._spec)
         self._graph = question.graph
         self._chains: dict[int, Chain] = {}
         self._driver = driver_bytes(question.device, ()).high
@@ -256,7 +243,7 @@ class _Planner:
         began = time.monotonic()
         question = self._question
         limit = question.time_limit_s
-        profile = profile_of(question.cluster, dtype=self._compute_dtype)
+        profile = self._profile
         self._told(f"{len(self.grid):,} configurations")
         numbers = self._numbers(profile)
         found = search(
@@ -271,6 +258,7 @@ class _Planner:
         ladder = self._ladder(profile, numbers, found) if chosen else None
         best = found.best
         return Decision(
+            spec=self._spec,
             chosen=chosen,
             best_s=best.seconds if best else float("inf"),
             gap=found.gap,
@@ -288,6 +276,10 @@ class _Planner:
             limit_bytes=question.limit_bytes,
             is_whole=found.is_whole,
         )
+
+    @cached_property
+    def _profile(self) -> Profile:
+        return profile_of(self._question.cluster, dtype=self._compute_dtype)
 
     @property
     def _compute_dtype(self) -> str:

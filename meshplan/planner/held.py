@@ -48,25 +48,24 @@ def element_bytes_of(plan: Plan) -> ElementBytes:
 def resident_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
     """[rows, options] what one block holds in the loss, whatever the microbatch."""
     numel = float(sum(kind.numels))
-    shard = (numel / grid["dp_shard"])[:, None]
-    mode, replicas = grid["mode"][:, None], grid["dp_replicate"][:, None]
-    has_gradients = grid["microbatches"][:, None] > 1
-    gathered = np.where(kind.has_options & OPTION_RESHARD[None, :], 0.0, numel * sizes.computed)
-    parameters = np.where(mode == _SHARD, shard, numel) * sizes.stored
-    states = np.where(mode == _DDP, numel, shard) * sizes.states
-    # ddp's buckets are there all the time; else gradients wait for the step from one microbatch on.
-    waits = has_gradients | ((mode == _DDP) & (replicas > 1))
-    gradients = np.where(waits, np.where(mode == _SHARD, shard, numel) * sizes.stored, 0.0)
-    whole = np.where(mode == _SHARD, gathered, 0.0)
-    return np.asarray(parameters + states + gradients + whole, dtype=np.float64)
+    mode = grid["mode"][:, None]
+    held = np.where(mode == _DDP, numel, (numel / grid["dp_shard"])[:, None])
+    own = held * (sizes.stored + sizes.states)
+    # What is computed with is a copy, unless nothing is cut and nothing cast.
+    is_copied = (mode != _DDP) | (sizes.computed != sizes.stored)
+    is_freed = (mode == _SHARD) & kind.has_options & OPTION_RESHARD[None, :]
+    copied = np.where(is_copied & ~is_freed, numel * sizes.computed, 0.0)
+    # From the second microbatch on gradients are there already.
+    waits = grid["microbatches"][:, None] > 1
+    gradients = np.where(waits, np.where(mode == _ZERO1, numel, held) * sizes.stored, 0.0)
+    return np.asarray(own + copied + gradients, dtype=np.float64)
 
 
 def step_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
     """[rows] what one block holds when the optimizer begins: states and gradients."""
     numel = float(sum(kind.numels))
-    shard, mode = numel / grid["dp_shard"], grid["mode"]
-    own = np.where(mode == _SHARD, shard, numel) * 2 * sizes.stored
-    return np.asarray(own + np.where(mode == _DDP, numel, shard) * sizes.states, dtype=np.float64)
+    held = np.where(grid["mode"] == _DDP, numel, numel / grid["dp_shard"])
+    return np.asarray(held * (2 * sizes.stored + sizes.states), dtype=np.float64)
 
 
 def saved_bytes(grid: NDArray[np.void], kind: Kind) -> Floats:

@@ -17,10 +17,9 @@ from typing import Any, Final
 
 import yaml
 
-from meshplan.errors import Origin, PlanError, Problem, SpecError
+from meshplan.errors import Origin, Problem, SpecError
 from meshplan.graph import ModelGraph
-from meshplan.planner.settle import overrides
-from meshplan.spec import AUTO, Spec
+from meshplan.spec import Spec
 
 FORMAT: Final = 1
 _AGAIN: Final = "run meshplan plan again"
@@ -65,26 +64,6 @@ def model_hash(graph: ModelGraph) -> str:
 
 def _hash(text: str) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
-
-
-def free_fields(spec: Spec) -> list[str]:
-    """The paths that a plan leaves to the planner, where nothing else decides them."""
-    out = []
-    if spec.mesh == AUTO or (spec.mesh is None and spec.strategy in (None, AUTO)):
-        out.append("mesh")
-    elif isinstance(spec.mesh, Mapping):
-        auto = [f"mesh.{axis}" for axis, size in spec.mesh.items() if size == AUTO]
-        out += auto if len(auto) > 1 else []
-    for path, value in (
-        ("strategy", spec.strategy),
-        ("batch.micro", spec.batch.micro),
-        ("batch.accumulate", spec.batch.accumulate),
-        ("activation_checkpointing", spec.activation_checkpointing.mode),
-        ("pipeline.schedule", spec.pipeline.schedule if spec.pipeline else None),
-    ):
-        if value == AUTO:
-            out.append(path)
-    return out
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
@@ -132,41 +111,32 @@ def read(path: Path) -> Lock | None:
         raise SpecError(Problem(what, Origin(str(path)), _AGAIN)) from None
 
 
+def overrides(stated: Mapping[str, Any]) -> list[str]:
+    """Statements as `--set PATH=VALUE` has them; JSON is YAML."""
+    return [f"{path}={json.dumps(value)}" for path, value in stated.items()]
+
+
 def locked(
-    source: Any,
-    spec: Spec,
-    graph: ModelGraph,
-    load: Callable[[Sequence[str]], Spec],
-    *,
-    is_required: bool = True,
-) -> Spec | None:
-    """The spec with its lock's choices on top, where the lock is of this plan and this model.
+    source: Any, spec: Spec, graph: ModelGraph, load: Callable[[Sequence[str]], Spec]
+) -> Spec | str:
+    """The spec with its lock's choices on top, or why there is no lock of this plan and model.
 
     Args:
         source: The plan file; a mapping has no lock.
         spec: As the file says it.
         load: The same with more statements.
-        is_required: Whether to raise where there is no such lock, rather than return None.
 
     Raises:
-        PlanError: There is none.
-        SpecError: It cannot be read.
+        SpecError: The lock cannot be read.
     """
-    free = ", ".join(free_fields(spec))
-    why = "a plan without a file has no lock"
-    fix = "state them, or write the plan into a file and run meshplan plan -f FILE"
-    if isinstance(source, (str, os.PathLike)):
-        path = lock_path(source)
-        lock = read(path)
-        fix = f"run meshplan plan -f {source}"
-        if lock is None:
-            why = f"there is no {path.name}"
-        elif lock.spec != spec_hash(spec):
-            why = f"{path.name} was made for another state of this file"
-        elif lock.model != model_hash(graph):
-            why = f"{path.name} was made for another model"
-        else:
-            return load(overrides(lock.chosen))
-    if not is_required:
-        return None
-    raise PlanError(Problem(f"{free} is left to the planner, and {why}", spec.origin(""), fix))
+    if not isinstance(source, (str, os.PathLike)):
+        return "a plan without a file has no lock"
+    path = lock_path(source)
+    lock = read(path)
+    if lock is None:
+        return f"there is no {path.name}"
+    if lock.spec != spec_hash(spec):
+        return f"{path.name} was made for another state of this file"
+    if lock.model != model_hash(graph):
+        return f"{path.name} was made for another model"
+    return load(overrides(lock.chosen))

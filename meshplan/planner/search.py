@@ -36,7 +36,7 @@ _MOST_TRIES: Final = 12
 """Answers of one row that are measured before it is given up, which `Found.given_up` tells."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """One way, whole.
 

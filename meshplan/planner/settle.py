@@ -7,16 +7,16 @@ plan is the user's own file with them added, and nothing else.
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
+from meshplan.mesh import AXES
 from meshplan.planner.search import Candidate
-from meshplan.planner.space import AXES, Freedom
+from meshplan.planner.space import Freedom
 from meshplan.spec import Spec
 
 _UNIFORM: Final = {0: ("zero2", "hybrid_shard_zero2"), 1: ("full_shard", "hybrid_shard")}
@@ -148,8 +148,3 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
             first = number
         last = number
     yield first, last
-
-
-def overrides(stated: Mapping[str, Any]) -> list[str]:
-    """The same as `--set PATH=VALUE`; JSON is YAML."""
-    return [f"{path}={json.dumps(value)}" for path, value in stated.items()]

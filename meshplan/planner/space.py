@@ -16,10 +16,8 @@ from numpy.typing import NDArray
 
 from meshplan.cost.grid import GRID, MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
 from meshplan.errors import PlanError, Problem
+from meshplan.mesh import AXES
 from meshplan.spec import AUTO, Spec
-
-AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-"""Outermost first."""
 
 _DDP, _ZERO1, _SHARD = range(len(MODES))
 _MOST_MICRO: Final = 64
@@ -102,7 +100,6 @@ def freedom_of(
     Raises:
         PlanError: It contradicts itself, or says too little.
     """
-    _check_batch(spec)
     rejected: list[Rejected] = []
     axes = _axes(spec, world)
     axes["tp"] = tuple(t for t in axes["tp"] if t <= gpus_per_node or len(axes["tp"]) == 1)
@@ -240,8 +237,12 @@ def _recompute(
             yield RECOMPUTE.index(word)
 
 
-def _check_batch(spec: Spec) -> None:
-    """Two of micro, accumulate and global must say or leave free how large a step is."""
+def check_batch(spec: Spec) -> None:
+    """Two of micro, accumulate and global must say or leave free how large a step is.
+
+    Raises:
+        PlanError: They do not.
+    """
     batch, problems = spec.batch, []
     if batch.global_ is None and not (
         isinstance(batch.micro, int) and isinstance(batch.accumulate, int)

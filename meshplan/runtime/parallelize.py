@@ -93,6 +93,16 @@ def _parallelize(
     return wrapped
 
 
+def _read(model: nn.Module, plan: str | os.PathLike[str] | Mapping[str, Any]) -> Spec:
+    """What the plan says; what it leaves open its lock says, or the planner."""
+    spec = load_spec(plan)
+    if not spec.free_fields:
+        return spec
+    from meshplan.planner.whole import whole_spec  # only here is anything left to plan
+
+    return whole_spec(plan, lambda more: load_spec(plan, more), graph_of(model, None))
+
+
 def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: bool) -> Plan:
     """Read and decide, without touching the model or talking to another rank."""
     if not isinstance(model, nn.Module):
@@ -103,7 +113,7 @@ def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: b
     elif isinstance(plan, Spec):
         spec = plan
     else:
-        spec = load_spec(plan)
+        spec = _read(model, plan)
     inputs = find_example(model, spec, example_inputs) if spec.reads_flow else None
     graph = graph_of(model, record(model, inputs) if spec.reads_flow else None)
     decided = make_plan(

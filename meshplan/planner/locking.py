@@ -1,0 +1,88 @@
+"""What a lock file says of a decision: the choices, and for people what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from meshplan.planner.decide import Decision
+from meshplan.planner.lock import FORMAT, model_hash, spec_hash
+from meshplan.planner.settle import patterns
+from meshplan.version import __version__
+
+
+def lock_of(decision: Decision) -> dict[str, Any]:
+    """The content of the file: the same inputs give the same bytes.
+
+    Args:
+        decision: One that chose something.
+    """
+    chosen = decision.chosen
+    assert chosen is not None
+    plan, ladder = chosen.plan, decision.ladder
+    return {
+        "lock": FORMAT,
+        "meshplan": __version__,
+        "inputs": {
+            "plan": spec_hash(decision.spec),
+            "model": model_hash(plan.graph),
+            "profile": f"{decision.profile.device}, {decision.profile.framework}, "
+            f"{decision.profile.dtype}",
+        },
+        "chosen": dict(chosen.stated),
+        "expected": {
+            "step_s": _round(chosen.seconds),
+            "tokens_per_s_per_gpu": _round(decision.tokens_per_s(chosen)),
+            "mfu": _round(decision.mfu(chosen)),
+            "gap": _round(decision.gap),
+            **(
+                {
+                    "ladder_s": {
+                        "roofline": _round(ladder.roofline_s),
+                        "no_network": _round(ladder.no_network_s),
+                        "no_memory_limit": _round(ladder.no_memory_limit_s),
+                        "fastest": _round(ladder.plan_s),
+                    }
+                }
+                if ladder
+                else {}
+            ),
+        },
+        "memory": [
+            {
+                "ranks": f"{group.ranks[0]}..{group.ranks[-1]}, {len(group.ranks)} in all",
+                "high_bytes": group.band[1],
+                "limit_bytes": decision.limit_bytes,
+                "at": " ".join(filter(None, (group.at.phase, group.at.module))),
+            }
+            for group in chosen.memory.groups
+        ],
+        "tensors": dict(_tensors(decision)),
+        "rejected": [f"{each.what}: {each.why}" for each in decision.rejected],
+    }
+
+
+def _round(number: float) -> float:
+    """Six digits: what is beyond is the machine's that planned."""
+    return float(f"{number:.6g}")
+
+
+def _tensors(decision: Decision) -> Iterator[tuple[str, str]]:
+    """(names, how they lie), alike ones of alike blocks in one line."""
+    assert decision.chosen is not None
+    plan = decision.chosen.plan
+    blocks = plan.graph.blocks()
+    inside: dict[tuple[str, str], list[str]] = {}
+    for fqn, placed in plan.assignment.tensors.items():
+        if placed.info.is_buffer:
+            continue
+        block = next((b for b in blocks if fqn.startswith(f"{b}.")), None)
+        layout = str(placed.stored)
+        if block is None:
+            inside.setdefault((fqn, layout), [])
+        else:
+            inside.setdefault((fqn[len(block) :], layout), []).append(block)
+    for (rest, layout), found in inside.items():
+        folded = patterns(found) if found else ""
+        for pattern in [folded] if isinstance(folded, str) else folded:
+            yield f"{pattern}{rest}", layout

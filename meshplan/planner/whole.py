@@ -1,0 +1,108 @@
+"""A plan file made whole: by its lock where that holds, by planning where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meshplan.errors import PlanError, Problem
+from meshplan.graph import ModelGraph
+from meshplan.hardware import Cluster, Link, find_device
+from meshplan.planner.decide import Question, decide
+from meshplan.planner.lock import locked, overrides
+from meshplan.sizing import graph_of, read_limit
+from meshplan.spec import Spec
+
+Load = Callable[[Sequence[str]], Spec]
+"""The plan file with more statements on top."""
+
+
+def whole_spec(
+    source: Any, load: Load, graph: ModelGraph, told: Callable[[str], None] = lambda text: None
+) -> Spec:
+    """The spec with nothing left to the planner.
+
+    Args:
+        source: The plan file, or a mapping.
+        graph: The model that it is for.
+        told: Is told where the choices come from.
+
+    Raises:
+        PlanError: Nothing fits, or the plan says too little to be planned.
+        SpecError: The lock cannot be read.
+    """
+    spec = load(())
+    if not spec.free_fields:
+        return spec
+    found = locked(source, spec, graph, load)
+    if isinstance(found, Spec):
+        return found
+    sized = graph if graph.config else graph_of(spec)
+    if sized is None:
+        free = " and ".join(spec.free_fields)
+        are = "are" if len(spec.free_fields) > 1 else "is"
+        what = f"{free} {are} left to the planner, and {found}"
+        fix = "give the plan its model, such as model: {config: PATH}, and run meshplan plan"
+        raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
+    told(f"{found}: planning")
+    decision = decide(question_of(load, sized), told)
+    if decision.chosen is None:
+        raise PlanError(nothing_fits(spec))
+    return load(overrides(decision.chosen.stated))
+
+
+def nothing_fits(spec: Spec) -> Problem:
+    """That there is no plan."""
+    what = "nothing in the space fits into the memory that there is"
+    return Problem(what, spec.origin("mesh"), "see meshplan plan; allow more, or take more devices")
+
+
+def question_of(
+    load: Load, graph: ModelGraph, gpu: str | None = None, memory: str | int | None = None
+) -> Question:
+    """What a plan file asks of the planner.
+
+    Raises:
+        SpecError: The device cannot be found, or is stated twice and differs.
+        PlanError: It says too little.
+    """
+    spec = load(())
+    device, limit, _ = read_limit(gpu, memory, spec)
+    if limit is None:
+        what = "nothing says how much memory a device has"
+        fix = "add gpu: h100-sxm-80gb to hardware, or --gpu"
+        raise PlanError(Problem(what, spec.origin("hardware"), fix))
+    stated = spec.solve.get("time_limit")
+    return Question(
+        read=load,
+        graph=graph,
+        device=device,
+        limit_bytes=limit,
+        cluster=cluster_of(spec, device),
+        time_limit_s=float(stated) if stated is not None else None,
+    )
+
+
+def cluster_of(spec: Spec, device: str) -> Cluster:
+    """The machine that a plan names.
+
+    Raises:
+        PlanError: It names none, or one whose speed is not known.
+    """
+    stated = spec.hardware
+    if stated is None:
+        what = "nothing says which devices there are"
+        fix = "add hardware: {nodes: 1, gpus_per_node: 8, gpu: h100-sxm-80gb}"
+        raise PlanError(Problem(what, spec.origin("hardware"), fix))
+    if device == "cuda":
+        what = "nothing says how fast the devices are"
+        fix = "add gpu: h100-sxm-80gb, say"
+        raise PlanError(Problem(what, spec.origin("hardware"), fix))
+    intra, inter = stated.intra_bytes_per_s, stated.inter_bytes_per_s
+    return Cluster(
+        device=find_device(device, spec.origin("hardware.gpu")),
+        nodes=stated.nodes,
+        gpus_per_node=stated.gpus_per_node,
+        intra=Link("intra", intra) if intra else None,
+        inter=Link("inter", inter) if inter else None,
+    )

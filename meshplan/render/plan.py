@@ -1,0 +1,188 @@
+"""`meshplan plan` on paper: what was chosen, how near the limits it is, and what was not chosen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshplan.planner.decide import Decision, Way
+from meshplan.render.memory import ranks_to_text
+from meshplan.render.text import columns, paint
+from meshplan.units import format_gib
+
+_MOST_REJECTED = 12
+
+
+def decision_to_json(decision: Decision) -> dict[str, Any]:
+    """The `result` of schema plan/1."""
+    chosen = decision.chosen
+    ladder = decision.ladder
+    return {
+        **(_way_to_json(decision, chosen) if chosen else dict.fromkeys(_KEYS)),
+        "limit_bytes": decision.limit_bytes,
+        "fits": chosen is not None,
+        "gap": decision.gap if chosen else None,
+        "is_whole": decision.is_whole,
+        "num_configs": decision.num_configs,
+        "num_measured": decision.num_measured,
+        "search_s": decision.search_s,
+        "ladder": None
+        if ladder is None
+        else {
+            "roofline_s": ladder.roofline_s,
+            "no_network_s": ladder.no_network_s,
+            "no_memory_limit_s": ladder.no_memory_limit_s,
+            "plan_s": ladder.plan_s,
+        },
+        "chosen": dict(chosen.stated) if chosen else None,
+        "alternatives": [_way_to_json(decision, way) for way in decision.alternatives],
+        "rejected": [{"what": each.what, "why": each.why} for each in decision.rejected],
+        "profile": {
+            "device": decision.profile.device,
+            "framework": decision.profile.framework,
+            "dtype": decision.profile.dtype,
+            "residual": decision.profile.residual,
+        },
+    }
+
+
+_KEYS = (
+    "mesh", "strategy", "batch", "pipeline", "activation_checkpointing", "step_s",
+    "tokens_per_s_per_gpu", "mfu", "peak_bytes",
+)  # fmt: skip
+
+
+def _way_to_json(decision: Decision, way: Way) -> dict[str, Any]:
+    plan = way.plan
+    a, stages = plan.assignment, plan.assignment.stages
+    batch = plan.spec.batch
+    return {
+        "mesh": {axis.name: axis.size for axis in a.mesh},
+        "strategy": a.strategy.name,
+        "batch": {
+            "micro": plan.micro,
+            "accumulate": plan.accumulate,
+            "global": batch.global_ or decision.samples,
+        },
+        "pipeline": stages and {
+            "schedule": stages.schedule,
+            "virtual": stages.virtual,
+            "microbatches": stages.microbatches,
+        },
+        "activation_checkpointing": {
+            mode: sum(r.policy.mode == mode for r in a.recompute.values())
+            for mode in ("selective", "full")
+        },
+        "step_s": way.seconds,
+        "tokens_per_s_per_gpu": decision.tokens_per_s(way),
+        "mfu": decision.mfu(way),
+        "peak_bytes": way.memory.worst.band[1],
+    }  # fmt: skip
+
+
+def decision_to_text(decision: Decision, title: str, *, colour: bool = False) -> list[str]:
+    """The lines of the answer, without the notes.
+
+    Args:
+        title: What the plan is called.
+    """
+    chosen = decision.chosen
+    if chosen is None:
+        line = f"{title}: nothing in the space fits into {format_gib(decision.limit_bytes)}"
+        return [paint(line, "bold", colour), "", *_rejected(decision)]
+    lines = [
+        paint(f"{title}: {_seconds(chosen.seconds)} a step", "bold", colour)
+        + f", {decision.tokens_per_s(chosen):,.0f} tokens/s per GPU"
+        + f", MFU {decision.mfu(chosen):.1%}",
+        "",
+        *(f"  {line}" for line in statement_lines(chosen.stated)),
+        "",
+        *_memory(decision, chosen),
+        "",
+        *_ladder(decision),
+        *_alternatives(decision),
+        "",
+        *_rejected(decision),
+    ]
+    return lines
+
+
+def statement_lines(stated: Mapping[str, Any]) -> Iterator[str]:
+    """Statements as they would stand in a plan file, one a line."""
+    for path, value in stated.items():
+        yield f"{path}: {_flow(value)}"
+
+
+def _flow(value: Any) -> str:
+    """A value as YAML on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    if isinstance(value, str):
+        return value if value.replace("_", "").isalnum() else json.dumps(value)
+    return json.dumps(value)
+
+
+def _memory(decision: Decision, way: Way) -> list[str]:
+    worst = way.memory.worst
+    high, limit = worst.band[1], decision.limit_bytes
+    return [
+        f"memory  {format_gib(high)} at the most, of {format_gib(limit)}: "
+        f"{format_gib(limit - high)} left",
+        f"        on ranks {ranks_to_text(worst.ranks)}, in {worst.at.phase}"
+        + (f" of {worst.at.module}" if worst.at.module else ""),
+    ]
+
+
+def _ladder(decision: Decision) -> list[str]:
+    ladder = decision.ladder
+    if ladder is None:
+        return []
+    return [
+        f"limits  {_seconds(ladder.roofline_s)} if all flops ran at the peak",
+        f"        {_seconds(ladder.no_network_s)} if nothing had to be sent: the network costs "
+        f"{ladder.plan_s / ladder.no_network_s - 1:.1%}",
+        f"        {_seconds(ladder.no_memory_limit_s)} if memory had no end: its limit costs "
+        f"{ladder.plan_s / ladder.no_memory_limit_s - 1:.1%}",
+        f"        {_seconds(ladder.plan_s)} the fastest of {decision.num_configs:,} "
+        f"configurations, each with {decision.num_options} choices for every block "
+        f"(gap {decision.gap:.2%})",
+    ]
+
+
+def _alternatives(decision: Decision) -> list[str]:
+    if not decision.alternatives:
+        return []
+    chosen = decision.chosen
+    assert chosen is not None
+    rows = [
+        [
+            f"{way.seconds / chosen.seconds - 1:+.1%}",
+            format_gib(way.memory.worst.band[1]),
+            "; ".join(
+                line
+                for line in statement_lines(way.stated)
+                if line not in set(statement_lines(chosen.stated))
+            ),
+        ]
+        for way in decision.alternatives
+    ]
+    return ["", "others that fit", *(f"  {line}" for line in columns(rows, ">><"))]
+
+
+def _rejected(decision: Decision) -> list[str]:
+    """What is not in the space; equal reasons together."""
+    by_why: dict[str, list[str]] = {}
+    for each in decision.rejected:
+        by_why.setdefault(each.why, []).append(each.what)
+    lines = [f"  {', '.join(whats)}: {why}" for why, whats in by_why.items()]
+    more = len(lines) - _MOST_REJECTED
+    if more > 0:
+        lines = [*lines[:_MOST_REJECTED], f"  and {more} more (--json)"]
+    return ["not in the space", *lines] if lines else []
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds < 100 else f"{seconds:,.1f} s"

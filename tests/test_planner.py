@@ -1,0 +1,261 @@
+"""The planner from a plan file to its lock: what it picks fits, and nothing it left is better."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshplan
+from meshplan import api
+from meshplan.blueprint import from_config
+from meshplan.cli import main
+from meshplan.cost.grid import OPTIONS
+from meshplan.errors import MeshplanError, SpecError
+from meshplan.planner.decide import _Planner
+from meshplan.planner.lock import lock_path, read
+from meshplan.planner.search import Candidate, solve_row
+from meshplan.planner.settle import Block, patterns
+from meshplan.planner.whole import question_of
+from meshplan.reader import load_spec
+from tests import models
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512,
+    "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 4096, "max_position_embeddings": 2048,
+    "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+LARGE = {
+    "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256,
+    "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
+PLAN: dict[str, Any] = {
+    "version": 1,
+    "model": {"config": "config.json"},
+    "hardware": {"nodes": 2, "gpus_per_node": 4, "gpu": "h100-sxm-80gb", "inter": "50GB/s"},
+    "mesh": "auto",
+    "strategy": "auto",
+    "precision": "bf16-mixed",
+    "batch": {"global": 64, "seq_len": 1024},
+}
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Writes a plan file with its model; gives its path."""
+
+    def write(config: dict[str, Any] = LLAMA, **fields: Any) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        path = tmp_path / "plan.yaml"
+        stated = {key: value for key, value in (PLAN | fields).items() if value is not None}
+        path.write_text(json.dumps(stated))
+        return path
+
+    return write
+
+
+def planner(path: Path) -> _Planner:
+    def load(more: Any) -> meshplan.Spec:
+        return load_spec(path, more)
+
+    graph = from_config(path.with_name("config.json"))
+    return _Planner(question_of(load, graph), lambda text: None)
+
+
+def test_nothing_that_fits_is_faster(job):
+    """Against every row, each measured with every number of blocks at every level."""
+    hardware = PLAN["hardware"] | {"headroom": 0.969}
+    at = planner(job(mesh={"dp_shard": 8}, strategy=None, hardware=hardware))
+    decision = at.run()
+    numbers = at._numbers(at._profile)
+    best, num_fit, num_over = float("inf"), 0, 0
+    blocks = numbers.order.count(1)
+    for row in range(len(numbers.grid)):
+        for full in range(blocks + 1):
+            for chosen in range(blocks + 1 - full):
+                for reshard in (0, 1):
+                    takes = [0] * len(OPTIONS)
+                    for again, count in enumerate((blocks - full - chosen, chosen, full)):
+                        takes[OPTIONS.index((again, reshard))] = count
+                    only_first = tuple(int(number == 0) for number in range(len(OPTIONS)))
+                    whole = (only_first, tuple(takes), only_first)
+                    seconds = sum(
+                        count * numbers.seconds[row, kind, option]
+                        for kind, counts in enumerate(whole)
+                        for option, count in enumerate(counts)
+                        if count
+                    )
+                    step = float(numbers.grid["microbatches"][row] * seconds)
+                    if not np.isfinite(step) or step >= best:
+                        continue
+                    candidate = Candidate(row, step, (0, blocks + 2), (whole,), (0.0,))
+                    if at._measure(candidate).fits:
+                        best, num_fit = step, num_fit + 1
+                    else:
+                        num_over += 1
+    assert num_fit > 1
+    assert num_over > 1
+    assert decision.best_s <= best * (1 + 1e-9)
+    assert decision.chosen is not None
+    assert decision.chosen.seconds <= decision.best_s * 1.02
+
+
+@pytest.mark.parametrize(("size", "near"), [({}, 0.1), (LARGE, 0.8)])
+def test_bounds_on_memory_are_below_what_is_replayed(job, size, near):
+    """What rules a row out must never be above the truth, nor far below where sizes are real."""
+    at = planner(job(LLAMA | size))
+    numbers = at._numbers(at._profile)
+    rng = np.random.default_rng(0)
+    shares = []
+    for row in rng.choice(len(numbers.grid), 12, replace=False):
+        offered = np.isfinite(numbers.seconds[row]).any(axis=0)
+        for option in rng.choice(np.flatnonzero(offered), 2):
+            mask = [number == option for number in range(len(OPTIONS))]
+            one = solve_row(numbers.only(int(row), mask), 0, float("inf"))
+            if one is None:
+                continue
+            candidate = Candidate(int(row), one.seconds, one.ends, one.takes, one.linear_bytes)
+            measured = at._measure(candidate)
+            assert not measured.why
+            assert measured.excess_bytes >= 0, (numbers.grid[row], OPTIONS[option])
+            held = max(one.linear_bytes)
+            shares.append(held / (held + measured.excess_bytes))
+    assert np.median(shares) > near
+
+
+def test_the_lock_is_the_same_byte_for_byte_and_makes_the_plan_whole(job, capsys):
+    path = job()
+    locks = []
+    for _ in range(2):
+        assert main(["plan", "-f", str(path), "-q"]) == 0
+        locks.append(lock_path(path).read_bytes())
+    assert locks[0] == locks[1]
+    capsys.readouterr()
+    decided = api.decide(path)
+    lock = read(lock_path(path))
+    assert lock is not None
+    assert {axis.name: axis.size for axis in decided.mesh} == lock.chosen["mesh"]
+    assert decided.micro == lock.chosen["batch.micro"]
+    assert main(["check", "-f", str(path)]) == 0
+    assert "planning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "words"),
+    [
+        (LLAMA, {"batch": {"global": 32, "seq_len": 1024}}, "another state of this file"),
+        (LLAMA | {"num_hidden_layers": 5}, {}, "another model"),
+    ],
+)
+def test_a_lock_of_something_else_is_not_used(job, capsys, config, fields, words):
+    path = job()
+    assert main(["plan", "-f", str(path), "-q"]) == 0
+    job(config, **fields)
+    assert main(["check", "-f", str(path)]) == 0
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "lock: 2", "lock: 1\ninputs: {}", "[1, 2", "lock: 1\n: :"])
+def test_a_broken_lock_is_refused(job, text):
+    path = job()
+    lock_path(path).write_text(text)
+    with pytest.raises(SpecError, match="no lock file"):
+        api.decide(path)
+
+
+def test_json_has_the_fields_of_the_schema(job, capsys):
+    assert main(["plan", "-f", str(job()), "--json", "--dry-run", "-q"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    result = content["result"]
+    assert content["schema"] == "plan/1"
+    for name, kind in {
+        "mesh": dict, "strategy": str, "batch": dict, "activation_checkpointing": dict,
+        "step_s": float, "tokens_per_s_per_gpu": float, "mfu": float, "peak_bytes": int,
+        "limit_bytes": int, "fits": bool, "gap": float, "num_configs": int, "search_s": float,
+        "ladder": dict, "alternatives": list, "rejected": list,
+    }.items():  # fmt: skip
+        assert isinstance(result[name], kind), name
+    ladder = result["ladder"]
+    assert ladder["roofline_s"] <= ladder["no_network_s"] <= ladder["plan_s"]
+    assert ladder["no_memory_limit_s"] <= ladder["plan_s"]
+    assert result["batch"]["global"] == 64
+    assert result["fits"]
+    assert result["peak_bytes"] <= result["limit_bytes"]
+    assert np.prod(list(result["mesh"].values())) == 8
+    assert {"what", "why"} == set(result["rejected"][0])
+
+
+def test_a_pin_is_held(job):
+    path = job(mesh={"dp_replicate": 2, "dp_shard": "auto"}, strategy=None)
+    chosen = api.search_plan(path).chosen
+    assert chosen is not None
+    assert chosen.stated["mesh"] == {"dp_replicate": 2, "dp_shard": 4}
+    path = job(strategy="zero1", activation_checkpointing="full")
+    chosen = api.search_plan(path).chosen
+    assert chosen is not None
+    assert (chosen.stated["strategy"], chosen.stated["mesh"]) == ("zero1", {"dp_shard": 8})
+    assert chosen.stated["activation_checkpointing"] == "full"
+    path = job(batch={"global": 64, "seq_len": 1024, "micro": 4})
+    chosen = api.search_plan(path).chosen
+    assert chosen is not None
+    assert chosen.stated["batch.micro"] == 4
+
+
+def test_nothing_fits(job, capsys):
+    path = job(hardware=PLAN["hardware"] | {"headroom": 0.99})
+    assert main(["plan", "-f", str(path), "--dry-run"]) == 1
+    assert "nothing in the space fits into 0.8 GiB" in capsys.readouterr().out
+    assert not lock_path(path).exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"batch": {"seq_len": 1024}}, "how many samples a step has"),
+        ({"batch": {"global": 64}}, "how long a sample is"),
+        ({"hardware": None}, "nothing says"),
+        ({"hardware": {"nodes": 1, "gpus_per_node": 8, "memory": "80GiB"}}, "how fast"),
+        ({"mesh": [2, 4]}, "bare mesh"),
+        ({"batch": {"global": 7, "seq_len": 64}, "mesh": {"dp_shard": 8}}, "7 is not a multiple"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(job, fields, words):
+    with pytest.raises(MeshplanError, match=words):
+        api.search_plan(job(**fields))
+
+
+def test_a_time_limit_gives_an_honest_answer(job, capsys):
+    path = job(solve={"time_limit": "0.000001s"})
+    assert main(["plan", "-f", str(path), "--dry-run", "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert (result["fits"], result["is_whole"]) == (False, False)
+
+
+def parallel_with_lock(path: str) -> list[Any]:
+    model = meshplan.parallelize(models.build("hf_llama"), path)
+    plan = model.meshplan.plan
+    return [str(plan.mesh), plan.micro, plan.accumulate]
+
+
+def test_parallelize_reads_the_lock(job, pool, capsys):
+    path = job(
+        models.build("hf_llama").config.to_dict(),
+        hardware={"nodes": 1, "gpus_per_node": 4, "gpu": "h100-sxm-80gb"},
+        batch={"global": 16, "seq_len": models.SEQ_LEN},
+    )
+    assert main(["plan", "-f", str(path), "-q"]) == 0
+    lock = read(lock_path(path))
+    assert lock is not None
+    decided = api.decide(path)
+    expected = [str(decided.mesh), decided.micro, decided.accumulate]
+    assert pool(4).run(parallel_with_lock, str(path)) == [expected] * 4
+
+
+def test_names_are_folded_into_patterns():
+    assert patterns(["a.0", "a.1", "a.2"]) == "a.{0..2}"
+    assert patterns(["a.0", "a.2", "b.c", "a.3"]) == ["b.c", "a.0", "a.{2..3}"]
+    assert Block("a.0", 0, 1).name == "a.0"
