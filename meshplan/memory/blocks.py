@@ -184,8 +184,7 @@ def gpt2_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     out = conv(at, entered, out, shape.q_width, hidden, "c_proj")
     out = at.dropout(out, shape.dropout)
     w.touch(fused)
-    x = w.add(out, x)
-    w.touch(out)
+    x, attended = w.add(out, x), out
     w.touch(normed)
     normed = w.layer_norm(x, hidden, "ln_2")
     at, entered = w.at(f"{w.module}.mlp"), Entered()
@@ -195,5 +194,5 @@ def gpt2_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     out = at.dropout(out, shape.dropout)
     w.touch(normed)
     x = w.add(x, out)
-    w.touch(first)
+    w.touch(first, attended)
     return x

@@ -132,9 +132,9 @@ def project(
         return w.linear(_of_width(w, x, into, fqn), into, out, name, bias=bias, weight=weight)
     pieces = styled.pieces.get(fqn, ())
     if style.input[1] == "S(-1)":
-        into //= tp
+        into = _part(into, tp, fqn)
     if style.output[0] == "S(-1)":
-        out = sum(piece.part for piece in pieces) or out // tp
+        out = sum(piece.part for piece in pieces) or _part(out, tp, fqn)
     x = _of_width(w, x, into, fqn)
     if _spelled(style.input) == ("R", "R"):
         x = entered.all_reduced(w, x, tp)
@@ -142,8 +142,13 @@ def project(
     for leaf, size in (("weight", into * out), ("bias", out)):
         if f"{fqn}.{leaf}" in styled.whole:
             parts[f"{fqn}.{leaf}"] = _own_part(w.at(fqn), leaf, size, pieces)
-    y = w.linear(x, into, out, name, bias=bias, weight=weight, parts=parts)
-    return y if style == LOGITS else _LEAVES[_spelled(style.output)](w, y, tp)
+    # Of a bias each rank adds its share, so that the sum has it once.
+    share = out * w.parameter_bytes if bias and style.output[0] == "P" else 0
+    y = w.linear(x, into, out, name, bias=bias, weight=weight, parts=parts, takes=share)
+    if style != LOGITS:
+        y = _LEAVES[_spelled(style.output)](w, y, tp)
+        w.touch(x)  # The call that made y holds it until its hooks are done.
+    return y
 
 
 def _own_part(w: Writer, leaf: str, numel: int, pieces: tuple[Piece, ...]) -> int:
@@ -168,7 +173,8 @@ def look_up(w: Writer, styled: Styled, ids: int, vocab: int, width: int, name: s
     if style is None:
         return w.embedding(ids, vocab, width, name)
     if style.cut_dim != "vocab":
-        return _LEAVES[_spelled(style.output)](w, w.embedding(ids, vocab, width // tp, name), tp)
+        own = w.embedding(ids, vocab, _part(width, tp, fqn), name)
+        return _LEAVES[_spelled(style.output)](w, own, tp)
     tokens = w.size(ids) // _ID
     at = w.at(fqn)
     out = at.row(
@@ -177,8 +183,17 @@ def look_up(w: Writer, styled: Styled, ids: int, vocab: int, width: int, name: s
         parameters=((f"{fqn}.weight", vocab * width * w.parameter_bytes),),
     )  # fmt: skip
     # Backward fills a table of all rows, of which a rank then takes its own.
-    tape.lay(f"{fqn}.weight", vocab // tp * width * w.parameter_bytes)
+    tape.lay(f"{fqn}.weight", _part(vocab, tp, fqn) * width * w.parameter_bytes)
     return _LEAVES[_spelled(style.output)](w, out, tp)
+
+
+def _part(size: int, tp: int, fqn: str) -> int:
+    """What each rank has of a dim, where all have as much."""
+    if size % tp:
+        what = f"{fqn} is cut into parts of several sizes: {size} does not divide by tp {tp}"
+        fix = "pad it to a multiple, or give the model itself (model: entry, with torch)"
+        raise PlanError(Problem(what, fix=fix))
+    return size // tp
 
 
 def _of_width(w: Writer, x: int, width: int, fqn: str) -> int:
