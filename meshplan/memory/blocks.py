@@ -134,7 +134,7 @@ def llama_attention(w: Writer, shape: Shape, x: int, part: Part) -> int:
 def head_norm(w: Writer, part: Part, x: int, width: int, name: str) -> int:
     """Of every head. Where ranks have parts of the heads, its gradients are added up over them."""
     out = rms_norm(w, x, width, name)
-    if part.styled.of(f"{w.module}.{name}") is not None:
+    if part.styled.adds_up(f"{w.module}.{name}"):
         w.tape.lay(f"{w.module}.{name}.weight", width * w.parameter_bytes)
     return out
 

@@ -24,6 +24,8 @@ from meshplan.styles import LOGITS, Style
 _ID: Final = 8
 _NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 _WHOLE: Final = "R"
+HEAD_NORMS: Final = ("q_norm", "k_norm")
+"""Of every head: parts of the heads are normalised as the whole is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,14 @@ class Styled:
         styles: By fqn, or by fqn with `*` for the numbers of blocks.
         pieces: Of modules whose output falls into several, by fqn.
         whole: Parameters of these that every rank holds whole, and takes its parts of.
+        added: Parameters that plain code computes with beside parts: their gradients are addends.
     """
 
     tp: int = 1
     styles: Mapping[str, Style] = field(default_factory=dict)
     pieces: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
+    added: frozenset[str] = frozenset()
 
     def of(self, fqn: str) -> Style | None:
         """The style of a module, if it has one that cuts something."""
@@ -53,10 +57,20 @@ class Styled:
         told: set[str] = set()
         for fqn, style in self.styles.items() if self.tp > 1 else ():
             known = _spelled(style.input) in _ENTERS and _spelled(style.output) in _LEAVES
-            if (known and not style.gradient) or style == LOGITS or style.name in told:
-                continue
-            told.add(style.name)
-            yield Problem(f"the style '{style.name}' (of {fqn})")
+            known = known and not style.gradient and style.kind != "mha"
+            if style.kind == "norm":
+                known = known and fqn.rpartition(".")[2] in HEAD_NORMS
+            if not known and style != LOGITS and style.name not in told:
+                told.add(style.name)
+                yield Problem(f"the style '{style.name}' (of {fqn})")
+        for fqn in self.added if self.tp > 1 else ():
+            if fqn.split(".")[-2] not in HEAD_NORMS:
+                yield Problem(f"{fqn}, which plain code computes with beside parts")
+                return
+
+    def adds_up(self, fqn: str) -> bool:
+        """Whether every rank has an addend of the gradients of a norm."""
+        return self.of(fqn) is not None or f"{fqn}.weight" in self.added
 
 
 def _spelled(flow: tuple[str, str]) -> tuple[str, str]:
