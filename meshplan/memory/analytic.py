@@ -11,12 +11,14 @@ from typing import Final
 
 from meshplan.graph import ModelGraph
 from meshplan.memory.blocks import Part, gpt2_block, llama_block, rms_norm
+from meshplan.memory.cut_loss import cross_entropy_of_parts
 from meshplan.memory.log import Term
 from meshplan.memory.rows import PRODUCTS, Writer
 from meshplan.memory.shape import Shape, shape_of
 from meshplan.memory.styled import Entered, Styled, look_up, project
 from meshplan.memory.tape import Grad, Tape, play
 from meshplan.memory.work import Work
+from meshplan.styles import LOGITS
 
 _ID: Final = 8
 _FP32: Final = 4
@@ -98,7 +100,10 @@ def tape_of(shape: Shape, run: Run) -> Tape:
         w, part.styled, Entered(), x, shape.hidden, shape.vocab, "lm_head", weight=tied
     )
     tape.loss_start = len(tape.rows)
-    w.cross_entropy(logits, targets, run.element_bytes)
+    if part.styled.of("lm_head") == LOGITS:
+        cross_entropy_of_parts(w, logits, targets)
+    else:
+        w.cross_entropy(logits, targets, run.element_bytes)
     tape.hold(logits)
     tape.lays_itself |= run.lays_itself
     return tape

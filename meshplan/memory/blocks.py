@@ -134,7 +134,7 @@ def llama_attention(w: Writer, shape: Shape, x: int, part: Part) -> int:
 def head_norm(w: Writer, part: Part, x: int, width: int, name: str) -> int:
     """Of every head. Where ranks have parts of the heads, its gradients are added up over them."""
     out = rms_norm(w, x, width, name)
-    if part.styled.of(f"{w.module}.{name}") is not None:
+    if part.styled.adds_up(f"{w.module}.{name}"):
         w.tape.lay(f"{w.module}.{name}.weight", width * w.parameter_bytes)
     return out
 
@@ -184,8 +184,7 @@ def gpt2_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     out = conv(at, entered, out, shape.q_width, hidden, "c_proj")
     out = at.dropout(out, shape.dropout)
     w.touch(fused)
-    x = w.add(out, x)
-    w.touch(out)
+    x, attended = w.add(out, x), out
     w.touch(normed)
     normed = w.layer_norm(x, hidden, "ln_2")
     at, entered = w.at(f"{w.module}.mlp"), Entered()
@@ -195,5 +194,5 @@ def gpt2_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     out = at.dropout(out, shape.dropout)
     w.touch(normed)
     x = w.add(x, out)
-    w.touch(first)
+    w.touch(first, attended)
     return x

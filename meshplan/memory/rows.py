@@ -169,6 +169,7 @@ class Writer:
         is_kept: bool = False,
         weight: str = "",
         parts: Mapping[str, int] = MappingProxyType({}),
+        takes: int = 0,
     ) -> int:
         """Keeps its input; the weight is a parameter's.
 
@@ -176,6 +177,7 @@ class Writer:
             into, out: Features of this rank's part.
             weight: The fqn of the weight, if it is another module's.
             parts: By fqn of a parameter, the value that is computed with in its place.
+            takes: As in `Row`.
         """
         at = self.at(f"{self.module}.{name}" if self.module else name)
         tokens = self.size(x) // (into * self.element_bytes)
@@ -189,7 +191,7 @@ class Writer:
             keeps=(x, *(value for fqn, value in parts.items() if fqn == parameters[0][0])),
             grads=(*(Grad(each, self.size(each)) for each in own), Grad(x, self.size(x))),
             parameters=tuple(each for each in parameters if each[0] not in parts),
-            is_kept=is_kept or "mm" in self.saves,
+            takes=takes, is_kept=is_kept or "mm" in self.saves,
         )  # fmt: skip
 
     def embedding(self, ids: int, vocab: int, width: int, name: str) -> int:

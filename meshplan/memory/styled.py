@@ -24,6 +24,8 @@ from meshplan.styles import LOGITS, Style
 _ID: Final = 8
 _NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 _WHOLE: Final = "R"
+HEAD_NORMS: Final = ("q_norm", "k_norm")
+"""Of every head: parts of the heads are normalised as the whole is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,14 @@ class Styled:
         styles: By fqn, or by fqn with `*` for the numbers of blocks.
         pieces: Of modules whose output falls into several, by fqn.
         whole: Parameters of these that every rank holds whole, and takes its parts of.
+        added: Parameters that plain code computes with beside parts: their gradients are addends.
     """
 
     tp: int = 1
     styles: Mapping[str, Style] = field(default_factory=dict)
     pieces: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
+    added: frozenset[str] = frozenset()
 
     def of(self, fqn: str) -> Style | None:
         """The style of a module, if it has one that cuts something."""
@@ -53,10 +57,20 @@ class Styled:
         told: set[str] = set()
         for fqn, style in self.styles.items() if self.tp > 1 else ():
             known = _spelled(style.input) in _ENTERS and _spelled(style.output) in _LEAVES
-            if (known and not style.gradient) or style == LOGITS or style.name in told:
-                continue
-            told.add(style.name)
-            yield Problem(f"the style '{style.name}' (of {fqn})")
+            known = known and not style.gradient and style.kind != "mha"
+            if style.kind == "norm":
+                known = known and fqn.rpartition(".")[2] in HEAD_NORMS
+            if not known and style != LOGITS and style.name not in told:
+                told.add(style.name)
+                yield Problem(f"the style '{style.name}' (of {fqn})")
+        for fqn in self.added if self.tp > 1 else ():
+            if fqn.split(".")[-2] not in HEAD_NORMS:
+                yield Problem(f"{fqn}, which plain code computes with beside parts")
+                return
+
+    def adds_up(self, fqn: str) -> bool:
+        """Whether every rank has an addend of the gradients of a norm."""
+        return self.of(fqn) is not None or f"{fqn}.weight" in self.added
 
 
 def _spelled(flow: tuple[str, str]) -> tuple[str, str]:
@@ -132,9 +146,9 @@ def project(
         return w.linear(_of_width(w, x, into, fqn), into, out, name, bias=bias, weight=weight)
     pieces = styled.pieces.get(fqn, ())
     if style.input[1] == "S(-1)":
-        into //= tp
+        into = _part(into, tp, fqn)
     if style.output[0] == "S(-1)":
-        out = sum(piece.part for piece in pieces) or out // tp
+        out = sum(piece.part for piece in pieces) or _part(out, tp, fqn)
     x = _of_width(w, x, into, fqn)
     if _spelled(style.input) == ("R", "R"):
         x = entered.all_reduced(w, x, tp)
@@ -142,8 +156,13 @@ def project(
     for leaf, size in (("weight", into * out), ("bias", out)):
         if f"{fqn}.{leaf}" in styled.whole:
             parts[f"{fqn}.{leaf}"] = _own_part(w.at(fqn), leaf, size, pieces)
-    y = w.linear(x, into, out, name, bias=bias, weight=weight, parts=parts)
-    return y if style == LOGITS else _LEAVES[_spelled(style.output)](w, y, tp)
+    # Of a bias each rank adds its share, so that the sum has it once.
+    share = out * w.parameter_bytes if bias and style.output[0] == "P" else 0
+    y = w.linear(x, into, out, name, bias=bias, weight=weight, parts=parts, takes=share)
+    if style != LOGITS:
+        y = _LEAVES[_spelled(style.output)](w, y, tp)
+        w.touch(x)  # The call that made y holds it until its hooks are done.
+    return y
 
 
 def _own_part(w: Writer, leaf: str, numel: int, pieces: tuple[Piece, ...]) -> int:
@@ -168,7 +187,8 @@ def look_up(w: Writer, styled: Styled, ids: int, vocab: int, width: int, name: s
     if style is None:
         return w.embedding(ids, vocab, width, name)
     if style.cut_dim != "vocab":
-        return _LEAVES[_spelled(style.output)](w, w.embedding(ids, vocab, width // tp, name), tp)
+        own = w.embedding(ids, vocab, _part(width, tp, fqn), name)
+        return _LEAVES[_spelled(style.output)](w, own, tp)
     tokens = w.size(ids) // _ID
     at = w.at(fqn)
     out = at.row(
@@ -177,8 +197,17 @@ def look_up(w: Writer, styled: Styled, ids: int, vocab: int, width: int, name: s
         parameters=((f"{fqn}.weight", vocab * width * w.parameter_bytes),),
     )  # fmt: skip
     # Backward fills a table of all rows, of which a rank then takes its own.
-    tape.lay(f"{fqn}.weight", vocab // tp * width * w.parameter_bytes)
+    tape.lay(f"{fqn}.weight", _part(vocab, tp, fqn) * width * w.parameter_bytes)
     return _LEAVES[_spelled(style.output)](w, out, tp)
+
+
+def _part(size: int, tp: int, fqn: str) -> int:
+    """What each rank has of a dim, where all have as much."""
+    if size % tp:
+        what = f"{fqn} is cut into parts of several sizes: {size} does not divide by tp {tp}"
+        fix = "pad it to a multiple, or give the model itself (model: entry, with torch)"
+        raise PlanError(Problem(what, fix=fix))
+    return size // tp
 
 
 def _of_width(w: Writer, x: int, width: int, fqn: str) -> int:

@@ -195,13 +195,13 @@ class _Player:
 
     def _backward(self, span: Span) -> None:
         if span.recompute:
+            self._begin_unit(span.end - 1)  # What runs again must be gathered.
             self._recompute(span)
         for number in reversed(range(span.start, span.end)):
             self._is_loss = 0 <= self._tape.loss_start <= number
             if number == self._tape.loss_start - 1:
                 self._mark(Moment.BEFORE_BACKWARD, "")
-            if number in self._ends:
-                self._mark(Moment.BEFORE_BACKWARD, self._ends[number])
+            self._begin_unit(number)
             self._back(number)
             if number in self._starts:
                 self._mark(Moment.AFTER_BACKWARD, self._starts[number])
@@ -211,6 +211,11 @@ class _Player:
             spared = [self._cached.pop(value) for value in left if value in self._cached]
             for storage in (*self._inputs.pop(span.start).values(), *spared):
                 self._drop(storage)
+
+    def _begin_unit(self, number: int) -> None:
+        """A row that is the last one of a unit is the first that its backward comes to."""
+        if number in self._ends:
+            self._mark(Moment.BEFORE_BACKWARD, self._ends.pop(number))
 
     def _recompute(self, span: Span) -> None:
         """Run forward again up to the last tensor that something keeps."""

@@ -171,7 +171,10 @@ def refusals(plan: Plan) -> Iterator[Problem]:
     blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
     saved = {word for r in a.recompute.values() for word in r.policy.save}
     for is_there, what in (
-        *((True, str(problem.what)) for problem in _styled(plan).check()),
+        *((True, problem.what) for problem in _styled(plan).check()),
+        # Their code takes the length of a sequence, and positions, from the part that a rank has.
+        (a.sequence_parallel, "sequence_parallel, with which transformers' own code does not run"),
+        (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
         (mesh.size("cp") > 1, "context parallelism"),
         (mesh.size("ep") > 1, "expert parallelism"),
         (mesh.size("pp") > 1, "a pipeline"),
@@ -205,6 +208,7 @@ def _styled(plan: Plan) -> Styled:
             for tensor in plan.graph.owned(fqn)
             if not a.tensors[tensor.fqn].computed.axes
         ),
+        frozenset(fqn for fqn, p in a.tensors.items() if p.is_local),
     )
 
 
