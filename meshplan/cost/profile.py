@@ -40,6 +40,9 @@ class Profile:
         contention: Share of hidden communication by which it slows what hides it.
         pcie_bytes_per_s: Between the device and its host.
         optimizer_bytes: That an update reads and writes, for each byte of a parameter.
+        tp_exposed: Share of what tp sends that nothing hides.
+        crossing_s: To hand anything to the next stage, however little.
+        gathers_once: Whether ZeRO-1 gathers parameters after each update, and not in each forward.
         sources: Where the constants come from.
         residual: Root mean square of the fit's relative errors; None where nothing was fitted.
         num_runs: That the fit was made with.
@@ -59,6 +62,9 @@ class Profile:
     contention: float
     pcie_bytes_per_s: float
     optimizer_bytes: float
+    tp_exposed: float = 1.0
+    crossing_s: float = 0.0
+    gathers_once: bool = False
     sources: tuple[str, ...] = ()
     residual: float | None = None
     num_runs: int = 0
@@ -80,6 +86,8 @@ GENERIC: Final[Mapping[str, float]] = MappingProxyType(
         "contention": 0.10,
         "pcie_bytes_per_s": 25e9,
         "optimizer_bytes": 21.0,
+        "tp_exposed": 1.0,
+        "crossing_s": 0.0,
     }
 )
 """Shares of the datasheet, and what it does not say. [Empirical]: nccl-tests reach 361 of 450 GB/s
@@ -104,10 +112,19 @@ def profile_of(cluster: Cluster, framework: str = "native", dtype: str = "bfloat
     Raises:
         PlanError: A figure that the time follows from is not known; says what to add.
     """
-    device = cluster.device
     if problems := list(_unknown(cluster, dtype)):
         raise PlanError(problems)
-    facts = fitted().get((device.name, framework, dtype), {})
+    facts = fitted().get((cluster.device.name, framework, dtype), {})
+    return resolve(cluster, framework, dtype, facts)
+
+
+def resolve(cluster: Cluster, framework: str, dtype: str, facts: Mapping[str, Any]) -> Profile:
+    """Shares of a datasheet as figures.
+
+    Args:
+        facts: As a row of `profiles.json`; what it leaves out is `GENERIC`.
+    """
+    device = cluster.device
     constants = {**GENERIC, **facts.get("constants", {})}
     memory, peak = device.memory_bytes_per_s, device.peak_flops[dtype]
     assert memory is not None
@@ -133,6 +150,9 @@ def profile_of(cluster: Cluster, framework: str = "native", dtype: str = "bfloat
         contention=constants["contention"],
         pcie_bytes_per_s=constants["pcie_bytes_per_s"],
         optimizer_bytes=constants["optimizer_bytes"],
+        tp_exposed=constants["tp_exposed"],
+        crossing_s=constants["crossing_s"],
+        gathers_once=facts.get("gathers_once", False),
         sources=sources,
         residual=facts.get("residual"),
         num_runs=facts.get("num_runs", 0),
