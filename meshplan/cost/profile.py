@@ -32,6 +32,7 @@ class Profile:
         device, framework, dtype: Whose constants these are.
         peak_flops: Of the datasheet.
         efficiency: Share of it that large products reach.
+        attention_efficiency: Share of it that attention reaches.
         kernel_s: Of every kernel, whatever its size.
         memory_bytes_per_s: What elementwise kernels reach.
         intra_bytes_per_s, inter_bytes_per_s: What collectives reach between devices of a node, and
@@ -53,6 +54,7 @@ class Profile:
     dtype: str
     peak_flops: float
     efficiency: float
+    attention_efficiency: float
     kernel_s: float
     memory_bytes_per_s: float
     intra_bytes_per_s: float
@@ -77,6 +79,7 @@ class Profile:
 GENERIC: Final[Mapping[str, float]] = MappingProxyType(
     {
         "efficiency": 0.70,
+        "attention_efficiency": 0.45,
         "kernel_s": 5e-6,
         "memory_share": 0.80,
         "intra_share": 0.75,
@@ -140,6 +143,7 @@ def resolve(cluster: Cluster, framework: str, dtype: str, facts: Mapping[str, An
         dtype=dtype,
         peak_flops=peak,
         efficiency=constants["efficiency"],
+        attention_efficiency=constants["attention_efficiency"],
         kernel_s=constants["kernel_s"],
         memory_bytes_per_s=memory * constants["memory_share"],
         # Where nothing is sent, a link is never asked for.

@@ -26,6 +26,7 @@ KEPT: Final = frozenset({"mm", "addmm", "bmm", "convolution", "attention"})
 
 _PRODUCTS: Final = frozenset({"mm", "bmm", "column", "row"})
 """Products: with a parameter, of two activations, and nanotron's with a collective in them."""
+_ATTENTION: Final = frozenset({"attention", "bmm"})
 _ATTENTION_BACK: Final = 2.5
 _SENT: Final = {
     "all_gather": ("gather", "gather"),
@@ -43,6 +44,7 @@ class Numbers(NamedTuple):
 
     kernels: float = 0.0
     flops: float = 0.0
+    attention_flops: float = 0.0
     product_bytes: float = 0.0
     moved_bytes: float = 0.0
     weight_bytes: float = 0.0
@@ -234,8 +236,9 @@ class Reading:
     ) -> Numbers:
         flops = times * self._flops(row)
         if flops:
-            return Numbers(kernels, flops, moved, 0.0, weights)
-        return Numbers(kernels, 0.0, 0.0, moved, weights)
+            attention = flops if row.op in _ATTENTION else 0.0
+            return Numbers(kernels, flops, attention, moved, 0.0, weights)
+        return Numbers(kernels, 0.0, 0.0, 0.0, moved, weights)
 
     def _backward(self, number: int) -> Numbers:
         row = self._tape.rows[number]
@@ -247,7 +250,7 @@ class Reading:
         given, new = self._size(row.makes[-1]), sum(grad.nbytes for grad in row.grads)
         weights = sum(nbytes for _, nbytes in row.parameters)
         if row.op == "embedding":  # A dense gradient of zeros, to which tokens are added.
-            return Numbers(2, 0.0, 0.0, 3 * given, weights).plus(added)
+            return Numbers(2, moved_bytes=3 * given, weight_bytes=weights).plus(added)
         if row.op in _PRODUCTS:
             kernels, whole = 2 + (len(row.parameters) > 1), self._given(row)
             moved = kernels * self._made(row) + 2 * whole
@@ -341,6 +344,7 @@ def tally(one: Numbers, two: Numbers) -> Tally:
     return Tally(
         kernels=one.kernels,
         flops=two.flops - one.flops,
+        attention_flops=two.attention_flops - one.attention_flops,
         product_bytes=two.product_bytes - one.product_bytes,
         moved_bytes=two.moved_bytes - one.moved_bytes,
         weight_bytes=one.weight_bytes + 2 * one.moved_bytes - two.moved_bytes,

@@ -92,7 +92,9 @@ class Terms:
 
 def compute_seconds(tally: Tally, samples: Array | float, profile: Profile) -> Array:
     """An affine roofline: launches, products and what memory moves, one after the other."""
-    flops = samples * tally.flops / (profile.peak_flops * profile.efficiency)
+    others = (tally.flops - tally.attention_flops) / profile.efficiency
+    attention = tally.attention_flops / profile.attention_efficiency
+    flops = samples * (others + attention) / profile.peak_flops
     read = (samples * tally.product_bytes + tally.weight_bytes) / profile.memory_bytes_per_s
     moved = samples * tally.moved_bytes / profile.memory_bytes_per_s
     return np.asarray(tally.kernels * profile.kernel_s + np.maximum(flops, read) + moved)
