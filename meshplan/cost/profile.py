@@ -32,6 +32,7 @@ class Profile:
         device, framework, dtype: Whose constants these are.
         peak_flops: Of the datasheet.
         efficiency: Share of it that large products reach.
+        attention_efficiency: Share of it that attention reaches.
         kernel_s: Of every kernel, whatever its size.
         memory_bytes_per_s: What elementwise kernels reach.
         intra_bytes_per_s, inter_bytes_per_s: What collectives reach between devices of a node, and
@@ -40,6 +41,9 @@ class Profile:
         contention: Share of hidden communication by which it slows what hides it.
         pcie_bytes_per_s: Between the device and its host.
         optimizer_bytes: That an update reads and writes, for each byte of a parameter.
+        tp_exposed: Share of what tp sends that nothing hides.
+        crossing_s: To hand anything to the next stage, however little.
+        gathers_once: Whether ZeRO-1 gathers parameters after each update, and not in each forward.
         sources: Where the constants come from.
         residual: Root mean square of the fit's relative errors; None where nothing was fitted.
         num_runs: That the fit was made with.
@@ -50,6 +54,7 @@ class Profile:
     dtype: str
     peak_flops: float
     efficiency: float
+    attention_efficiency: float
     kernel_s: float
     memory_bytes_per_s: float
     intra_bytes_per_s: float
@@ -59,6 +64,9 @@ class Profile:
     contention: float
     pcie_bytes_per_s: float
     optimizer_bytes: float
+    tp_exposed: float = 1.0
+    crossing_s: float = 0.0
+    gathers_once: bool = False
     sources: tuple[str, ...] = ()
     residual: float | None = None
     num_runs: int = 0
@@ -71,6 +79,7 @@ class Profile:
 GENERIC: Final[Mapping[str, float]] = MappingProxyType(
     {
         "efficiency": 0.70,
+        "attention_efficiency": 0.45,
         "kernel_s": 5e-6,
         "memory_share": 0.80,
         "intra_share": 0.75,
@@ -80,6 +89,8 @@ GENERIC: Final[Mapping[str, float]] = MappingProxyType(
         "contention": 0.10,
         "pcie_bytes_per_s": 25e9,
         "optimizer_bytes": 21.0,
+        "tp_exposed": 1.0,
+        "crossing_s": 0.0,
     }
 )
 """Shares of the datasheet, and what it does not say. [Empirical]: nccl-tests reach 361 of 450 GB/s
@@ -104,10 +115,19 @@ def profile_of(cluster: Cluster, framework: str = "native", dtype: str = "bfloat
     Raises:
         PlanError: A figure that the time follows from is not known; says what to add.
     """
-    device = cluster.device
     if problems := list(_unknown(cluster, dtype)):
         raise PlanError(problems)
-    facts = fitted().get((device.name, framework, dtype), {})
+    facts = fitted().get((cluster.device.name, framework, dtype), {})
+    return resolve(cluster, framework, dtype, facts)
+
+
+def resolve(cluster: Cluster, framework: str, dtype: str, facts: Mapping[str, Any]) -> Profile:
+    """Shares of a datasheet as figures.
+
+    Args:
+        facts: As a row of `profiles.json`; what it leaves out is `GENERIC`.
+    """
+    device = cluster.device
     constants = {**GENERIC, **facts.get("constants", {})}
     memory, peak = device.memory_bytes_per_s, device.peak_flops[dtype]
     assert memory is not None
@@ -123,6 +143,7 @@ def profile_of(cluster: Cluster, framework: str = "native", dtype: str = "bfloat
         dtype=dtype,
         peak_flops=peak,
         efficiency=constants["efficiency"],
+        attention_efficiency=constants["attention_efficiency"],
         kernel_s=constants["kernel_s"],
         memory_bytes_per_s=memory * constants["memory_share"],
         # Where nothing is sent, a link is never asked for.
@@ -133,6 +154,9 @@ def profile_of(cluster: Cluster, framework: str = "native", dtype: str = "bfloat
         contention=constants["contention"],
         pcie_bytes_per_s=constants["pcie_bytes_per_s"],
         optimizer_bytes=constants["optimizer_bytes"],
+        tp_exposed=constants["tp_exposed"],
+        crossing_s=constants["crossing_s"],
+        gathers_once=facts.get("gathers_once", False),
         sources=sources,
         residual=facts.get("residual"),
         num_runs=facts.get("num_runs", 0),

@@ -24,6 +24,9 @@ from meshplan.memory.work import Moment
 KEPT: Final = frozenset({"mm", "addmm", "bmm", "convolution", "attention"})
 """Operations whose results selective recomputation keeps. Source: `runtime.recompute`."""
 
+_PRODUCTS: Final = frozenset({"mm", "bmm", "column", "row"})
+"""Products: with a parameter, of two activations, and nanotron's with a collective in them."""
+_ATTENTION: Final = frozenset({"attention", "bmm"})
 _ATTENTION_BACK: Final = 2.5
 _SENT: Final = {
     "all_gather": ("gather", "gather"),
@@ -41,6 +44,7 @@ class Numbers(NamedTuple):
 
     kernels: float = 0.0
     flops: float = 0.0
+    attention_flops: float = 0.0
     product_bytes: float = 0.0
     moved_bytes: float = 0.0
     weight_bytes: float = 0.0
@@ -168,14 +172,39 @@ class Reading:
         if row.op == "attention":
             # Two products of length x length by the heads' width, of which half is masked.
             return 2.0 * (self._size(row.reads[0]) // size) * self._seq_len
-        if row.op == "mm":
-            # (mk)(kn)(mn) is the square of mnk.
-            sizes = (self._size(row.reads[0]), row.parameters[0][1], self._size(row.makes[0]))
-            return 2.0 * math.sqrt(math.prod(each // size for each in sizes))
-        return 0.0
+        if row.op not in _PRODUCTS:
+            return 0.0
+        # (mk)(kn)(mn) is the square of mnk.
+        if row.op == "bmm":
+            sizes = (*map(self._size, row.reads[:2]), self._size(row.makes[0]))
+            count = max(sizes) // size // self._seq_len**2
+        else:
+            sizes, count = (self._given(row), row.parameters[0][1], self._made(row)), 1
+        return 2.0 * math.sqrt(math.prod(each // size for each in sizes) / count)
+
+    def _given(self, row: Row) -> int:
+        """Of what a product reads, whole where it gathers that first."""
+        return max(self._size(row.reads[0]), row.takes_back if row.op == "column" else 0)
+
+    def _made(self, row: Row) -> int:
+        """Of what a product makes, whole where it scatters that."""
+        return max(self._size(row.makes[0]), row.takes if row.op == "row" else 0)
 
     def _is_view(self, row: Row) -> bool:
         return all(self._tape.base[value] != value for value in row.makes)
+
+    def _fused(self, row: Row, direction: int) -> Numbers:
+        """What a product gathers before it, or scatters after it; its backward, the other way.
+
+        A column gathers once more in backward what it did not keep.
+        """
+        if row.op == "column" and row.takes_back:
+            times, size = 1 + direction, self._given(row)
+        elif row.op == "row" and row.takes:
+            times, size = 1, self._made(row)
+        else:
+            return Numbers()
+        return Numbers(gathers=times, gather_bytes=float(times * size))
 
     def _sent(self, row: Row, direction: int) -> Numbers:
         kind = _SENT[row.op][direction]
@@ -197,6 +226,9 @@ class Reading:
         if row.op == "embedding":  # Of the table only the rows that are looked up are read.
             return Numbers(kernels=1, moved_bytes=self._sizes(row.reads) + 2 * made)
         weights = sum(nbytes for _, nbytes in row.parameters)
+        if row.op in _PRODUCTS and row.parameters:
+            work = self._work(row, 1, self._given(row) + self._made(row), weights)
+            return work.plus(self._fused(row, 0))
         return self._work(row, 1, self._sizes(row.reads) + made, weights)
 
     def _work(
@@ -204,8 +236,9 @@ class Reading:
     ) -> Numbers:
         flops = times * self._flops(row)
         if flops:
-            return Numbers(kernels, flops, moved, 0.0, weights)
-        return Numbers(kernels, 0.0, 0.0, moved, weights)
+            attention = flops if row.op in _ATTENTION else 0.0
+            return Numbers(kernels, flops, attention, moved, 0.0, weights)
+        return Numbers(kernels, 0.0, 0.0, 0.0, moved, weights)
 
     def _backward(self, number: int) -> Numbers:
         row = self._tape.rows[number]
@@ -217,12 +250,14 @@ class Reading:
         given, new = self._size(row.makes[-1]), sum(grad.nbytes for grad in row.grads)
         weights = sum(nbytes for _, nbytes in row.parameters)
         if row.op == "embedding":  # A dense gradient of zeros, to which tokens are added.
-            return Numbers(2, 0.0, 0.0, 3 * given, weights).plus(added)
-        if row.op == "mm":
-            read = self._size(row.reads[0])
-            kernels = 2 + (len(row.parameters) > 1)
-            moved = kernels * given + read + new
-            return self._work(row, kernels, moved, 2 * weights, 2.0).plus(added)
+            return Numbers(2, moved_bytes=3 * given, weight_bytes=weights).plus(added)
+        if row.op in _PRODUCTS:
+            kernels, whole = 2 + (len(row.parameters) > 1), self._given(row)
+            moved = kernels * self._made(row) + 2 * whole
+            if not row.parameters:
+                moved = 2 * given + self._sizes(row.keeps) + new
+            work = self._work(row, kernels, moved, 2 * weights, 2.0)
+            return work.plus(self._fused(row, 1)).plus(added)
         if not new and not row.parameters:
             return added
         given = self._sizes(row.makes) if row.op == "split" else self._size(row.makes[0])
@@ -309,6 +344,7 @@ def tally(one: Numbers, two: Numbers) -> Tally:
     return Tally(
         kernels=one.kernels,
         flops=two.flops - one.flops,
+        attention_flops=two.attention_flops - one.attention_flops,
         product_bytes=two.product_bytes - one.product_bytes,
         moved_bytes=two.moved_bytes - one.moved_bytes,
         weight_bytes=one.weight_bytes + 2 * one.moved_bytes - two.moved_bytes,

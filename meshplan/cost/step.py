@@ -34,6 +34,7 @@ from meshplan.spec import Precision
 Array = NDArray[Any]
 
 _DDP: Final = MODES.index("ddp")
+_ZERO1: Final = MODES.index("zero1")
 _SHARD: Final = MODES.index("shard")
 _1F1B: Final = SCHEDULE_WORDS.index("1F1B")
 _INTERLEAVED: Final = SCHEDULE_WORDS.index("Interleaved1F1B")
@@ -75,7 +76,7 @@ class Terms:
             where the option does not exist.
         forward_s, backward_s: Likewise, of a microbatch.
         settle_s: What the backward of the last microbatch takes longer.
-        update_s: [rows], of the optimizer.
+        update_s: [rows], of the optimizer and of what follows it.
         compute_s: [rows], forward and backward of a microbatch without anything sent or recomputed.
         exposed_tp_s: [rows], of it what tp and cp send.
     """
@@ -91,7 +92,9 @@ class Terms:
 
 def compute_seconds(tally: Tally, samples: Array | float, profile: Profile) -> Array:
     """An affine roofline: launches, products and what memory moves, one after the other."""
-    flops = samples * tally.flops / (profile.peak_flops * profile.efficiency)
+    others = (tally.flops - tally.attention_flops) / profile.efficiency
+    attention = tally.attention_flops / profile.attention_efficiency
+    flops = samples * (others + attention) / profile.peak_flops
     read = (samples * tally.product_bytes + tally.weight_bytes) / profile.memory_bytes_per_s
     moved = samples * tally.moved_bytes / profile.memory_bytes_per_s
     return np.asarray(tally.kernels * profile.kernel_s + np.maximum(flops, read) + moved)
@@ -138,7 +141,8 @@ def terms(
     gathered, reduced, summed, whole = rows.data(numel)
     is_whole, is_at_once = rows.mode == _DDP, rows.mode == _SHARD
     gathers = np.where(is_whole, 0.0, gathered)
-    forward_s = join(forward, gathers)
+    is_after = (rows.mode == _ZERO1) & profile.gathers_once
+    forward_s = join(forward, np.where(is_after, 0.0, gathers))
     first, last = [], []
     backwards = [
         backward_c + backward_t + rows.compute(work) + rows.tp(sent) + keys * (1 + (again > 0))
@@ -155,7 +159,7 @@ def terms(
         last.append(np.where(is_whole, whole_last, join(backward, at_last)) - usual)
     missing = OPTION_RESHARD[None] & ~is_at_once[:, None]
     backward_s, settle_s = np.stack(first, axis=1), np.stack(last, axis=1)
-    update = rows.update(numel)
+    update = rows.update(numel) + np.where(is_after, gathered, 0.0)
     once = (settle_s + update[:, None]) / rows.microbatches[:, None]
     seconds = forward_s[:, None] + backward_s + once
     return Terms(
@@ -199,7 +203,7 @@ class _Rows:
         if sent.gathers:
             num_bytes = self.samples * sent.gather_bytes
             out = out + all_gather(num_bytes, self.along_tp, self.profile, sent.gathers)
-        return out
+        return out * self.profile.tp_exposed
 
     def keys(self, num_bytes: float) -> Array:
         """Keys and values gathered along cp, or their gradients scattered."""
@@ -238,7 +242,8 @@ def crossing_seconds(grid: Array, num_bytes: float, profile: Profile, gpus_per_n
     samples = grid["micro"] / grid["cp"]
     # Ranks of neighbouring stages are `inner` apart: on one node only if a node holds both.
     crosses = inner * 2 > gpus_per_node
-    return np.where(grid["pp"] > 1, send(samples * num_bytes, crosses, profile), 0.0)
+    sent = send(samples * num_bytes, crosses, profile) + profile.crossing_s
+    return np.where(grid["pp"] > 1, sent, 0.0)
 
 
 def pipeline_seconds(

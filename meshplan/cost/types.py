@@ -12,6 +12,7 @@ class Tally:
     Args:
         kernels: Launched, whatever the size.
         flops: Of matrix products and attention, for one sample.
+        attention_flops: Those of attention.
         product_bytes: Activations that these read and write, for one sample.
         moved_bytes: Read and written by everything else, for one sample.
         weight_bytes: Read of parameters and written of their gradients, once a microbatch.
@@ -19,6 +20,7 @@ class Tally:
 
     kernels: float = 0.0
     flops: float = 0.0
+    attention_flops: float = 0.0
     product_bytes: float = 0.0
     moved_bytes: float = 0.0
     weight_bytes: float = 0.0

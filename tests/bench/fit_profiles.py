@@ -1,0 +1,244 @@
+"""Constants of the cost model from published runs, one set per framework, device and dtype.
+
+    python -m tests.bench.fit_profiles FILE.jsonl [--write]
+
+Least squares of relative errors within physical bounds, robust where a framework's runs are not
+repeatable. Beside the error of the fit stands that of leaving out one group of runs at a time: by
+model where there are several, else by the number of GPUs. `--write` puts the constants into
+`meshplan/cost/profiles.json`; a fit that is further off than `WORST_RESIDUAL` is not written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.cost.profile import GENERIC, WORST_RESIDUAL, resolve
+from tests.bench.mapping import Row, SkipError
+from tests.bench.time_mapping import Case, case_of
+from tests.bench.time_predict import batches, seconds
+
+Array = NDArray[Any]
+
+BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
+    "efficiency": (0.30, 0.95),
+    "attention_efficiency": (0.05, 0.90),
+    "kernel_s": (1e-6, 4e-5),
+    "memory_share": (0.30, 0.95),
+    "intra_share": (0.20, 0.95),
+    "inter_share": (0.05, 0.98),
+    "intra_latency_s": (5e-7, 3e-5),
+    "inter_latency_s": (1e-6, 2e-4),
+    "contention": (0.0, 1.0),
+    "tp_exposed": (0.1, 1.0),
+    "crossing_s": (0.0, 2e-2),
+}
+"""What a device can do: no share above its datasheet's, no hop faster than light's electronics."""
+
+SETS_ZERO1_AFTER: Final = frozenset({"nanotron", "megatron-deepspeed", "megatron"})
+"""Frameworks that gather parameters after the update. Source: nanotron, optim/zero.py; DeepSpeed,
+runtime/zero/stage_1_and_2.py."""
+
+
+def load(path: Path) -> list[Case]:
+    """Every row of a file that can be told."""
+    out = []
+    for line in path.read_text().splitlines():
+        if line.strip():
+            row: Row = json.loads(line)
+            try:
+                out.append(case_of(row))
+            except SkipError:
+                continue
+    return out
+
+
+def by_key(cases: Sequence[Case]) -> dict[tuple[str, str, str], list[Case]]:
+    out: dict[tuple[str, str, str], list[Case]] = defaultdict(list)
+    for case in cases:
+        out[case.key].append(case)
+    return dict(out)
+
+
+def free_constants(cases: Sequence[Case]) -> list[str]:
+    """What these runs can tell: no link that none of them uses."""
+    names = ["efficiency", "attention_efficiency", "kernel_s", "memory_share"]
+    grids = np.concatenate([case.grid for case in cases])
+    nodes = max(case.cluster.nodes for case in cases)
+    if (grids["tp"] > 1).any() or (grids["dp_shard"] * grids["dp_replicate"] > 1).any():
+        names += ["intra_share", "contention"]
+    if (grids["tp"] > 1).any():
+        names += ["intra_latency_s", "tp_exposed"]
+    if nodes > 1:
+        names += ["inter_share", "inter_latency_s"]
+    if (grids["pp"] > 1).any() and len(cases) > 40:
+        names.append("crossing_s")
+    return names
+
+
+class Fit:
+    """One profile."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        self.cases, self.names = list(cases), free_constants(cases)
+        self.low = np.array([BOUNDS[name][0] for name in self.names])
+        self.high = np.array([BOUNDS[name][1] for name in self.names])
+        self.together = batches(self.cases)
+        self.real = np.array([case.real_s for case in self.cases])
+
+    def facts(self, values: Array) -> dict[str, Any]:
+        """As a row of `profiles.json`."""
+        constants = {name: float(v) for name, v in zip(self.names, values, strict=True)}
+        return {
+            "constants": constants,
+            "gathers_once": self.cases[0].key[0] in SETS_ZERO1_AFTER,
+        }
+
+    def told(self, values: Array) -> Array:
+        return predict(self.cases, self.facts(values), self.together)
+
+    def run(self, start: Array | None = None) -> Array:
+        """The best constants."""
+        spread = self.high - self.low
+        generic = np.array([GENERIC[name] for name in self.names])
+        first = np.clip(generic if start is None else start, self.low + 0.01 * spread,
+                        self.high - 0.01 * spread)  # fmt: skip
+
+        def errors(unit: Array) -> Array:
+            return np.log(self.told(self.low + unit * spread) / self.real)
+
+        return np.asarray(self.low + least_squares(errors, (first - self.low) / spread) * spread)
+
+
+_ROBUST: Final = 0.05
+"""Errors beyond it count by their size, not by its square."""
+
+
+def least_squares(errors: Callable[[Array], Array], start: Array) -> Array:
+    """Levenberg-Marquardt in the unit cube, soft L1 by weights.
+
+    Source: Triggs et al. 2000 (bundle adjustment), sections 4 and 6, for weights and damping.
+    """
+    x, damping = start, 1e-2
+    residuals = errors(x)
+    cost = _cost(residuals)
+    for _ in range(80):
+        steps = np.where(x > 0.5, -1e-4, 1e-4)
+        slopes = np.stack(
+            [(errors(x + step) - residuals) / step.sum() for step in np.diag(steps)], axis=1
+        )
+        weights = 1 / np.sqrt(1 + (residuals / _ROBUST) ** 2)
+        gradient = slopes.T @ (weights * residuals)
+        # At a bound, what leads out of the cube does not count.
+        free = ~(((x <= 0) & (gradient > 0)) | ((x >= 1) & (gradient < 0)))
+        if not free.any():
+            break
+        normal = (slopes[:, free] * weights[:, None]).T @ slopes[:, free]
+        while damping < 1e8:
+            scale = np.diag(np.diag(normal) + 1e-9)
+            move = np.zeros_like(x)
+            move[free] = np.linalg.solve(normal + damping * scale, -gradient[free])
+            new = np.clip(x + move, 0, 1)
+            tried = errors(new)
+            if (better := _cost(tried)) < cost:
+                break
+            damping *= 4
+        else:
+            break
+        is_done = cost - better < 1e-7 * cost
+        x, residuals, cost, damping = new, tried, better, damping / 4
+        if is_done:
+            break
+    return x
+
+
+def _cost(residuals: Array) -> float:
+    return float(np.sum(np.sqrt(1 + (residuals / _ROBUST) ** 2) - 1))
+
+
+def predict(cases: Sequence[Case], facts: Mapping[str, Any], together: list[list[int]]) -> Array:
+    """Seconds of a step of each case; links are the cluster's own."""
+    out = np.zeros(len(cases))
+    links: dict[Any, list[list[int]]] = defaultdict(list)
+    for places in together:
+        links[cases[places[0]].cluster.inter].append(places)
+    for groups in links.values():
+        first = cases[groups[0][0]]
+        profile = resolve(first.cluster, first.key[0], first.key[2], facts)
+        places = [place for group in groups for place in group]
+        index = {place: number for number, place in enumerate(places)}
+        local = [[index[place] for place in group] for group in groups]
+        out[places] = seconds([cases[place] for place in places], profile, local)
+    return out
+
+
+def left_out(fit: Fit, best: Array) -> Array:
+    """Errors of each run when its group is not fitted."""
+    cases = fit.cases
+    groups: dict[Any, list[int]] = defaultdict(list)
+    models = {case.chain for case in cases}
+    for place, case in enumerate(cases):
+        by_model = (case.group, *case.work[1:2]) if len(models) > 1 else case.cluster.nodes
+        groups[by_model].append(place)
+    out = np.full(len(cases), np.nan)
+    if len(groups) < 2:
+        return out
+    for places in groups.values():
+        rest = [case for place, case in enumerate(cases) if place not in set(places)]
+        if len(rest) < 4:
+            continue
+        other = Fit(rest)
+        start = np.array([dict(zip(fit.names, best, strict=True)).get(n, GENERIC[n])
+                          for n in other.names])  # fmt: skip
+        values = other.run(start)
+        held = [cases[place] for place in places]
+        told = predict(held, other.facts(values), batches(held))
+        out[places] = told / np.array([case.real_s for case in held]) - 1
+    return out
+
+
+def figures(errors: Array) -> dict[str, float]:
+    size = np.abs(errors[~np.isnan(errors)])
+    if not len(size):
+        return {}
+    return {
+        "rms": float(np.sqrt((size**2).mean())),
+        "median": float(np.median(size)),
+        "p90": float(np.quantile(size, 0.9)),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--fast", action="store_true", help="without leaving groups out")
+    options = parser.parse_args(arguments)
+    profiles = []
+    for key, cases in sorted(by_key(load(options.file)).items()):
+        if options.only not in key[0] or len(cases) < 6:
+            continue
+        fit = Fit(cases)
+        best = fit.run()
+        errors = fit.told(best) / fit.real - 1
+        inside, outside = figures(errors), {}
+        if not options.fast:
+            outside = figures(left_out(fit, best))
+        print(*key, len(cases), {n: float(f"{v:.3g}") for n, v in zip(fit.names, best, strict=True)})
+        print("   fitted  ", {k: round(v, 4) for k, v in inside.items()})
+        print("   left out", {k: round(v, 4) for k, v in outside.items()})
+        profiles.append({"key": key, "facts": fit.facts(best), "inside": inside,
+                         "outside": outside, "num": len(cases)})  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
