@@ -68,8 +68,10 @@ def planner(path: Path) -> _Planner:
 
 def test_nothing_that_fits_is_faster(job):
     """Against every row, each measured with every number of blocks at every level."""
-    hardware = PLAN["hardware"] | {"headroom": 0.969}
-    at = planner(job(mesh={"dp_shard": 8}, strategy=None, hardware=hardware))
+    config = LLAMA | {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2816}
+    hardware = PLAN["hardware"] | {"headroom": 0.94}  # Leaves 4.7 GiB.
+    batch = {"global": 64, "seq_len": 1024, "micro": 8}
+    at = planner(job(config, mesh={"dp_shard": 8}, strategy=None, hardware=hardware, batch=batch))
     decision = at.run()
     numbers = at._numbers(at._profile)
     best, num_fit, num_over = float("inf"), 0, 0
@@ -104,7 +106,7 @@ def test_nothing_that_fits_is_faster(job):
     assert decision.chosen.seconds <= decision.best_s * 1.02
 
 
-@pytest.mark.parametrize(("size", "near"), [({}, 0.1), (LARGE, 0.8)])
+@pytest.mark.parametrize(("size", "near"), [({}, 0.5), (LARGE, 0.9)])
 def test_bounds_on_memory_are_below_what_is_replayed(job, size, near):
     """What rules a row out must never be above the truth, nor far below where sizes are real."""
     at = planner(job(LLAMA | size))
@@ -121,9 +123,9 @@ def test_bounds_on_memory_are_below_what_is_replayed(job, size, near):
             candidate = Candidate(int(row), one.seconds, one.ends, one.takes, one.linear_bytes)
             measured = at._measure(candidate)
             assert not measured.why
-            assert measured.excess_bytes >= 0, (numbers.grid[row], OPTIONS[option])
-            held = max(one.linear_bytes)
-            shares.append(held / (held + measured.excess_bytes))
+            truth = max(group.peak.requested_bytes for group in measured.result.memory.groups)
+            assert max(one.linear_bytes) <= truth, (numbers.grid[row], OPTIONS[option])
+            shares.append(max(one.linear_bytes) / truth)
     assert np.median(shares) > near
 
 

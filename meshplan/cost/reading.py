@@ -125,7 +125,11 @@ class Reading:
         out = []
         for number, (name, start, end) in enumerate(self._units):
             rows = range(start, end)
-            parameters = {f: b for n in rows for f, b in self._tape.rows[n].parameters}
+            parameters = {
+                f: self._tape.laid.get((n, f), b)
+                for n in rows
+                for f, b in self._tape.rows[n].parameters
+            }
             numels = tuple(b // self._element_bytes for f, b in parameters.items() if f not in seen)
             seen |= parameters.keys()
             out.append(
@@ -208,6 +212,8 @@ class Reading:
 
     def _sent(self, row: Row, direction: int) -> Numbers:
         kind = _SENT[row.op][direction]
+        if row.op == "all_gather" and row.takes and direction:
+            kind = ""  # Laid anew after it: ranks go on with the same, so the gradient is cut.
         size = float(self._size(row.makes[0]))
         if kind == "gather":  # What is whole: made, or given.
             size = max(size, float(self._size(row.reads[0])))

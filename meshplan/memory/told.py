@@ -147,7 +147,7 @@ def _told_work(
         },
         is_cuda=is_cuda,
         in_place=in_place,
-        styled=_styled(plan),
+        styled=styled_of(plan),
         lays_itself=frozenset(f for f, p in plan.assignment.tensors.items() if p.unit is None),
     )
     return Prepared(work_of(plan.graph, run))
@@ -171,7 +171,7 @@ def refusals(plan: Plan) -> Iterator[Problem]:
     blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
     saved = {word for r in a.recompute.values() for word in r.policy.save}
     for is_there, what in (
-        *((True, problem.what) for problem in _styled(plan).check()),
+        *((True, problem.what) for problem in styled_of(plan).check()),
         # Their code takes the length of a sequence, and positions, from the part that a rank has.
         (a.sequence_parallel, "sequence_parallel, with which transformers' own code does not run"),
         (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
@@ -195,7 +195,8 @@ def _is_block(plan: Plan, fqn: str) -> bool:
     return name.isdigit() and above in plan.graph.modules
 
 
-def _styled(plan: Plan) -> Styled:
+def styled_of(plan: Plan) -> Styled:
+    """Which modules tp cuts, and how."""
     a = plan.assignment
     pieces = {fqn: use.pieces for fqn, use in a.styles.items() if use.pieces}
     return Styled(

@@ -25,7 +25,7 @@ from meshplan.graph import ModelGraph
 from meshplan.hardware import Cluster
 from meshplan.memory.driver import driver_bytes
 from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
-from meshplan.memory.told import ERROR, refusals, told_estimate
+from meshplan.memory.told import ERROR, refusals, styled_of, told_estimate
 from meshplan.mesh import AXES
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.held import element_bytes_of
@@ -199,12 +199,14 @@ class _Planner:
         if tp not in self._chains:
             length = self._spec.batch.seq_len
             assert length is not None
+            cuts = tp > 1 and self.free.sequence_parallel[tp]
+            trial = with_axes(self._spec, {"tp": tp}, sequence_parallel=cuts)
             self._chains[tp] = chain_of(
                 self._graph,
                 seq_len=length,
                 element_bytes=element_bytes_of(self._trial).computed,
                 tp=tp,
-                is_sequence=tp > 1 and self.free.sequence_parallel[tp],
+                styled=styled_of(make_plan(trial, self._graph)) if tp > 1 else None,
             )
         return self._chains[tp]
 

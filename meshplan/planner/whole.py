@@ -72,7 +72,7 @@ def question_of(
         what = "nothing says how much memory a device has"
         fix = "add gpu: h100-sxm-80gb to hardware, or --gpu"
         raise PlanError(Problem(what, spec.origin("hardware"), fix))
-    stated = spec.solve.get("time_limit")
+    stated = spec.solve.get("time_limit_s")
     return Question(
         read=load,
         graph=graph,
