@@ -232,7 +232,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         inside, outside = figures(errors), {}
         if not options.fast:
             outside = figures(left_out(fit, best))
-        print(*key, len(cases), {n: float(f"{v:.3g}") for n, v in zip(fit.names, best, strict=True)})
+        print(
+            *key, len(cases), {n: float(f"{v:.3g}") for n, v in zip(fit.names, best, strict=True)}
+        )
         print("   fitted  ", {k: round(v, 4) for k, v in inside.items()})
         print("   left out", {k: round(v, 4) for k, v in outside.items()})
         profiles.append({"key": key, "facts": fit.facts(best), "inside": inside,
