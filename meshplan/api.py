@@ -28,7 +28,7 @@ from meshplan.spec import Spec
 if TYPE_CHECKING:
     from meshplan.memory import MemoryEstimate
     from meshplan.plan import Plan
-    from meshplan.planner.decide import Decision
+    from meshplan.planner.decision import Decision
     from meshplan.rehearsal import Rehearse
     from meshplan.verdict import Verdict
 

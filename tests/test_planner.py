@@ -16,7 +16,8 @@ from meshplan.blueprint import from_config
 from meshplan.cli import main
 from meshplan.cost.grid import OPTIONS
 from meshplan.errors import MeshplanError, SpecError
-from meshplan.planner.decide import _Planner
+from meshplan.planner.decide import decide_job
+from meshplan.planner.job import Job
 from meshplan.planner.lock import lock_path, read
 from meshplan.planner.search import Candidate, solve_row
 from meshplan.planner.settle import Block, patterns
@@ -59,12 +60,12 @@ def job(tmp_path):
     return write
 
 
-def planner(path: Path) -> _Planner:
+def job_of(path: Path) -> Job:
     def load(more: Any) -> meshplan.Spec:
         return load_spec(path, more)
 
     graph = from_config(path.with_name("config.json"))
-    return _Planner(question_of(load, graph), lambda text: None)
+    return Job(question_of(load, graph))
 
 
 def test_nothing_that_fits_is_faster(job):
@@ -72,9 +73,9 @@ def test_nothing_that_fits_is_faster(job):
     config = LLAMA | {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2816}
     hardware = PLAN["hardware"] | {"headroom": 0.94}  # Leaves 4.7 GiB.
     batch = {"global": 64, "seq_len": 1024, "micro": 8}
-    at = planner(job(config, mesh={"dp_shard": 8}, strategy=None, hardware=hardware, batch=batch))
-    decision = at.run()
-    numbers = at._numbers(at._profile)
+    at = job_of(job(config, mesh={"dp_shard": 8}, strategy=None, hardware=hardware, batch=batch))
+    decision = decide_job(at)
+    numbers = at.numbers(at.profile)
     best, num_fit, num_over = float("inf"), 0, 0
     blocks = numbers.order.count(1)
     for row in range(len(numbers.grid)):
@@ -96,7 +97,7 @@ def test_nothing_that_fits_is_faster(job):
                     if not np.isfinite(step):
                         continue
                     candidate = Candidate(row, step, (0, blocks + 2), (whole,), (0.0,))
-                    if at._measure(candidate).fits:
+                    if at.measure(numbers, candidate).fits:
                         best, num_fit = min(best, step), num_fit + 1
                     else:
                         num_over += 1
@@ -110,8 +111,8 @@ def test_nothing_that_fits_is_faster(job):
 @pytest.mark.parametrize(("size", "near"), [({}, 0.5), (LARGE, 0.9)])
 def test_bounds_on_memory_are_below_what_is_replayed(job, size, near):
     """What rules a row out must never be above the truth, nor far below where sizes are real."""
-    at = planner(job(LLAMA | size))
-    numbers = at._numbers(at._profile)
+    at = job_of(job(LLAMA | size))
+    numbers = at.numbers(at.profile)
     rng = np.random.default_rng(0)
     shares = []
     for row in rng.choice(len(numbers.grid), 12, replace=False):
@@ -122,7 +123,7 @@ def test_bounds_on_memory_are_below_what_is_replayed(job, size, near):
             if one is None:
                 continue
             candidate = Candidate(int(row), one.seconds, one.ends, one.takes, one.linear_bytes)
-            measured = at._measure(candidate)
+            measured = at.measure(numbers, candidate)
             assert not measured.why
             truth = max(group.peak.requested_bytes for group in measured.result.memory.groups)
             assert max(one.linear_bytes) <= truth, (numbers.grid[row], OPTIONS[option])
@@ -206,6 +207,25 @@ def test_a_pin_is_held(job):
     chosen = api.search_plan(path).chosen
     assert chosen is not None
     assert chosen.stated["batch.micro"] == 4
+
+
+def test_rules_are_pins(job):
+    """What a rule says of single blocks stays, and is counted."""
+    rules = [
+        {"match": "model.layers.{1..2}", "activation_checkpointing": "full"},
+        {"match": "model.layers.4", "reshard_after_forward": False},
+    ]
+    path = job(mesh={"dp_shard": 8}, strategy=None, rules=rules)
+    free = api.search_plan(job(mesh={"dp_shard": 8}, strategy=None)).best_s
+    path = job(mesh={"dp_shard": 8}, strategy=None, rules=rules)
+    decision = api.search_plan(path)
+    assert decision.chosen is not None
+    a = decision.chosen.plan.assignment
+    assert {f for f, r in a.recompute.items() if r.policy.mode == "full"} >= {
+        "model.layers.1", "model.layers.2"
+    }  # fmt: skip
+    assert a.units["model.layers.4"].reshard_after_forward is False
+    assert decision.best_s > free * 1.01
 
 
 def test_nothing_fits(job, capsys):

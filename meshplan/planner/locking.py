@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from meshplan.planner.decide import Decision
+from meshplan.planner.decision import Decision
 from meshplan.planner.lock import FORMAT, model_hash, spec_hash
 from meshplan.planner.settle import patterns
 from meshplan.version import __version__

@@ -25,6 +25,7 @@ class Numbers:
     Args:
         grid: The configurations.
         order: The kind of each block, in the order of forward.
+        names: The fqn of each block; "" for what is of no block, and has no choice.
         seconds: [rows, kinds, options] of a block for one microbatch, forward and backward;
             infinite where it does not have the option.
         saved: Bytes that it keeps for the backward of one microbatch.
@@ -36,6 +37,7 @@ class Numbers:
 
     grid: NDArray[np.void]
     order: tuple[int, ...]
+    names: tuple[str, ...] = ()
     seconds: Floats
     saved: Floats
     resident: Floats
@@ -66,6 +68,7 @@ class Numbers:
         return Numbers(
             grid=self.grid[at],
             order=self.order,
+            names=self.names,
             seconds=np.where(offered, seconds, np.inf),
             saved=self.saved[at],
             resident=self.resident[at],

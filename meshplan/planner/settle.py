@@ -16,7 +16,7 @@ import numpy as np
 from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
 from meshplan.mesh import AXES
 from meshplan.planner.search import Candidate
-from meshplan.planner.space import Freedom
+from meshplan.planner.space import Freedom, Pins
 from meshplan.spec import Spec
 
 _UNIFORM: Final = {0: ("zero2", "hybrid_shard_zero2"), 1: ("full_shard", "hybrid_shard")}
@@ -33,7 +33,7 @@ class Block:
 
 
 def blocks_of(
-    candidate: Candidate, order: Sequence[int], names: Sequence[str], has_options: Sequence[bool]
+    candidate: Candidate, order: Sequence[int], names: Sequence[str]
 ) -> tuple[tuple[Block, ...], ...]:
     """By stage, what each block that has a choice does.
 
@@ -41,8 +41,7 @@ def blocks_of(
     the backward of the first blocks, what later ones kept is gone already.
 
     Args:
-        order, names: Of the chain.
-        has_options: By kind.
+        order, names: As of `Numbers`.
     """
     out = []
     for stage, (begin, end) in enumerate(itertools.pairwise(candidate.ends)):
@@ -50,7 +49,7 @@ def blocks_of(
         blocks = []
         for place in range(begin, end):
             option = next(left[order[place]])
-            if has_options[order[place]]:
+            if names[place]:
                 blocks.append(Block(names[place], *OPTIONS[option]))
         out.append(tuple(blocks))
     return tuple(out)
@@ -62,21 +61,21 @@ def _sorted_options(takes: Sequence[int]) -> Iterator[int]:
 
 
 def statements(
-    spec: Spec, free: Freedom, row: np.void, stages: Sequence[Sequence[Block]]
+    spec: Spec, free: Freedom, row: np.void, stages: Sequence[Sequence[Block]], pins: Pins
 ) -> dict[str, Any]:
     """What the plan file would have to say, by path.
 
     Args:
         row: Of the grid.
         stages: As of `blocks_of`.
+        pins: What rules say already.
     """
     sizes = {axis: int(row[axis]) for axis in AXES}
     mesh = {axis: size for axis, size in sizes.items() if size > 1}
     data = [axis for axis in ("dp_replicate", "dp_shard") if axis in mesh]
     out: dict[str, Any] = {"mesh": mesh or {"dp_replicate": 1}}
     blocks = [block for stage in stages for block in stage]
-    reshards = {block.reshard for block in blocks}
-    usual = max(reshards, default=0)
+    usual = max((block.reshard for block in blocks), default=0)
     mode = MODES[int(row["mode"])]
     if mode == "shard":
         out["strategy"] = _UNIFORM[usual][len(data) - 1]
@@ -95,8 +94,11 @@ def statements(
         out["pipeline.microbatches"] = count
         if int(row["virtual"]) > 1:
             out["pipeline.virtual"] = int(row["virtual"])
-    out |= _recomputation(spec, blocks)
-    rules = list(_rules(blocks, out["activation_checkpointing"], usual))
+    open_ = [b for b in blocks if not (b.name in pins and pins[b.name].recompute)]
+    out |= _recomputation(spec, open_)
+    rules = list(_recompute_rules(open_, out["activation_checkpointing"]))
+    open_ = [b for b in blocks if not (b.name in pins and pins[b.name].reshard)]
+    rules += _reshard_rules(open_, usual)
     for number, rule in enumerate(rules, len(spec.rules)):
         out[f"rules[{number}]"] = rule
     return out
@@ -111,16 +113,19 @@ def _recomputation(spec: Spec, blocks: Sequence[Block]) -> dict[str, Any]:
     return {"activation_checkpointing": word}
 
 
-def _rules(blocks: Sequence[Block], mode: Any, reshard: int) -> Iterator[dict[str, Any]]:
+def _recompute_rules(blocks: Sequence[Block], mode: Any) -> Iterator[dict[str, Any]]:
     """What single blocks do otherwise than the plan says of all."""
-    usual = RECOMPUTE.index(mode["mode"] if isinstance(mode, dict) else mode)
+    usual = mode["mode"] if isinstance(mode, dict) else mode
     for place, word in enumerate(RECOMPUTE):
         names = [block.name for block in blocks if block.recompute == place]
-        if names and place != usual:
+        if names and word != usual:
             yield {"match": patterns(names), "activation_checkpointing": word}
-    names = [block.name for block in blocks if block.reshard != reshard]
+
+
+def _reshard_rules(blocks: Sequence[Block], usual: int) -> Iterator[dict[str, Any]]:
+    names = [block.name for block in blocks if block.reshard != usual]
     if names:
-        yield {"match": patterns(names), "reshard_after_forward": not reshard}
+        yield {"match": patterns(names), "reshard_after_forward": not usual}
 
 
 def patterns(names: Sequence[str]) -> str | list[str]:

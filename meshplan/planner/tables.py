@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -14,10 +14,8 @@ from meshplan.cost.step import crossing_seconds, pipeline_seconds, terms
 from meshplan.cost.types import Chain
 from meshplan.planner.held import ElementBytes, resident_bytes, saved_bytes, step_bytes
 from meshplan.planner.numbers import Numbers
+from meshplan.planner.space import Pin, Pins
 from meshplan.spec import Precision
-
-Pins = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-"""By the fqn of a block, what rules leave it: (places in RECOMPUTE, reshards)."""
 
 
 def numbers_of(
@@ -32,8 +30,8 @@ def numbers_of(
     recompute: tuple[int, ...],
     reshard: tuple[int, ...],
     pins: Pins,
-) -> tuple[Numbers, Chain]:
-    """Everything that the search reads, and the chain whose kinds its arrays are of.
+) -> Numbers:
+    """Everything that the search reads.
 
     Args:
         chain_of: The model as one rank of so many along tp computes it.
@@ -55,11 +53,12 @@ def numbers_of(
         boundary = 0.0
         for number, kind in enumerate(chain.kinds):
             found = terms(part, kind, profile, gpus_per_node, precision, dtype=dtype)
-            free = left[number] or (recompute, reshard)
-            allowed = _options(*(free if kind.has_options else ((0,), (0,))))
-            is_sharded = part["mode"] == MODES.index("shard")
-            offered = allowed[None] | (_options(free[0], (0,))[None] & ~is_sharded[:, None])
-            offered &= kind.has_options | (np.arange(len(OPTIONS)) == 0)
+            pin = left[number]
+            again, back = pin.recompute or recompute, pin.reshard or reshard
+            if not kind.has_options:
+                again, back = (0,), (0,)
+            is_sharded = (part["mode"] == MODES.index("shard"))[:, None]
+            offered = np.where(is_sharded, _options(again, back)[None], _options(again, (0,))[None])
             seconds[rows, number] = np.where(offered, found.seconds, np.inf)
             saved[rows, number] = saved_bytes(part, kind)
             resident[rows, number] = resident_bytes(part, kind, sizes)
@@ -68,9 +67,10 @@ def numbers_of(
         top[rows] = part["micro"] * chain.kinds[chain.order[-1]].transient_bytes[0]
         crossing[rows] = crossing_seconds(part, boundary, profile, gpus_per_node)
     zero = np.zeros(len(grid))
-    numbers = Numbers(
+    return Numbers(
         grid=grid,
         order=first.order,
+        names=first.names,
         seconds=seconds,
         saved=saved,
         resident=resident,
@@ -78,18 +78,18 @@ def numbers_of(
         floor=floor,
         once_s=pipeline_seconds(grid, zero, zero, crossing),
     )
-    return numbers, first
 
 
 def _options(recompute: tuple[int, ...], reshard: tuple[int, ...]) -> NDArray[np.bool_]:
     return np.array([again in recompute and back in reshard for again, back in OPTIONS])
 
 
-def _split(
-    chain: Chain, pins: Pins
-) -> tuple[Chain, tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]]:
+def _split(chain: Chain, pins: Pins) -> tuple[Chain, tuple[Pin, ...]]:
     """The chain with a kind for each different pin of its blocks, and the pins by kind."""
-    keys = [(kind, pins.get(name)) for kind, name in zip(chain.order, chain.names, strict=True)]
+    none = Pin()
+    keys = [
+        (kind, pins.get(name, none)) for kind, name in zip(chain.order, chain.names, strict=True)
+    ]
     kinds = list(dict.fromkeys(keys))
     order = tuple(kinds.index(key) for key in keys)
     split = replace(chain, kinds=tuple(chain.kinds[kind] for kind, _ in kinds), order=order)

@@ -8,7 +8,8 @@ from typing import Any
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
 from meshplan.hardware import Cluster, Link, find_device
-from meshplan.planner.decide import Question, decide
+from meshplan.planner.decide import decide
+from meshplan.planner.decision import Question
 from meshplan.planner.lock import locked, overrides
 from meshplan.sizing import graph_of, read_limit
 from meshplan.spec import Spec

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshplan.planner.decide import Decision, Way
+from meshplan.planner.decision import Decision, Way
 from meshplan.render.memory import ranks_to_text
 from meshplan.render.text import columns, paint
 from meshplan.units import format_gib

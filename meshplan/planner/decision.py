@@ -1,0 +1,106 @@
+"""What is asked of the planner, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshplan.cost.profile import Profile
+from meshplan.graph import ModelGraph
+from meshplan.hardware import Cluster
+from meshplan.memory.estimate import MemoryEstimate
+from meshplan.plan import Plan
+from meshplan.planner.space import Rejected
+from meshplan.spec import Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is to be planned.
+
+    Args:
+        read: The spec of the plan file with more statements.
+        graph: The model.
+        device: A name of `hardware`, or "cuda".
+        limit_bytes: What one may hold.
+        cluster: The machine.
+        time_limit_s: After which the best so far is the answer; None for no limit.
+    """
+
+    read: Callable[[Sequence[str]], Spec]
+    graph: ModelGraph
+    device: str
+    limit_bytes: int
+    cluster: Cluster
+    time_limit_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to train the model that fits: as words, decided, and with its memory.
+
+    Args:
+        stated: What the plan file would have to say, by path.
+        seconds: Of a step.
+    """
+
+    stated: Mapping[str, Any]
+    seconds: float
+    plan: Plan
+    memory: MemoryEstimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ladder:
+    """The same search on better and better machines, in seconds of a step."""
+
+    roofline_s: float
+    no_network_s: float
+    no_memory_limit_s: float
+    plan_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What the planner came to.
+
+    Args:
+        spec: As the plan file says it.
+        chosen: The simplest of those within SLACK of the best; None where nothing fits.
+        best_s: Seconds of the fastest.
+        gap: How much faster something in the space may be than the fastest.
+        alternatives: Others that fit, fastest first.
+        rejected: What is not in the space, or not the answer, and why.
+        num_configs: Rows of the space.
+        num_options: Choices of each block.
+        samples: Of a step.
+        flops: Of a step, without recomputation.
+        is_whole: Whether the search came to its end.
+    """
+
+    spec: Spec
+    chosen: Way | None
+    best_s: float
+    gap: float
+    alternatives: tuple[Way, ...]
+    rejected: tuple[Rejected, ...]
+    ladder: Ladder | None
+    num_configs: int
+    num_options: int
+    num_measured: int
+    search_s: float
+    samples: int
+    tokens: int
+    flops: float
+    profile: Profile
+    limit_bytes: int
+    is_whole: bool = True
+
+    def tokens_per_s(self, way: Way) -> float:
+        """Of one device."""
+        return self.tokens / way.seconds / way.plan.mesh.world_size
+
+    def mfu(self, way: Way) -> float:
+        """Share of the peak that the model's own flops are: what is recomputed does not count."""
+        return self.flops / way.seconds / self.profile.peak_flops / way.plan.mesh.world_size

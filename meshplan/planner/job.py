@@ -1,0 +1,179 @@
+"""One question made concrete: its space, the figures of every row, and the memory room's word."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.cost.chain import chain_of
+from meshplan.cost.profile import Profile, profile_of
+from meshplan.cost.types import Chain
+from meshplan.errors import MeshplanError, PlanError, Problem
+from meshplan.memory.driver import driver_bytes
+from meshplan.memory.estimate import RESERVED_ERROR
+from meshplan.memory.told import ERROR, refusals, styled_of, told_estimate
+from meshplan.plan import Plan, make_plan
+from meshplan.planner.decision import Question, Way
+from meshplan.planner.held import element_bytes_of
+from meshplan.planner.lock import overrides
+from meshplan.planner.numbers import Numbers
+from meshplan.planner.search import Candidate, Measured
+from meshplan.planner.settle import Block, blocks_of, statements
+from meshplan.planner.space import (
+    Freedom,
+    Pins,
+    check_batch,
+    enumerate_grid,
+    freedom_of,
+    pins_of,
+    with_axes,
+)
+from meshplan.planner.tables import numbers_of
+from meshplan.spec import Spec
+
+_SHARES: Final = (1 + RESERVED_ERROR) * (1 + ERROR)
+"""By how much the memory room widens what it reserves."""
+
+
+class Job:
+    """One question.
+
+    Attributes:
+        spec: As the plan file says it.
+        capacity: Bytes that a rank may hold by the linear figures.
+    """
+
+    def __init__(self, question: Question, free: Freedom | None = None) -> None:
+        self.question = question
+        self.spec = question.read(())
+        check_batch(self.spec)
+        self._graph = question.graph
+        self._chains: dict[int, Chain] = {}
+        self._driver = driver_bytes(question.device, ()).high
+        self.capacity = (question.limit_bytes - self._driver) / _SHARES
+        if free is not None:
+            self.free = free
+
+    # What there is
+
+    @cached_property
+    def free(self) -> Freedom:
+        """What the plan leaves open, and the model allows."""
+        cluster = self.question.cluster
+        return freedom_of(
+            self.spec,
+            world=cluster.num_gpus,
+            gpus_per_node=cluster.gpus_per_node,
+            num_blocks=len(self._chain(1).order),
+            refuses=self._refuses,
+        )
+
+    def _refuses(self, trial: Spec) -> str:
+        """Why a trial cannot be, "" if it can be."""
+        try:
+            problems = list(refusals(make_plan(trial, self._graph)))
+        except PlanError as error:
+            problems = list(error.problems)
+        return problems[0].what if problems else ""
+
+    @cached_property
+    def _trial(self) -> Plan:
+        return make_plan(with_axes(self.spec, {"dp_shard": 1}), self._graph)
+
+    @cached_property
+    def _dtype(self) -> str:
+        return next(p.info.dtype for p in self._trial.assignment.tensors.values())
+
+    def _chain(self, tp: int) -> Chain:
+        if tp not in self._chains:
+            length = self.spec.batch.seq_len
+            assert length is not None
+            cuts = tp > 1 and self.free.sequence_parallel[tp]
+            trial = with_axes(self.spec, {"tp": tp}, sequence_parallel=cuts)
+            self._chains[tp] = chain_of(
+                self._graph,
+                seq_len=length,
+                element_bytes=element_bytes_of(self._trial).computed,
+                tp=tp,
+                styled=styled_of(make_plan(trial, self._graph)) if tp > 1 else None,
+            )
+        return self._chains[tp]
+
+    @cached_property
+    def grid(self) -> NDArray[np.void]:
+        """Every configuration."""
+        grid = enumerate_grid(self.free, len(self._chain(1).order))
+        if not len(grid):
+            what = f"no mesh of {self.free.world} devices has all that is stated"
+            whys = [f"{each.what}: {each.why}" for each in self.free.rejected]
+            fix = "; ".join(whys) or "state less, or another batch.global"
+            raise PlanError(Problem(what, self.spec.origin("mesh"), fix))
+        return grid
+
+    def numbers(self, profile: Profile) -> Numbers:
+        """What the search reads, at the speeds of a profile."""
+        return numbers_of(
+            self.grid,
+            self._chain,
+            profile=profile,
+            gpus_per_node=self.question.cluster.gpus_per_node,
+            precision=self.spec.precision,
+            dtype=self._dtype,
+            sizes=element_bytes_of(self._trial),
+            recompute=self.free.recompute,
+            reshard=self.free.reshard,
+            pins=self._pins,
+        )
+
+    @cached_property
+    def _pins(self) -> Pins:
+        return pins_of(self.spec, self._graph)
+
+    @cached_property
+    def profile(self) -> Profile:
+        """How fast the machine is."""
+        return profile_of(self.question.cluster, dtype=self._compute_dtype)
+
+    @property
+    def _compute_dtype(self) -> str:
+        return self.spec.precision.param or self._dtype
+
+    def samples(self, row: int) -> int:
+        """Of a step of all ranks."""
+        r = self.grid[row]
+        return int(r["dp_replicate"] * r["dp_shard"] * r["micro"] * r["microbatches"])
+
+    def flops(self, row: int) -> float:
+        """Of one step of all ranks, nothing counted twice."""
+        chain = self._chain(1)
+        one = sum(chain.kinds[k].forward.flops + chain.kinds[k].backward.flops for k in chain.order)
+        return one * self.samples(row)
+
+    def blocks(self, numbers: Numbers, candidate: Candidate) -> tuple[tuple[Block, ...], ...]:
+        """By stage, what each block does."""
+        return blocks_of(candidate, numbers.order, numbers.names)
+
+    def stated(self, numbers: Numbers, candidate: Candidate) -> dict[str, Any]:
+        """What the plan file would have to say."""
+        row, blocks = self.grid[candidate.row], self.blocks(numbers, candidate)
+        return statements(self.spec, self.free, row, blocks, self._pins)
+
+    def measure(self, numbers: Numbers, candidate: Candidate) -> Measured:
+        """What the memory room says of a candidate."""
+        question, stated = self.question, self.stated(numbers, candidate)
+        try:
+            plan = make_plan(question.read(overrides(stated)), self._graph)
+            memory = told_estimate(plan, device=question.device, limit_bytes=question.limit_bytes)
+        except MeshplanError as error:
+            return Measured(fits=False, why=error.problems[0].what)
+        excess = 0.0
+        for group in memory.groups:
+            # An interleaved rank has several stages of the model, and one place in the pipeline.
+            place = group.stages[0] % len(candidate.linear_bytes) if group.stages else 0
+            held = (group.band[1] - self._driver) / _SHARES
+            excess = max(excess, held - candidate.linear_bytes[place])
+        way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
+        return Measured(fits=memory.fits is True, excess_bytes=excess, result=way)

@@ -1,0 +1,108 @@
+"""Near the best: the simplest plan that is hardly slower, and the others that fit.
+
+Optima are flat, and no cost model is good to two per cent; fewer axes and fewer different things
+that blocks do are worth more than that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+from meshplan.cost.grid import OPTIONS, RECOMPUTE
+from meshplan.mesh import AXES
+from meshplan.planner.decision import Way
+from meshplan.planner.job import Job
+from meshplan.planner.numbers import Numbers
+from meshplan.planner.search import Candidate, Found, solve_row
+
+SLACK: Final = 0.02
+"""How much slower a simpler plan may be, as a share."""
+
+Options = tuple[bool, ...]
+"""Which of `cost.grid.OPTIONS` blocks may take."""
+
+_KEEP, _MOST_SIMPLER, _MOST_NEAR, _MORE = 3, 8, 6, 1.02
+
+
+class Near:
+    """The rows that a search found within SLACK of the best."""
+
+    def __init__(self, job: Job, numbers: Numbers, found: Found) -> None:
+        self._job, self._numbers, self._found = job, numbers, found
+
+    def choose(self) -> tuple[Way | None, tuple[Way, ...]]:
+        """(the simplest within the slack, others that are near)."""
+        found = self._found
+        if found.best is None or found.measured is None:
+            return None, ()
+        best = found.measured.result
+        assert isinstance(best, Way)
+        simplest = self._complexity(found.best)
+        simpler = sorted(
+            (each, number, options)
+            for number, (one, options) in enumerate(self._simpler())
+            if (each := (*self._complexity(one), one.row)) < (*simplest, -1)
+        )
+        tries = ((int(key[-1]), options) for key, _, options in simpler)
+        chosen = next(self._that_fit(tries, _MOST_SIMPLER), best)
+        everything = (True,) * len(OPTIONS)
+        near = ((candidate.row, everything) for candidate in found.near)
+        others = [best, *self._that_fit(near, _MOST_NEAR)]
+        by_words = {str(way.stated): way for way in others if way.stated != chosen.stated}
+        keep = int(self._job.spec.solve.get("keep", _KEEP))
+        return chosen, tuple(sorted(by_words.values(), key=lambda way: way.seconds)[:keep])
+
+    def _simpler(self) -> Iterator[tuple[Candidate, Options]]:
+        """Every row near the best, with fewer different things that its blocks may do."""
+        for row in (candidate.row for candidate in self._found.near):
+            for again in _subsets(range(len(RECOMPUTE))):
+                for back in ((0,), (1,), (0, 1)):
+                    options = tuple(r in again and s in back for r, s in OPTIONS)
+                    one = self._solve(row, options)
+                    if one is not None:
+                        yield one, options
+
+    def _solve(self, row: int, options: Options) -> Candidate | None:
+        """The fastest way of a row within the slack, as far as is known what it really holds."""
+        found = self._found
+        assert found.best is not None
+        room = self._job.capacity - found.excess.get(row, 0.0)
+        limit = found.best.seconds * (1 + SLACK)
+        one = solve_row(self._numbers.only(row, options), 0, room, limit)
+        return replace(one, row=row) if one is not None else None
+
+    def _that_fit(self, tries: Iterable[tuple[int, Options]], most: int) -> Iterator[Way]:
+        """Those of some (row, options) that the memory room certifies, in this order."""
+        found = self._found
+        for row, options in tries:
+            while most > 0 and (one := self._solve(row, options)) is not None:
+                measured = self._job.measure(self._numbers, one)
+                found.num_measured += 1
+                most -= 1
+                if measured.fits:
+                    assert isinstance(measured.result, Way)
+                    yield measured.result
+                if measured.fits or measured.why:
+                    break
+                # It held more than was known of this row: ask for less, until none is near.
+                known = found.excess.get(row, 0.0)
+                found.excess[row] = max(measured.excess_bytes, known * _MORE, 1.0)
+
+    def _complexity(self, candidate: Candidate) -> tuple[float, ...]:
+        """Axes that are spread, then different things that blocks do, then what it costs."""
+        row = self._job.grid[candidate.row]
+        axes = sum(int(row[axis] > 1) for axis in AXES)
+        blocks = {
+            (b.recompute, b.reshard)
+            for stage in self._job.blocks(self._numbers, candidate)
+            for b in stage
+        }
+        return axes, len(blocks), int(row["virtual"]), candidate.seconds
+
+
+def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    for size in range(1, len(items) + 1):
+        yield from itertools.combinations(items, size)
