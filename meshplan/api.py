@@ -231,34 +231,18 @@ def search_plan(
         PlanError: The plan contradicts itself, or says too little.
     """
     from meshplan.planner.decide import decide as search
-    from meshplan.planner.whole import question_of
-    from meshplan.reader import load_spec
+    from meshplan.planner.whole import question_of_file
 
-    spec = load_spec(plan, overrides)
-    given = spec.model
-    if config is None and (given is None or given.config is None):
-        what = "the planner reads a model from its config, and none is given"
-        fix = "add model: {config: PATH} to the plan, or --config PATH"
-        raise PlanError(Problem(what, spec.origin("model"), fix))
-    graph, _, _ = _find_model(spec, None, config)
-    assert graph is not None
-
-    def load(more: Sequence[str]) -> Spec:
-        return load_spec(plan, [*overrides, *more])
-
-    return search(question_of(load, graph, gpu, memory), told)
+    return search(question_of_file(plan, overrides, config, gpu, memory), told)
 
 
 def lock_plan(
     plan: str | os.PathLike[str], decision: Decision, path: str | Path | None = None
 ) -> Path:
     """Write a decision beside its plan file; returns where."""
-    from meshplan.planner.lock import lock_path, write
-    from meshplan.planner.locking import lock_of
+    from meshplan.planner.locking import write_lock
 
-    target = Path(path) if path is not None else lock_path(plan)
-    write(target, lock_of(decision))
-    return target
+    return write_lock(plan, decision, path)
 
 
 def decide(

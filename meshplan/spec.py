@@ -283,7 +283,7 @@ class Spec:
     def free_fields(self) -> tuple[str, ...]:
         """The paths of what is left to the planner, where nothing else decides it."""
         out = []
-        if self.mesh == AUTO or (self.mesh is None and self.strategy in (None, AUTO)):
+        if self.mesh == AUTO:
             out.append("mesh")
         elif isinstance(self.mesh, Mapping):
             axes = [f"mesh.{axis}" for axis, size in self.mesh.items() if size == AUTO]

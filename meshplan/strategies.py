@@ -19,7 +19,7 @@ from typing import Final
 from meshplan.borrow import expert_loans
 from meshplan.errors import PlanError, Problem
 from meshplan.mesh import AXES, DATA_AXES, Axis, Mesh
-from meshplan.spec import AUTO, Borrow, Spec
+from meshplan.spec import Borrow, Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ def _refuse_auto(spec: Spec) -> None:
             ("strategy", "one of " + ", ".join(STRATEGIES)),
             *((f"mesh.{axis}", "the size") for axis in AXES),
         )
-        if path in spec.free_fields and (path != "mesh" or spec.mesh == AUTO)
+        if path in spec.free_fields
     ]
     if problems:
         raise PlanError(problems)

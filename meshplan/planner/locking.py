@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from meshplan.planner.decision import Decision
-from meshplan.planner.lock import FORMAT, model_hash, spec_hash
+from meshplan.planner.lock import FORMAT, lock_path, model_hash, spec_hash, write
 from meshplan.planner.settle import patterns
 from meshplan.version import __version__
+
+
+def write_lock(
+    plan: str | os.PathLike[str], decision: Decision, path: str | Path | None = None
+) -> Path:
+    """Write a decision beside its plan file, or where it is told; returns where."""
+    target = Path(path) if path is not None else lock_path(plan)
+    write(target, lock_of(decision))
+    return target
 
 
 def lock_of(decision: Decision) -> dict[str, Any]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from meshplan.errors import PlanError, Problem
+from meshplan.blueprint import from_config
+from meshplan.errors import Origin, PlanError, Problem
 from meshplan.graph import ModelGraph
 from meshplan.hardware import Cluster, Link, find_device
 from meshplan.planner.decide import decide
 from meshplan.planner.decision import Question
 from meshplan.planner.lock import locked, overrides
+from meshplan.reader import load_spec
 from meshplan.sizing import graph_of, read_limit
 from meshplan.spec import Spec
 
@@ -56,6 +59,32 @@ def nothing_fits(spec: Spec) -> Problem:
     """That there is no plan."""
     what = "nothing in the space fits into the memory that there is"
     return Problem(what, spec.origin("mesh"), "see meshplan plan; allow more, or take more devices")
+
+
+def question_of_file(
+    source: Any,
+    overrides: Sequence[str] = (),
+    config: str | Path | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+) -> Question:
+    """What a plan file, or a mapping, asks of the planner.
+
+    Args:
+        config: A Hugging Face config, which goes before the plan's own `model`.
+        gpu: Name of the device whose memory is the limit, or `memory`, the limit itself.
+    """
+
+    def load(more: Sequence[str]) -> Spec:
+        return load_spec(source, [*overrides, *more])
+
+    spec = load(())
+    graph = from_config(config, Origin("--config")) if config is not None else graph_of(spec)
+    if graph is None or not graph.config:
+        what = "the planner reads a model from its config, and none is given"
+        fix = "add model: {config: PATH} to the plan, or --config PATH"
+        raise PlanError(Problem(what, spec.origin("model"), fix))
+    return question_of(load, graph, gpu, memory)
 
 
 def question_of(
