@@ -189,8 +189,8 @@ def check_plan(
         decided = make_plan(spec, graph, rehearse=rehearse)
     except PlanError as error:
         return CheckResult(problems=tuple(error.problems), notes=notes)
-    notes = (*notes, *told[:1])
-    return CheckResult(plan=decided, warnings=decided.assignment.warnings, notes=notes)
+    warnings = decided.assignment.warnings
+    return CheckResult(plan=decided, warnings=warnings, notes=(*notes, *told[:1]))
 
 
 def _whole(
@@ -221,9 +221,8 @@ def search_plan(
     """The fastest plan for all that a plan file leaves open, proved, and what was left out.
 
     Args:
-        plan: As for `check_plan`.
-        config: A Hugging Face config, which goes before the plan's own `model`.
-        gpu: Name of the device whose memory is the limit, or `memory`, the limit itself.
+        plan, config: As for `check_plan`.
+        gpu, memory: As for `estimate_memory`.
         told: Is told of each better plan.
 
     Raises:
@@ -262,8 +261,8 @@ def decide(
     if checked.problems:
         raise PlanError(checked.problems)
     if checked.plan is None:
-        what = "nothing says which modules the model has"
         fix = "add --model pkg.mod:function, --config PATH, or one of them to the plan's 'model'"
+        what = "nothing says which modules the model has"
         raise SpecError(Problem(what, Origin(str(plan), "model"), fix))
     return checked.plan
 
