@@ -125,6 +125,8 @@ class ModelGraph:
         tensors: By fqn; each tied or shared tensor once.
         config: Facts a config file stated (heads, kv heads, layers, vocab), for checks.
         flow: One recorded forward pass; None where nothing was recorded.
+        outline: In place of a recording, the order in which modules run and what goes between
+            them, each of them one operation: enough to cut stages, and nothing else.
         tp_preset: transformers' own tp plan of this model: its words by name of a module or a
             parameter, with `*` for the numbers of layers. Empty where it has none.
     """
@@ -134,6 +136,7 @@ class ModelGraph:
     tensors: Mapping[str, TensorInfo]
     config: Mapping[str, int] = field(default_factory=dict)
     flow: Flow | None = field(default=None, repr=False, compare=False)
+    outline: Flow | None = field(default=None, repr=False, compare=False)
     tp_preset: Mapping[str, str] = field(default_factory=dict)
     _owned: Mapping[str, tuple[TensorInfo, ...]] = field(init=False, repr=False, compare=False)
     _first_name: Mapping[str, str] = field(init=False, repr=False, compare=False)
