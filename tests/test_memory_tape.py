@@ -248,7 +248,6 @@ def test_a_told_step_is_the_traced_one(apart: ProcessPoolExecutor, case: str) ->
     [
         ({"mesh": {"dp_shard": 2, "tp": 2}, "tp_plan": "hf"}, "tensor parallelism"),
         ({"mesh": {"dp_shard": 4}, "activation_checkpointing": "selective"}, "selective"),
-        ({"mesh": {"pp": 2, "dp_shard": 2}, "pipeline": {"microbatches": 2}}, "a pipeline"),
     ],
 )
 def test_what_is_not_told_is_refused(more: dict[str, Any], what: str) -> None:

@@ -7,7 +7,7 @@ stand-in without memory that nothing of this stage reads. Its forward ends with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from meshplan.assign.types import Stages
@@ -34,17 +34,27 @@ class StageTape:
     sent: tuple[int, ...]
 
 
-def cut(tape: Tape, stages: Stages, which: Iterable[int]) -> dict[int, StageTape]:
+def cut(
+    tape: Tape, stages: Stages, which: Iterable[int], *, widening: int = 1
+) -> dict[int, StageTape]:
     """The parts of these stages.
 
     Args:
         tape: Of the whole model, loss included.
+        widening: How many times as wide as what is computed in what stands in for other stages'
+            modules is, which has the dtype that the model is stored in. What free modules make
+            is as wide, and cast by each unit that is called with it.
 
     Raises:
         PlanError: Something passes through a stage that does not use it.
     """
     cutter = _Cutter(tape, stages)
-    return {stage: cutter.part(stage) for stage in which}
+    parts = {stage: cutter.part(stage) for stage in which}
+    if widening > 1:
+        for stage, part in parts.items():
+            if stage:
+                _widen(part.tape, stages.free, widening)
+    return parts
 
 
 class _Cutter:
@@ -160,6 +170,55 @@ class _Cutter:
             for fqn, start, end in whole.units
             if self.owner[start] == stage
         ]
+
+
+def _widen(tape: Tape, free: Collection[str], times: int) -> None:
+    """Let free modules make what they make wider, and every unit cast what it is called with."""
+    wide = {
+        value
+        for row in tape.rows
+        if any(module in free for module in _around(row.module))
+        for value in row.makes
+    }
+    for value in wide:
+        tape.nbytes[value] *= times
+    rows, shift, at = tape.rows, 0, 0
+    moved: list[int] = []
+    out: list[Row] = []
+    units = sorted(tape.units, key=lambda unit: unit[1])
+    for fqn, start, end in units:
+        moved += [n + shift for n in range(at, start)]
+        out += rows[at:start]
+        read = sorted({v for row in rows[start:end] for v in row.reads if v in wide})
+        narrow = {}
+        for value in read:
+            narrow[value] = cast = tape.value(tape.nbytes[value] // times)
+            out.append(Row("_to_copy", fqn, (value,), (cast,)))
+        shift += len(read)
+        moved += [n + shift for n in range(start, end)]
+        out += [_renamed(row, narrow) for row in rows[start:end]]
+        for cast in narrow.values():
+            tape.last_use[cast] = end - 1
+        at = end
+    moved += [n + shift for n in range(at, len(rows) + 1)]
+    out += rows[at:]
+    tape.rows = out
+    tape.last_use = [moved[min(use, len(rows))] for use in tape.last_use]
+    tape.loss_start = moved[tape.loss_start]
+    tape.units = [(fqn, moved[start], moved[end - 1] + 1) for fqn, start, end in units]
+    tape.spans = [
+        replace(span, start=moved[span.start], end=moved[span.end - 1] + 1) for span in tape.spans
+    ]
+
+
+def _renamed(row: Row, names: Mapping[int, int]) -> Row:
+    """The row, reading other values."""
+    if not names:
+        return row
+    return row._replace(
+        reads=tuple(names.get(value, value) for value in row.reads),
+        keeps=tuple(names.get(value, value) for value in row.keeps),
+    )
 
 
 def _around(module: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ all is played, gradients that came back until the step is done.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
@@ -78,6 +78,8 @@ def play_stage(part: StageTape, *, sums_in_place: bool) -> StageWork:
     backward = phases.index("backward")
     split = next(n for n, e in enumerate(events) if e.phase == backward and e.delta > 0)
     born = [e.storage for e in events[split:] if e.delta > 0]
+    if part.sent:
+        work = replace(work, marks=_inner_first(work.marks))
     return StageWork(
         work=work,
         split=split,
@@ -86,6 +88,19 @@ def play_stage(part: StageTape, *, sums_in_place: bool) -> StageWork:
         given=tuple(born[: len(part.sent)]),
         returned=player.returned,
     )
+
+
+def _inner_first(marks: tuple[Mark, ...]) -> tuple[Mark, ...]:
+    """What a stage's last unit gives is what the stage gives: its hook came first, and runs first.
+
+    Of a whole model, the head stands between.
+    """
+    out = list(marks)
+    for number, mark in enumerate(out[:-1]):
+        after = out[number + 1]
+        if mark[1:] == (Moment.BEFORE_BACKWARD, "") and after[:2] == mark[:2]:
+            out[number : number + 2] = [after, mark]
+    return tuple(out)
 
 
 class _StagePlayer(Player):
