@@ -7,6 +7,7 @@ everybody else. Refuses to know torch.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -26,6 +27,9 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
     }
 )  # fmt: skip
 """Bytes per element by dtype name (torch's names without `torch.`)."""
+
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 def is_inside(fqn: str, around: str) -> bool:
@@ -129,6 +133,8 @@ class ModelGraph:
             them, each of them one operation: enough to cut stages, and nothing else.
         tp_preset: transformers' own tp plan of this model: its words by name of a module or a
             parameter, with `*` for the numbers of layers. Empty where it has none.
+        tp_derived: Likewise, the styles that `tp_plan: auto` reads from the data flow of this
+            model, where that is known without one. Empty where it is not.
     """
 
     name: str
@@ -138,6 +144,7 @@ class ModelGraph:
     flow: Flow | None = field(default=None, repr=False, compare=False)
     outline: Flow | None = field(default=None, repr=False, compare=False)
     tp_preset: Mapping[str, str] = field(default_factory=dict)
+    tp_derived: Mapping[str, str] = field(default_factory=dict, compare=False)
     _owned: Mapping[str, tuple[TensorInfo, ...]] = field(init=False, repr=False, compare=False)
     _first_name: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
@@ -150,6 +157,10 @@ class ModelGraph:
                 owned.setdefault(module, []).append(tensor)
         by_module = {module: tuple(tensors) for module, tensors in owned.items()}
         object.__setattr__(self, "_owned", by_module)
+
+    def word_of(self, fqn: str, words: Mapping[str, str]) -> str | None:
+        """What `tp_preset` or `tp_derived` says of a module or a parameter."""
+        return words.get(_NUMBER.sub(".*", fqn)) if words else None
 
     @property
     def parameters(self) -> Iterator[TensorInfo]:

@@ -75,7 +75,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt2 with embeddings apart": (GPT2, plan_of("1F1B", split=[
         ["transformer.wte"], ["transformer.wpe"]])),
 }  # fmt: skip
-DEFAULT = ("interleaved, recomputed", "gpt2, 1F1B")
+DEFAULT = {"interleaved, recomputed": 3, "gpt2, 1F1B": 0}
+"""One rank of each; the wide run takes one of every stage."""
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +107,14 @@ def test_a_told_rank_is_the_traced_one(apart: ProcessPoolExecutor, case: str) ->
     plan = decided(config, spec)
     count = plan.mesh.world_size
     step = count // plan.mesh.size("pp")
-    ranks = (0, count - 1) if case in DEFAULT else tuple(range(0, count, step))
+    ranks = (DEFAULT[case],) if case in DEFAULT else tuple(range(0, count, step))
     answer = apart.submit(told.traced, config, spec, count, ranks).result()
     assert isinstance(answer, tuple), answer
     digest, logs = answer
     assert plan.digest() == digest
     for rank, theirs in zip(ranks, logs, strict=True):
         mine = log_of(plan, rank)
-        assert mine.peak.live_bytes == pytest.approx(theirs.peak.live_bytes, rel=0.002)
+        assert mine.peak.live_bytes == pytest.approx(theirs.peak.live_bytes, rel=0.0005)
         assert mine.by_phase.keys() == theirs.by_phase.keys()
         for phase, figures in theirs.by_phase.items():
             assert mine.by_phase[phase] == pytest.approx(figures, rel=0.007), phase
@@ -170,7 +171,7 @@ def test_a_mistake_shows(
     right = [log_of(plan, rank).peak.live_bytes for rank in ranks]
     monkeypatch.setattr(*make())
     wrong = [log_of(plan, rank).peak.live_bytes for rank in ranks]
-    assert any(abs(a / b - 1) > 0.003 for a, b in zip(wrong, right, strict=True))
+    assert any(abs(a / b - 1) > 0.001 for a, b in zip(wrong, right, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,11 @@ class Family:
     ties: bool = False
 
     @property
+    def is_plain(self) -> bool:
+        """Whether its code computes what Llama's does, and what `auto` derives of it is known."""
+        return not self.moe and len(self.norms) == 2
+
+    @property
     def has_dense(self) -> bool:
         """Whether some layer may have a dense feed-forward."""
         return not self.moe or self.mixes_dense

@@ -9,12 +9,20 @@ aten/native/transformers/cuda/attention.cu and flash_attn/flash_api.cpp.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Final
 
 from meshplan.memory.tape import Grad, Row, Span, Tape
 
 _FP32: Final = 4
+KERNELS: Final = frozenset({"sdpa"})
+"""What recomputation of chosen operations keeps, where nothing is said of products."""
+PRODUCTS: Final = frozenset({"mm", "bmm", "conv", "sdpa"})
+"""What a plan's `selective` keeps, if it says no words of `save:`.
+
+Source: `runtime.recompute`."""
 
 
 @dataclass(slots=True)
@@ -26,6 +34,8 @@ class Writer:
         parameter_bytes: Of the dtype that parameters, and their gradients, are seen in.
         is_cuda: Whether kernels of CUDA run, rather than those of CPUs.
         module: The fqn of the module that runs.
+        saves: Words of `save:`; the rows that they stand for are `Row.is_kept`.
+        tokens: That this rank computes at once.
     """
 
     tape: Tape
@@ -33,6 +43,8 @@ class Writer:
     parameter_bytes: int
     is_cuda: bool
     module: str = ""
+    saves: frozenset[str] = KERNELS
+    tokens: int = 0
 
     def at(self, module: str) -> Writer:
         """The same tape, in another module."""
@@ -147,21 +159,39 @@ class Writer:
     # Layers
 
     def linear(
-        self, x: int, into: int, out: int, name: str, *, bias: bool = False, is_kept: bool = False
+        self,
+        x: int,
+        into: int,
+        out: int,
+        name: str,
+        *,
+        bias: bool = False,
+        is_kept: bool = False,
+        weight: str = "",
+        parts: Mapping[str, int] = MappingProxyType({}),
+        takes: int = 0,
     ) -> int:
         """Keeps its input; the weight is a parameter's.
 
         Args:
             into, out: Features of this rank's part.
+            weight: The fqn of the weight, if it is another module's.
+            parts: By fqn of a parameter, the value that is computed with in its place.
+            takes: As in `Row`.
         """
         at = self.at(f"{self.module}.{name}" if self.module else name)
         tokens = self.size(x) // (into * self.element_bytes)
-        parameters = [(f"{at.module}.weight", into * out * self.parameter_bytes)]
+        parameters = [(weight or f"{at.module}.weight", into * out * self.parameter_bytes)]
         if bias:
             parameters.append((f"{at.module}.bias", out * self.parameter_bytes))
+        own = tuple(parts.values())
         return at.row(
-            "mm", (x,), tokens * out * self.element_bytes, keeps=(x,),
-            grads=(Grad(x, self.size(x)),), parameters=tuple(parameters), is_kept=is_kept,
+            "mm", (x, *own), tokens * out * self.element_bytes,
+            # Of the parts that are no views, a bias is not kept.
+            keeps=(x, *(value for fqn, value in parts.items() if fqn == parameters[0][0])),
+            grads=(*(Grad(each, self.size(each)) for each in own), Grad(x, self.size(x))),
+            parameters=tuple(each for each in parameters if each[0] not in parts),
+            takes=takes, is_kept=is_kept or "mm" in self.saves,
         )  # fmt: skip
 
     def embedding(self, ids: int, vocab: int, width: int, name: str) -> int:
@@ -209,7 +239,7 @@ class Writer:
         grads = tuple(Grad(each, self.size(each)) for each in (q, k, v))
         self.tape.add(
             Row("attention", self.module, (q, k, v), (out, logsumexp), (q, k, v, out, logsumexp),
-                grads, takes_back=takes_back, is_kept=True)
+                grads, takes_back=takes_back, is_kept="sdpa" in self.saves)
         )  # fmt: skip
         return out
 
@@ -274,6 +304,8 @@ class Writer:
             self.tape.hold(wide, outlives=True)
         return loss
 
-    def recomputed(self, start: int, *, keeps_chosen: bool = False) -> None:
+    def recomputed(
+        self, start: int, *, keeps_chosen: bool = False, given: tuple[int, ...] = ()
+    ) -> None:
         """The rows from `start` on are run again in backward."""
-        self.tape.spans.append(Span(start, len(self.tape.rows), True, keeps_chosen))
+        self.tape.spans.append(Span(start, len(self.tape.rows), True, keeps_chosen, given))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
+from meshplan.styles import Style
 
 _KNOWN: Final = frozenset(
     {
@@ -44,6 +45,7 @@ class Shape:
         qkv_bias, o_bias, mlp_bias: Whether these projections have one.
         qk_norm: Whether queries and keys are normalised per head.
         dropout: The probability, 0 for none.
+        styles: Of the modules that the model's own tp plan names, with `*` for blocks' numbers.
     """
 
     layers: int
@@ -61,6 +63,7 @@ class Shape:
     mlp_bias: bool = False
     qk_norm: bool = False
     dropout: float = 0.0
+    styles: Mapping[str, Style] = field(default_factory=dict)
 
     @property
     def q_width(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from meshplan.assign.types import Stages
 from meshplan.errors import PlanError, Problem
 from meshplan.memory.log import Term
-from meshplan.memory.tape import Grad, Row, Tape
+from meshplan.memory.row import Grad, Row, Tape
 
 _ABSENT = -1
 """In place of its base, of a value that a stage does not have."""
@@ -68,7 +68,9 @@ class _Cutter:
         """By row, the stage that runs it; None where every stage does."""
         for row in tape.rows:
             if row.module not in known:
-                known[row.module] = next((units[m] for m in _around(row.module) if m in units), None)
+                known[row.module] = next(
+                    (units[m] for m in _around(row.module) if m in units), None
+                )
             self.owner.append(known[row.module])
         self.maker: dict[int, int] = {}
         """By value, the stage that makes it."""
@@ -107,8 +109,8 @@ class _Cutter:
         is_last = stage == self.last
         received = tuple(v for v, m in self.maker.items() if m < stage <= self.until.get(v, m))
         sent = tuple(v for v, m in self.maker.items() if m == stage < self.until.get(v, m))
-        own = [number for number, owner in enumerate(self.owner) if owner == stage]
-        end = len(whole.rows) if is_last else own[-1] + 1
+        own = {number for number, owner in enumerate(self.owner) if owner == stage}
+        end = len(whole.rows) if is_last else max(own) + 1
         kept = [n for n in range(end) if self.owner[n] in (stage, None)]
         out = Tape(nbytes=list(whole.nbytes), base=list(whole.base))
         out.before = whole.before | dict.fromkeys(received, Term.COMMUNICATION)
@@ -122,6 +124,8 @@ class _Cutter:
             len(out.rows) if use >= len(whole.rows) else places[use] for use in whole.last_use
         ]
         out.loss_start = places[whole.loss_start - 1] + 1 if is_last else len(out.rows)
+        out.laid = {(places[n], fqn): size for (n, fqn), size in whole.laid.items() if n in own}
+        out.lays_itself, out.sums_apart = set(whole.lays_itself), set(whole.sums_apart)
         self._take_spans(out, stage, places)
         if not is_last:
             done = out.value(0)
@@ -206,6 +210,7 @@ def _widen(tape: Tape, free: Collection[str], times: int) -> None:
     tape.last_use = [moved[min(use, len(rows))] for use in tape.last_use]
     tape.loss_start = moved[tape.loss_start]
     tape.units = [(fqn, moved[start], moved[end - 1] + 1) for fqn, start, end in units]
+    tape.laid = {(moved[number], fqn): size for (number, fqn), size in tape.laid.items()}
     tape.spans = [
         replace(span, start=moved[span.start], end=moved[span.end - 1] + 1) for span in tape.spans
     ]
@@ -226,4 +231,3 @@ def _around(module: str) -> Iterator[str]:
     while module:
         yield module
         module = module.rpartition(".")[0]
-

@@ -221,7 +221,9 @@ class _Pass:
         """Until what is sent on, or the loss, is there."""
         part = self._parts[stage]
         self._begin("forward")
-        flight = self._flights[stage, m] = _Flight(stage, len(self._storages), dict(self._known[stage]))
+        flight = self._flights[stage, m] = _Flight(
+            stage, len(self._storages), dict(self._known[stage])
+        )
         flight.known.update(zip(part.received, self._arrived.pop((stage, m), ()), strict=True))
         self._storages.extend(part.storages)
         self._play(part, flight, _FORWARD)
@@ -276,6 +278,11 @@ class _Pass:
             ready=self._ready,
             losses=(loss,),
             again=tuple(self._again),
+            settling={
+                f"{fqn}{AT_STAGE}{stage}": each
+                for stage, part in self._parts.items()
+                for fqn, each in part.work.settling.items()
+            },
             num_before=self._num_before,
         )
 

@@ -21,9 +21,11 @@ from meshplan.memory.log import EventLog, Term, on_streams
 from meshplan.memory.replay import Prepared, replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.replay.shards import unit_shards
+from meshplan.memory.rows import PRODUCTS
 from meshplan.memory.shape import shape_of
-from meshplan.memory.told_stages import StageWorks
+from meshplan.memory.styled import Styled
 from meshplan.memory.tape import play
+from meshplan.memory.told_stages import StageWorks
 from meshplan.plan import Plan
 from meshplan.restrict import restrict
 
@@ -61,7 +63,11 @@ def told_estimate(
         logs = []
         for ranks in groups:
             log = replay(
-                work_of(ranks[0]), plan, spec.optimizer, rank=ranks[0], foreach=is_uniform(plan.assignment)
+                work_of(ranks[0]),
+                plan,
+                spec.optimizer,
+                rank=ranks[0],
+                foreach=is_uniform(plan.assignment),
             )
             logs.append(on_streams(log, streams_of(plan, ranks[0])))
     shape = f"[{plan.micro * plan.accumulate}, {spec.batch.seq_len}] int64"
@@ -141,14 +147,22 @@ def _told_work(
     """By rank, its work: the same on every rank, but for those of a pipeline."""
     if problems := list(_unknown(plan)):
         raise PlanError(problems)
+    recompute = {_number(fqn): r.policy for fqn, r in plan.assignment.recompute.items()}
     stages = plan.assignment.stages
     run = Run(
         batch=batch // (stages.microbatches if stages is not None else 1),
         seq_len=seq_len,
         element_bytes=_element_bytes(plan),
-        recomputed=frozenset(int(fqn.rpartition(".")[2]) for fqn in plan.assignment.recompute),
+        recomputed=frozenset(recompute),
+        saves={
+            number: frozenset(policy.save) or PRODUCTS
+            for number, policy in recompute.items()
+            if policy.mode == "selective"
+        },
         is_cuda=is_cuda,
         in_place=in_place,
+        styled=_styled(plan),
+        lays_itself=frozenset(f for f, p in plan.assignment.tensors.items() if p.unit is None),
     )
     tape = tape_of(shape_of(plan.graph), run)
     if stages is not None:
@@ -173,11 +187,15 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
     """What a told step has no rules for."""
     a, mesh = plan.assignment, plan.mesh
     blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
+    saved = {word for r in a.recompute.values() for word in r.policy.save}
     for is_there, what in (
-        (mesh.size("tp") > 1, "tensor parallelism"),
+        *((True, problem.what) for problem in _styled(plan).check()),
+        # Their code takes the length of a sequence, and positions, from the part that a rank has.
+        (a.sequence_parallel, "sequence_parallel, with which transformers' own code does not run"),
+        (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
         (mesh.size("cp") > 1, "context parallelism"),
         (mesh.size("ep") > 1, "expert parallelism"),
-        (any(r.policy.mode != "full" for r in a.recompute.values()), "selective recomputation"),
+        (bool(saved - PRODUCTS), f"recomputation that saves {', '.join(sorted(saved - PRODUCTS))}"),
         (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
         (bool(a.units.keys() - blocks - {""}), "units that are no blocks"),
         (_is_autocast(plan), "parameters computed with in several dtypes"),
@@ -192,6 +210,28 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
 def _is_block(plan: Plan, fqn: str) -> bool:
     above, _, name = fqn.rpartition(".")
     return name.isdigit() and above in plan.graph.modules
+
+
+def _styled(plan: Plan) -> Styled:
+    a = plan.assignment
+    pieces = {fqn: use.pieces for fqn, use in a.styles.items() if use.pieces}
+    return Styled(
+        plan.mesh.size("tp"),
+        {fqn: use.style for fqn, use in a.styles.items()},
+        pieces,
+        frozenset(
+            tensor.fqn
+            for fqn in pieces
+            for tensor in plan.graph.owned(fqn)
+            if not a.tensors[tensor.fqn].computed.axes
+        ),
+        frozenset(fqn for fqn, p in a.tensors.items() if p.is_local),
+    )
+
+
+def _number(fqn: str) -> int:
+    """Of a block."""
+    return int(fqn.rpartition(".")[2])
 
 
 def _compute_dtypes(plan: Plan) -> set[str]:
