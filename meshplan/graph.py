@@ -129,6 +129,8 @@ class ModelGraph:
         tensors: By fqn; each tied or shared tensor once.
         config: Facts a config file stated (heads, kv heads, layers, vocab), for checks.
         flow: One recorded forward pass; None where nothing was recorded.
+        outline: In place of a recording, the order in which modules run and what goes between
+            them, each of them one operation: enough to cut stages, and nothing else.
         tp_preset: transformers' own tp plan of this model: its words by name of a module or a
             parameter, with `*` for the numbers of layers. Empty where it has none.
         tp_derived: Likewise, the styles that `tp_plan: auto` reads from the data flow of this
@@ -140,6 +142,7 @@ class ModelGraph:
     tensors: Mapping[str, TensorInfo]
     config: Mapping[str, int] = field(default_factory=dict)
     flow: Flow | None = field(default=None, repr=False, compare=False)
+    outline: Flow | None = field(default=None, repr=False, compare=False)
     tp_preset: Mapping[str, str] = field(default_factory=dict)
     tp_derived: Mapping[str, str] = field(default_factory=dict, compare=False)
     _owned: Mapping[str, tuple[TensorInfo, ...]] = field(init=False, repr=False, compare=False)

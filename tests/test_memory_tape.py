@@ -246,8 +246,7 @@ def test_a_told_step_is_the_traced_one(apart: ProcessPoolExecutor, case: str) ->
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"mesh": {"dp_shard": 2, "tp": 2}, "tp_plan": "hf"}, "tensor parallelism"),
-        ({"mesh": {"pp": 2, "dp_shard": 2}, "pipeline": {"microbatches": 2}}, "a pipeline"),
+        ({"mesh": {"dp_shard": 2, "cp": 2}}, "context parallelism"),
     ],
 )
 def test_what_is_not_told_is_refused(more: dict[str, Any], what: str) -> None:

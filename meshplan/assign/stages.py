@@ -1,7 +1,7 @@
 """Pipeline stages: which module runs where, and which tensors each stage holds.
 
 The model is cut between units: the repeated blocks and what stands beside them, in the order in
-which they run (with a recorded forward) or are defined (without one).
+which they run (with a recorded forward, or an outline of one) or are defined (without either).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshplan.assign.balance import balance
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.types import Reason, Recompute, Stages
 from meshplan.errors import Origin, Problem
-from meshplan.flow import Call
+from meshplan.flow import Call, Flow
 from meshplan.graph import ModelGraph, is_inside
 from meshplan.match import nearest
 from meshplan.mesh import Mesh
@@ -111,7 +111,7 @@ def idle_warnings(spec: Spec, graph: ModelGraph, stages: Stages | None) -> list[
 
 def order_warnings(spec: Spec, graph: ModelGraph, stages: Stages | None) -> list[Problem]:
     """That `parallelize`, which records the forward, may cut elsewhere than this."""
-    if stages is None or graph.flow is not None:
+    if stages is None or _flow_of(graph, stages.opened) is not None:
         return []
     return [
         Problem(
@@ -133,6 +133,16 @@ def _without_axis(spec: Spec, cascade: Cascade) -> list[Problem]:
     ]  # fmt: skip
 
 
+def _flow_of(graph: ModelGraph, opened: Iterable[str]) -> Flow | None:
+    """The recorded forward, or the outline of one if it shows the inside of all that is opened."""
+    if graph.flow is not None or graph.outline is None:
+        return graph.flow
+    calls = graph.outline.calls
+    called = {call.module for call in calls}
+    shown = {calls[call.parent].module for call in calls if call.parent is not None}
+    return graph.outline if set(opened) & called <= shown else None
+
+
 _Units = list[tuple[str, Call | None]]
 """(module, its call) in order; no call where nothing was recorded."""
 
@@ -152,6 +162,7 @@ class _Cutter:
         self.marks = self._marks(cascade)
         self.free: set[str] = set()
         self.opened = self._ancestors([*graph.blocks(), *self.marks])
+        self.flow = _flow_of(graph, self.opened)
 
     def _marks(self, cascade: Cascade) -> dict[str, _Mark]:
         marks: dict[str, _Mark] = {}
@@ -205,6 +216,9 @@ class _Cutter:
             units = self._list()
             if len(units) >= self.count:
                 return units
+            if self.flow is not self.graph.flow:
+                self.flow = None  # An outline does not show what is inside of its units.
+                continue
             closed = [m for m, call in units if m not in self.recompute and self._opens(m, call)]
             if not closed:
                 self._say(
@@ -217,13 +231,13 @@ class _Cutter:
             self.opened.add(max(closed, key=lambda m: self._bytes(m, set())))
 
     def _opens(self, module: str, call: Call | None) -> bool:
-        if call is None or self.graph.flow is None:
+        if call is None or self.flow is None:
             return bool(self.graph.children(module))
-        return any(other.parent == call.id for other in self.graph.flow.calls)
+        return any(other.parent == call.id for other in self.flow.calls)
 
     def _list(self) -> _Units:
-        if self.graph.flow is not None:
-            flow = self.graph.flow
+        if self.flow is not None:
+            flow = self.flow
             found = Cut(flow, unit_calls(flow, self.opened)).free()
             self.free = {m for m in found if m not in self.marks and not self._bytes(m, set())}
             calls = unit_calls(flow, self.opened, self.free)
@@ -254,7 +268,7 @@ class _Cutter:
 
     def stages(self, units: _Units) -> list[int] | None:
         """The stage of each unit, or None after a problem."""
-        flow = self.graph.flow
+        flow = self.flow
         calls = [call for _, call in units if call is not None]
         bonds = tuple(Cut(flow, calls).bonds()) if flow is not None else ()
         if not self.marks:
@@ -283,7 +297,7 @@ class _Cutter:
             if mark is not None:
                 if mark.stage < current and module not in seen:
                     before = modules[place - 1]
-                    is_recorded = self.graph.flow is not None
+                    is_recorded = self.flow is not None
                     fix = f"put it into stage {current} or later"
                     self._say(
                         f"'{module}' is put into stage {mark.stage}, but "
@@ -324,8 +338,8 @@ class _Cutter:
             for name, fqn in first.items():
                 if is_inside(name.rpartition(".")[0], module):
                     holders[fqn].add(stage)
-        if self.graph.flow is not None:
-            cut = Cut(self.graph.flow, [call for _, call in units if call is not None])
+        if self.flow is not None:
+            cut = Cut(self.flow, [call for _, call in units if call is not None])
             for stage, names in enumerate(cut.relay(stages, self.count).reads):
                 for name in names:
                     if name in first:

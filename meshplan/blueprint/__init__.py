@@ -12,14 +12,17 @@ Source: transformers 5.23, `models/<family>/configuration_*.py` and `modeling_*.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from meshplan.blueprint.config import Facts, read_json
-from meshplan.blueprint.families import FAMILIES, GPT2_DEFAULTS
+from meshplan.blueprint.families import FAMILIES, GPT2_DEFAULTS, GPT2_EMBEDDING_DROPOUT
 from meshplan.blueprint.modules import Builder, build_decoder, build_gpt2
+from meshplan.blueprint.outline import decoder_outline, gpt2_outline
 from meshplan.errors import Origin, Problem, SpecError
+from meshplan.flow import Flow
 from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
 
 
@@ -80,4 +83,19 @@ def from_mapping(config: Mapping[str, Any], file: str = "<config>") -> ModelGrap
         build_decoder(family, facts, build)
     else:
         build_gpt2(facts, build)
-    return build.graph(causal_lm, facts.sizes)
+    graph = build.graph(causal_lm, facts.sizes)
+    return replace(graph, outline=_outline(graph, config))
+
+
+_KEEPING = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""Switches with which a forward keeps, and returns, more than goes from block to block."""
+
+
+def _outline(graph: ModelGraph, config: Mapping[str, Any]) -> Flow | None:
+    """The order in which its modules run, unless the config changes what goes between them."""
+    if any(config.get(key) for key in _KEEPING):
+        return None
+    if "transformer" in graph.modules:
+        drops = config.get("embd_pdrop", GPT2_EMBEDDING_DROPOUT) != 0
+        return gpt2_outline(graph.modules, graph.tensors, drops=drops)
+    return decoder_outline(graph.modules, graph.tensors)

@@ -34,10 +34,10 @@ def play(tape: Tape, *, sums_in_place: bool = False) -> Work:
         sums_in_place: Whether gradients that meet are added up in the memory of the first, as torch
             does when nothing watches it; under a dispatch mode each sum is a new tensor.
     """
-    return _Player(tape, sums_in_place).work()
+    return Player(tape, sums_in_place).work()
 
 
-class _Player:
+class Player:
     """Plays a tape, and writes what happens."""
 
     def __init__(self, tape: Tape, sums_in_place: bool) -> None:

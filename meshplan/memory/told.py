@@ -7,13 +7,13 @@ neither knows is refused by name; a trace of the model, which needs torch, answe
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import DTYPE_BYTES
-from meshplan.memory.analytic import Run, work_of
+from meshplan.memory.analytic import Run, tape_of
 from meshplan.memory.assemble import assemble
 from meshplan.memory.estimate import MemoryEstimate, Tier
 from meshplan.memory.groups import equal_ranks
@@ -22,8 +22,12 @@ from meshplan.memory.replay import Prepared, replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.replay.shards import unit_shards
 from meshplan.memory.rows import PRODUCTS
+from meshplan.memory.shape import shape_of
 from meshplan.memory.styled import Styled
+from meshplan.memory.tape import play
+from meshplan.memory.told_stages import StageWorks
 from meshplan.plan import Plan
+from meshplan.restrict import restrict
 
 _GATHERING: Final = 1
 _REDUCING: Final = 2
@@ -55,11 +59,15 @@ def told_estimate(
         raise PlanError(Problem(what, spec.origin("batch"), fix))
     groups = equal_ranks(plan.assignment)
     with _no_collection():
-        work = _told_work(plan, plan.micro, spec.batch.seq_len)
+        work_of = _told_work(plan, plan.micro, spec.batch.seq_len)
         logs = []
         for ranks in groups:
             log = replay(
-                work, plan, spec.optimizer, rank=ranks[0], foreach=is_uniform(plan.assignment)
+                work_of(ranks[0]),
+                plan,
+                spec.optimizer,
+                rank=ranks[0],
+                foreach=is_uniform(plan.assignment),
             )
             logs.append(on_streams(log, streams_of(plan, ranks[0])))
     shape = f"[{plan.micro * plan.accumulate}, {spec.batch.seq_len}] int64"
@@ -88,7 +96,12 @@ def streams_of(plan: Plan, rank: int) -> dict[tuple[Term, int], int]:
     Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
     """
     streams: dict[tuple[Term, int], int] = {}
-    for unit in unit_shards(plan.assignment, plan.graph, rank):
+    stages = plan.assignment.stages
+    parts = [plan.assignment]
+    if stages is not None:
+        place = plan.mesh.index(rank, ("pp",))
+        parts = [restrict(plan, stage).assignment for stage in stages.of_rank(place)]
+    for unit in (unit for part in parts for unit in unit_shards(part, plan.graph, rank)):
         streams[Term.COMMUNICATION, unit.gathered_bytes] = _GATHERING
         if unit.cast_bytes:
             streams[Term.TEMPORARIES, unit.cast_bytes // unit.num_ranks] = _GATHERING
@@ -112,7 +125,7 @@ def told_log(
 
     Args:
         plan: Made for a graph of `blueprint`.
-        batch: Sequences of one microbatch of this rank.
+        batch: Sequences of one microbatch of this rank, which a pipeline cuts into its own.
         seq_len: Tokens of one sequence.
         optimizer: A word of `spec.OPTIMIZER_STATES`.
         is_cuda: Whether CUDA's kernels run; what CPUs keep is what a trace on CPUs shows.
@@ -124,19 +137,20 @@ def told_log(
         PlanError: The model's operations, or something in the plan, are not known.
     """
     with _no_collection():
-        work = _told_work(plan, batch, seq_len, is_cuda=is_cuda, in_place=in_place)
-        return replay(work, plan, optimizer, rank=rank, foreach=foreach)
+        work_of = _told_work(plan, batch, seq_len, is_cuda=is_cuda, in_place=in_place)
+        return replay(work_of(rank), plan, optimizer, rank=rank, foreach=foreach)
 
 
 def _told_work(
     plan: Plan, batch: int, seq_len: int, *, is_cuda: bool = True, in_place: bool = True
-) -> Prepared:
-    """What is the same on every rank."""
+) -> Callable[[int], Prepared]:
+    """By rank, its work: the same on every rank, but for those of a pipeline."""
     if problems := list(refusals(plan)):
         raise PlanError(problems)
     recompute = {_number(fqn): r.policy for fqn, r in plan.assignment.recompute.items()}
+    stages = plan.assignment.stages
     run = Run(
-        batch=batch,
+        batch=batch // (stages.microbatches if stages is not None else 1),
         seq_len=seq_len,
         element_bytes=_element_bytes(plan),
         recomputed=frozenset(recompute),
@@ -150,7 +164,11 @@ def _told_work(
         styled=styled_of(plan),
         lays_itself=frozenset(f for f, p in plan.assignment.tensors.items() if p.unit is None),
     )
-    return Prepared(work_of(plan.graph, run))
+    tape = tape_of(shape_of(plan.graph), run)
+    if stages is not None:
+        return StageWorks(tape, plan, in_place=in_place).of_rank
+    prepared = Prepared(play(tape, sums_in_place=in_place))
+    return lambda rank: prepared
 
 
 @contextmanager
@@ -177,7 +195,6 @@ def refusals(plan: Plan) -> Iterator[Problem]:
         (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
         (mesh.size("cp") > 1, "context parallelism"),
         (mesh.size("ep") > 1, "expert parallelism"),
-        (mesh.size("pp") > 1, "a pipeline"),
         (bool(saved - PRODUCTS), f"recomputation that saves {', '.join(sorted(saved - PRODUCTS))}"),
         (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
         (bool(a.units.keys() - blocks - {""}), "units that are no blocks"),

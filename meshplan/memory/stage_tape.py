@@ -1,0 +1,233 @@
+"""One stage's part of a tape: its own modules' rows, and what stands between modules.
+
+A stage runs the model's own forward, except for the modules that other stages run
+(`runtime.pipeline.stage`): what such a module gives was received from the stage before, or is a
+stand-in without memory that nothing of this stage reads. Its forward ends with its last module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from meshplan.assign.types import Stages
+from meshplan.errors import PlanError, Problem
+from meshplan.memory.log import Term
+from meshplan.memory.row import Grad, Row, Tape
+
+_ABSENT = -1
+"""In place of its base, of a value that a stage does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTape:
+    """What one stage does with one microbatch.
+
+    Args:
+        tape: Its last row takes what is sent on; in the last stage, the loss.
+        received: Values that are there before, made by the stage before.
+        sent: Values that the next stage gets.
+    """
+
+    tape: Tape
+    received: tuple[int, ...]
+    sent: tuple[int, ...]
+
+
+def cut(
+    tape: Tape, stages: Stages, which: Iterable[int], *, widening: int = 1
+) -> dict[int, StageTape]:
+    """The parts of these stages.
+
+    Args:
+        tape: Of the whole model, loss included.
+        widening: How many times as wide as what is computed in what stands in for other stages'
+            modules is, which has the dtype that the model is stored in. What free modules make
+            is as wide, and cast by each unit that is called with it.
+
+    Raises:
+        PlanError: Something passes through a stage that does not use it.
+    """
+    cutter = _Cutter(tape, stages)
+    parts = {stage: cutter.part(stage) for stage in which}
+    if widening > 1:
+        for stage, part in parts.items():
+            if stage:
+                _widen(part.tape, stages.free, widening)
+    return parts
+
+
+class _Cutter:
+    """Who runs each row, who makes each value, and what crosses the cuts."""
+
+    def __init__(self, tape: Tape, stages: Stages) -> None:
+        self.tape, self.stages, self.last = tape, stages, stages.num - 1
+        units = dict(stages.units)
+        known: dict[str, int | None] = {}
+        self.owner: list[int | None] = []
+        """By row, the stage that runs it; None where every stage does."""
+        for row in tape.rows:
+            if row.module not in known:
+                known[row.module] = next(
+                    (units[m] for m in _around(row.module) if m in units), None
+                )
+            self.owner.append(known[row.module])
+        self.maker: dict[int, int] = {}
+        """By value, the stage that makes it."""
+        self.until: dict[int, int] = {}
+        """By value, the last stage that uses it."""
+        self._follow()
+        for value, stage in self.maker.items():
+            if self.until.get(value, stage) > stage + 1:
+                what = "what a stage makes and a later one than the next uses is not told"
+                fix = "give the model itself (model: entry, with torch), or cut elsewhere"
+                raise PlanError(Problem(what, stages.reason.origin, fix))
+
+    def _follow(self) -> None:
+        """Whose modules' values each stage depends on, itself or through what is between them."""
+        tape = self.tape
+        behind: dict[int, set[int]] = {}
+        for number, row in enumerate(tape.rows):
+            owner = self.owner[number]
+            reads = [tape.base[value] for value in row.reads]
+            roots = {root for value in reads for root in behind.get(value, ())}
+            if owner is not None or (tape.loss_start >= 0 and number >= tape.loss_start):
+                stage = self.last if owner is None else owner
+                for root in roots:
+                    self.until[root] = max(self.until.get(root, 0), stage)
+            for value in row.makes:
+                base = tape.base[value]
+                if base in behind:
+                    continue  # A view.
+                behind[base] = roots if owner is None else {base}
+                if owner is not None:
+                    self.maker[base] = owner
+
+    def part(self, stage: int) -> StageTape:
+        """The tape of one stage."""
+        whole = self.tape
+        is_last = stage == self.last
+        received = tuple(v for v, m in self.maker.items() if m < stage <= self.until.get(v, m))
+        sent = tuple(v for v, m in self.maker.items() if m == stage < self.until.get(v, m))
+        own = {number for number, owner in enumerate(self.owner) if owner == stage}
+        end = len(whole.rows) if is_last else max(own) + 1
+        kept = [n for n in range(end) if self.owner[n] in (stage, None)]
+        out = Tape(nbytes=list(whole.nbytes), base=list(whole.base))
+        out.before = whole.before | dict.fromkeys(received, Term.COMMUNICATION)
+        out.rows = list(self._rows(kept, received))
+        made = {whole.base[v] for row in out.rows for v in row.makes} | out.before.keys()
+        for value, base in enumerate(out.base):
+            if base not in made:
+                out.base[value] = _ABSENT
+        places = self._places(kept)
+        out.last_use = [
+            len(out.rows) if use >= len(whole.rows) else places[use] for use in whole.last_use
+        ]
+        out.loss_start = places[whole.loss_start - 1] + 1 if is_last else len(out.rows)
+        out.laid = {(places[n], fqn): size for (n, fqn), size in whole.laid.items() if n in own}
+        out.lays_itself, out.sums_apart = set(whole.lays_itself), set(whole.sums_apart)
+        self._take_spans(out, stage, places)
+        if not is_last:
+            done = out.value(0)
+            grads = tuple(Grad(value, out.nbytes[value]) for value in sent)
+            for value in sent:
+                out.last_use[value] = len(out.rows) + 1
+                out.outlive.add(value)
+            out.add(Row("send", "", sent, (done,), grads=grads))
+        out.outlive |= whole.outlive & made
+        return StageTape(out, received, sent)
+
+    def _rows(self, kept: list[int], received: tuple[int, ...]) -> Iterator[Row]:
+        """The rows; what only stand-ins flow through has no gradient and keeps nothing."""
+        tape = self.tape
+        flows = set(received)
+        for number in kept:
+            row = tape.rows[number]
+            if self.owner[number] is None:
+                grads = tuple(grad for grad in row.grads if tape.base[grad.value] in flows)
+                is_needed = bool(grads or row.parameters)
+                row = row._replace(grads=grads, keeps=row.keeps if is_needed else ())
+            else:
+                is_needed = True
+            if is_needed:
+                flows |= {tape.base[value] for value in row.makes}
+            yield row
+
+    def _places(self, kept: list[int]) -> list[int]:
+        """By row of the whole, the last one of the part that has run by then."""
+        places, place = [], -1
+        own = set(kept)
+        for number in range(len(self.tape.rows)):
+            place += number in own
+            places.append(max(place, 0))
+        return places
+
+    def _take_spans(self, out: Tape, stage: int, places: list[int]) -> None:
+        whole = self.tape
+        out.spans = [
+            replace(span, start=places[span.start], end=places[span.end - 1] + 1)
+            for span in whole.spans
+            if self.owner[span.start] == stage
+        ]
+        out.units = [
+            (fqn, places[start], places[end - 1] + 1)
+            for fqn, start, end in whole.units
+            if self.owner[start] == stage
+        ]
+
+
+def _widen(tape: Tape, free: Collection[str], times: int) -> None:
+    """Let free modules make what they make wider, and every unit cast what it is called with."""
+    wide = {
+        value
+        for row in tape.rows
+        if any(module in free for module in _around(row.module))
+        for value in row.makes
+    }
+    for value in wide:
+        tape.nbytes[value] *= times
+    rows, shift, at = tape.rows, 0, 0
+    moved: list[int] = []
+    out: list[Row] = []
+    units = sorted(tape.units, key=lambda unit: unit[1])
+    for fqn, start, end in units:
+        moved += [n + shift for n in range(at, start)]
+        out += rows[at:start]
+        read = sorted({v for row in rows[start:end] for v in row.reads if v in wide})
+        narrow = {}
+        for value in read:
+            narrow[value] = cast = tape.value(tape.nbytes[value] // times)
+            out.append(Row("_to_copy", fqn, (value,), (cast,)))
+        shift += len(read)
+        moved += [n + shift for n in range(start, end)]
+        out += [_renamed(row, narrow) for row in rows[start:end]]
+        for cast in narrow.values():
+            tape.last_use[cast] = end - 1
+        at = end
+    moved += [n + shift for n in range(at, len(rows) + 1)]
+    out += rows[at:]
+    tape.rows = out
+    tape.last_use = [moved[min(use, len(rows))] for use in tape.last_use]
+    tape.loss_start = moved[tape.loss_start]
+    tape.units = [(fqn, moved[start], moved[end - 1] + 1) for fqn, start, end in units]
+    tape.laid = {(moved[number], fqn): size for (number, fqn), size in tape.laid.items()}
+    tape.spans = [
+        replace(span, start=moved[span.start], end=moved[span.end - 1] + 1) for span in tape.spans
+    ]
+
+
+def _renamed(row: Row, names: Mapping[int, int]) -> Row:
+    """The row, reading other values."""
+    if not names:
+        return row
+    return row._replace(
+        reads=tuple(names.get(value, value) for value in row.reads),
+        keeps=tuple(names.get(value, value) for value in row.keeps),
+    )
+
+
+def _around(module: str) -> Iterator[str]:
+    """A module and those around it, innermost first, the root apart."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]

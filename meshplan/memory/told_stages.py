@@ -1,0 +1,95 @@
+"""The work of every rank of a pipeline, told from the operations of the whole model.
+
+What has no rule is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshplan.errors import PlanError, Problem
+from meshplan.graph import DTYPE_BYTES, is_inside
+from meshplan.memory.replay import Prepared
+from meshplan.memory.stage_tape import StageTape, cut
+from meshplan.memory.stage_work import StageWork, play_stage, rank_work
+from meshplan.memory.tape import Tape
+from meshplan.plan import Plan
+from meshplan.schedules import SCHEDULES
+
+
+class StageWorks:
+    """What the ranks of a pipeline do.
+
+    Args:
+        tape: One microbatch of the whole model.
+        plan: For a blueprint's model, with stages.
+        in_place: As for `tape.play`.
+
+    Raises:
+        PlanError: There is no rule for something in this plan.
+    """
+
+    def __init__(self, tape: Tape, plan: Plan, *, in_place: bool) -> None:
+        if problems := list(_unknown(plan, tape)):
+            raise PlanError(problems)
+        assert plan.assignment.stages is not None
+        self._stages, self._plan, self._in_place = plan.assignment.stages, plan, in_place
+        self._tapes: dict[int, StageTape] = cut(
+            tape, self._stages, range(self._stages.num), widening=_widening(plan)
+        )
+        self._played: dict[int, StageWork] = {}
+        self._found: dict[int, Prepared] = {}
+
+    def of_rank(self, rank: int) -> Prepared:
+        """Of one rank; those at the same place along pp do the same."""
+        place = self._plan.mesh.index(rank, ("pp",))
+        if place not in self._found:
+            parts = {stage: self._part(stage) for stage in self._stages.of_rank(place)}
+            takes = bool(self._plan.assignment.units)
+            work = rank_work(parts, self._stages, place, takes_gradients=takes)
+            self._found[place] = Prepared(work)
+        return self._found[place]
+
+    def _part(self, stage: int) -> StageWork:
+        if stage not in self._played:
+            tape = self._tapes[stage]
+            self._played[stage] = play_stage(tape, sums_in_place=self._in_place)
+        return self._played[stage]
+
+
+def _widening(plan: Plan) -> int:
+    """How many times as wide as what is computed in what parameters are stored in is."""
+    tensors = plan.assignment.tensors.values()
+    dtypes = {(p.dtype, p.compute_dtype) for p in tensors if not p.info.is_buffer}
+    return max(DTYPE_BYTES[stored] // DTYPE_BYTES[computed] for stored, computed in dtypes)
+
+
+def _unknown(plan: Plan, tape: Tape) -> Iterator[Problem]:
+    """What the work of stages has no rules for."""
+    a = plan.assignment
+    assert a.stages is not None
+    stages = a.stages
+    units = [module for module, _ in stages.units]
+    blocks = [fqn for fqn, _, _ in tape.units]
+    for is_there, what, fix in (
+        (
+            SCHEDULES[stages.schedule].splits_backward,
+            f"a backward in two halves ({stages.schedule})",
+            "use GPipe, 1F1B or Interleaved1F1B",
+        ),
+        (len(set(units)) < len(units), "modules that run twice in a pipeline", ""),
+        (
+            any(unit != block and is_inside(unit, block) for unit in units for block in blocks),
+            "stages that are cut inside blocks",
+            "use fewer stages",
+        ),
+        (
+            plan.micro is not None and plan.micro % stages.microbatches > 0,
+            f"{plan.micro} samples in {stages.microbatches} microbatches",
+            f"use a multiple of {stages.microbatches} for batch.micro",
+        ),
+    ):
+        if is_there:
+            otherwise = "give the model itself (model: entry, with torch), so that it is traced"
+            yield Problem(f"a step told from a config has no rules for {what}",
+                          stages.reason.origin, fix or otherwise)  # fmt: skip

@@ -1,0 +1,218 @@
+"""What is told of a pipeline's ranks from a config is what a trace of the real stages shows.
+
+Which seeded bug would this catch? A tensor that is let go of when it is sent, a gradient that is
+kept too short, a microbatch too many in flight, a stage that computes another's module: each rank's
+peaks would be off (`test_a_mistake_shows` makes such mistakes).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+
+from meshplan.blueprint import from_mapping
+from meshplan.errors import PlanError
+from meshplan.memory import EventLog, stage_tape, stage_work
+from meshplan.memory.replay.optimizer import is_uniform
+from meshplan.memory.told import told_estimate, told_log
+from meshplan.plan import Plan, make_plan
+from meshplan.reader import load_spec
+from tests import told
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 160, "hidden_size": 48, "intermediate_size": 112,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
+    "max_position_embeddings": 64, "use_cache": False, "tie_word_embeddings": False,
+    "head_dim": 12,
+}  # fmt: skip
+DEEP = LLAMA | {"num_hidden_layers": 8}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2", "vocab_size": 160, "n_embd": 48, "n_layer": 4, "n_head": 4,
+    "n_positions": 64, "use_cache": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def plan_of(schedule: str, pp: int = 2, microbatches: int = 4, **more: Any) -> dict[str, Any]:
+    pipeline: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches}
+    for key in ("virtual", "split"):
+        if key in more:
+            pipeline[key] = more.pop(key)
+    mesh = more.pop("mesh", {"dp_shard": 2})
+    return {"version": 1, "mesh": {"pp": pp} | mesh, "pipeline": pipeline} | more
+
+
+MIXED = {"precision": "bf16-mixed"}
+AGAIN = {"activation_checkpointing": "full"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "GPipe": (LLAMA, plan_of("GPipe")),
+    "1F1B": (LLAMA, plan_of("1F1B", 4, 8)),
+    "1F1B in bf16": (LLAMA, plan_of("1F1B", **MIXED)),
+    "1F1B in true bf16": (LLAMA, plan_of("1F1B", precision="bf16-true")),
+    "1F1B, recomputed": (LLAMA, plan_of("1F1B", **AGAIN, **MIXED)),
+    "interleaved": (LLAMA, plan_of("Interleaved1F1B", virtual=2)),
+    "interleaved, recomputed": (LLAMA, plan_of("Interleaved1F1B", virtual=2, **AGAIN, **MIXED)),
+    "interleaved, of 8 stages": (DEEP, plan_of("Interleaved1F1B", 4, 8, virtual=2)),
+    "looped": (LLAMA, plan_of("LoopedBFS", virtual=2)),
+    "fewer microbatches than stages": (LLAMA, plan_of("GPipe", 4, 2)),
+    "no data axes": (LLAMA, plan_of("1F1B", mesh={})),
+    "no data axes, bf16": (LLAMA, plan_of("1F1B", mesh={}, **MIXED)),
+    "ddp": (LLAMA, plan_of("1F1B", mesh={"dp_replicate": 2}, strategy="ddp", **MIXED)),
+    "hybrid": (LLAMA, plan_of("1F1B", mesh={"dp_replicate": 2, "dp_shard": 2}, **MIXED)),
+    "zero1": (LLAMA, plan_of("1F1B", strategy="zero1", **MIXED)),
+    "zero2": (LLAMA, plan_of("Interleaved1F1B", virtual=2, strategy="zero2")),
+    "gpt2, 1F1B": (GPT2, plan_of("1F1B", **MIXED)),
+    "gpt2, GPipe": (GPT2, plan_of("GPipe", 4, 8)),
+    "gpt2, interleaved, recomputed": (GPT2, plan_of("Interleaved1F1B", virtual=2, **AGAIN)),
+    "gpt2 of lone embeddings": (GPT2, plan_of("1F1B", split=[
+        ["transformer.wte", "transformer.wpe"], ["transformer.h.0"]])),
+    "gpt2 with embeddings apart": (GPT2, plan_of("1F1B", split=[
+        ["transformer.wte"], ["transformer.wpe"]])),
+}  # fmt: skip
+DEFAULT = {"interleaved, recomputed": 3, "gpt2, 1F1B": 0}
+"""One rank of each; the wide run takes one of every stage."""
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[ProcessPoolExecutor]:
+    """A process that is in no group."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
+        yield executor
+
+
+def decided(config: dict[str, Any], spec: dict[str, Any]) -> Plan:
+    return make_plan(load_spec(spec), from_mapping(config))
+
+
+def log_of(plan: Plan, rank: int) -> EventLog:
+    """As the trace on CPUs shows it."""
+    foreach = is_uniform(plan.assignment)
+    return told_log(
+        plan, batch=told.samples(plan) // plan.accumulate, seq_len=told.LENGTH, rank=rank,
+        is_cuda=False, in_place=False, foreach=foreach,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in DEFAULT else [pytest.mark.wide]) for c in CASES]
+)
+def test_a_told_rank_is_the_traced_one(apart: ProcessPoolExecutor, case: str) -> None:
+    config, spec = CASES[case]
+    plan = decided(config, spec)
+    count = plan.mesh.world_size
+    step = count // plan.mesh.size("pp")
+    ranks = (DEFAULT[case],) if case in DEFAULT else tuple(range(0, count, step))
+    answer = apart.submit(told.traced, config, spec, count, ranks).result()
+    assert isinstance(answer, tuple), answer
+    digest, logs = answer
+    assert plan.digest() == digest
+    for rank, theirs in zip(ranks, logs, strict=True):
+        mine = log_of(plan, rank)
+        assert mine.peak.live_bytes == pytest.approx(theirs.peak.live_bytes, rel=0.0005)
+        assert mine.by_phase.keys() == theirs.by_phase.keys()
+        for phase, figures in theirs.by_phase.items():
+            assert mine.by_phase[phase] == pytest.approx(figures, rel=0.007), phase
+
+
+def _release_what_is_sent() -> tuple[Any, str, Any]:
+    def send(self: Any, storages: Any) -> None:
+        for storage in storages:
+            self._drop(storage)
+
+    return stage_work._Pass, "_send", send
+
+
+def _forget_what_came_back() -> tuple[Any, str, Any]:
+    backward = stage_work._Pass.backward
+
+    def early(self: Any, stage: int, m: int) -> None:
+        backward(self, stage, m)
+        for storage in self._came_back.pop((stage, m), ()):
+            self._drop(storage)
+
+    return stage_work._Pass, "backward", early
+
+
+def _keep_what_was_received() -> tuple[Any, str, Any]:
+    def send(self: Any, stage: int, m: int) -> None:
+        flight, part = self._flights[stage, m], self._parts[stage]
+        self._send(flight[s] for s in (*part.returned, *part.received))
+
+    return stage_work._Pass, "send_backward", send
+
+
+def _gather_the_root_first() -> tuple[Any, str, Any]:
+    return stage_work, "_inner_first", lambda marks: marks
+
+
+def _share_tables() -> tuple[Any, str, Any]:
+    return stage_tape, "_widen", lambda *_: None
+
+
+MISTAKES: tuple[Callable[[], tuple[Any, str, Any]], ...] = (
+    _release_what_is_sent, _forget_what_came_back, _keep_what_was_received,
+    _gather_the_root_first, _share_tables,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("make", MISTAKES)
+def test_a_mistake_shows(
+    make: Callable[[], tuple[Any, str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the peak of some rank, by more than a trace may differ."""
+    plan = decided(DEEP, plan_of("Interleaved1F1B", 4, 8, virtual=2, **MIXED))
+    ranks = range(0, 8, 2)
+    right = [log_of(plan, rank).peak.live_bytes for rank in ranks]
+    monkeypatch.setattr(*make())
+    wrong = [log_of(plan, rank).peak.live_bytes for rank in ranks]
+    assert any(abs(a / b - 1) > 0.001 for a, b in zip(wrong, right, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "what"),
+    [
+        (LLAMA, {"pipeline": {"schedule": "ZBVZeroBubble", "microbatches": 4}}, "two halves"),
+        (LLAMA | {"num_hidden_layers": 2}, {"mesh": {"pp": 8}}, "cut inside blocks"),
+        (LLAMA, {"batch": {"micro": 3, "seq_len": 8}}, "3 samples in 4 microbatches"),
+        (GPT2, {"pipeline": {"schedule": "1F1B", "microbatches": 4, "split": [
+            ["transformer.wte"], ["transformer.wpe"], ["transformer.h.0"]]}, "mesh": {"pp": 3}},
+         "a later one than the next uses"),
+    ],
+)  # fmt: skip
+def test_what_has_no_rule_is_refused(
+    config: dict[str, Any], more: dict[str, Any], what: str
+) -> None:
+    plan = decided(config, plan_of("1F1B", mesh={}) | more)
+    with pytest.raises(PlanError, match=what):
+        told_log(plan, batch=4, seq_len=8)
+
+
+def test_an_estimate_groups_the_ranks_of_a_stage() -> None:
+    plan = decided(LLAMA, plan_of("1F1B", 4, 8, batch={"micro": 8, "seq_len": 32}))
+    found = told_estimate(plan, device="h100-sxm-80gb", limit_bytes=80 * 2**30)
+    assert [(g.ranks, g.stages) for g in found.groups] == [
+        ((0, 1), (0,)), ((2, 3), (1,)), ((4, 5), (2,)), ((6, 7), (3,))
+    ]  # fmt: skip
+    peaks = [group.peak.requested_bytes for group in found.groups]
+    assert peaks[0] > peaks[1] > peaks[2]  # The earlier the stage, the more are in flight.
+
+
+def test_a_pipeline_is_told_without_torch() -> None:
+    script = (
+        "import sys\n"
+        "from meshplan.blueprint import from_mapping\n"
+        "from meshplan.memory.told import told_log\n"
+        "from meshplan.plan import make_plan\n"
+        "from meshplan.reader import load_spec\n"
+        "graph = from_mapping({'model_type': 'llama', 'num_hidden_layers': 8})\n"
+        "spec = load_spec({'version': 1, 'mesh': {'pp': 4, 'dp_shard': 2}})\n"
+        "log = told_log(make_plan(spec, graph), batch=4, seq_len=128)\n"
+        "sys.exit('torch' in sys.modules or not log.peak.live_bytes)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

@@ -1,0 +1,59 @@
+"""The step of one rank of a pipeline, traced from transformers' own code."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshplan.memory import EventLog
+from meshplan.plan import Plan, make_plan
+from meshplan.reader import load_spec
+from meshplan.runtime.imagine import imagine_step
+from meshplan.runtime.record import record
+from meshplan.runtime.trace import graph_of
+
+LENGTH = 32
+
+
+def traced(
+    config: Mapping[str, Any], spec: Mapping[str, Any], world: int, ranks: tuple[int, ...]
+) -> tuple[str, list[EventLog]] | str:
+    """(digest of the plan, log of each rank), in a process without a group; or what was raised."""
+    warnings.simplefilter("ignore")
+    try:
+        return _traced(config, spec, world, ranks)
+    except Exception:
+        return traceback.format_exc()
+
+
+def _traced(
+    config: Mapping[str, Any], spec: Mapping[str, Any], world: int, ranks: tuple[int, ...]
+) -> tuple[str, list[EventLog]]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = AutoConfig.for_model(**config)
+    model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
+    flow = record(model, (torch.zeros(2, LENGTH, dtype=torch.long),))
+    plan = make_plan(load_spec(dict(spec)), graph_of(model, flow), world_size=world)
+    ids = torch.zeros(samples(plan), LENGTH, dtype=torch.long)
+
+    def loss_fn(output: Any, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
+
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+
+    logs = [imagine_step(model, plan, ids, ids.clone(), loss_fn, adam, rank) for rank in ranks]
+    return plan.digest(), logs
+
+
+def samples(plan: Plan) -> int:
+    """Two for each microbatch of a step."""
+    assert plan.assignment.stages is not None
+    return 2 * plan.assignment.stages.microbatches * plan.accumulate
