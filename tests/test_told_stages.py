@@ -18,7 +18,7 @@ import pytest
 
 from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
-from meshplan.memory import EventLog, stage_tape, stage_work
+from meshplan.memory import EventLog, stage_pass, stage_tape, stage_work
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.told import told_estimate, told_log
 from meshplan.plan import Plan, make_plan
@@ -125,18 +125,18 @@ def _release_what_is_sent() -> tuple[Any, str, Any]:
         for storage in storages:
             self._drop(storage)
 
-    return stage_work._Pass, "_send", send
+    return stage_pass._Pass, "_send", send
 
 
 def _forget_what_came_back() -> tuple[Any, str, Any]:
-    backward = stage_work._Pass.backward
+    backward = stage_pass._Pass.backward
 
     def early(self: Any, stage: int, m: int) -> None:
         backward(self, stage, m)
         for storage in self._came_back.pop((stage, m), ()):
             self._drop(storage)
 
-    return stage_work._Pass, "backward", early
+    return stage_pass._Pass, "backward", early
 
 
 def _keep_what_was_received() -> tuple[Any, str, Any]:
@@ -144,7 +144,7 @@ def _keep_what_was_received() -> tuple[Any, str, Any]:
         flight, part = self._flights[stage, m], self._parts[stage]
         self._send(flight[s] for s in (*part.returned, *part.received))
 
-    return stage_work._Pass, "send_backward", send
+    return stage_pass._Pass, "send_backward", send
 
 
 def _gather_the_root_first() -> tuple[Any, str, Any]:

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import DTYPE_BYTES, is_inside
 from meshplan.memory.replay import Prepared
+from meshplan.memory.stage_pass import rank_work
 from meshplan.memory.stage_tape import StageTape, cut
-from meshplan.memory.stage_work import StageWork, play_stage, rank_work
+from meshplan.memory.stage_work import StageWork, play_stage
 from meshplan.memory.tape import Tape
 from meshplan.plan import Plan
-from meshplan.schedules import SCHEDULES
+from meshplan.schedules import SCHEDULES, actions
 
 
 class StageWorks:
@@ -37,6 +38,10 @@ class StageWorks:
         self._tapes: dict[int, StageTape] = cut(
             tape, self._stages, range(self._stages.num), widening=_widening(plan)
         )
+        stages = self._stages
+        self._orders = actions(
+            SCHEDULES[stages.schedule], stages.num_ranks, stages.virtual, stages.microbatches
+        )
         self._played: dict[int, StageWork] = {}
         self._found: dict[int, Prepared] = {}
 
@@ -46,7 +51,7 @@ class StageWorks:
         if place not in self._found:
             parts = {stage: self._part(stage) for stage in self._stages.of_rank(place)}
             takes = bool(self._plan.assignment.units)
-            work = rank_work(parts, self._stages, place, takes_gradients=takes)
+            work = rank_work(parts, self._stages, self._orders[place], takes_gradients=takes)
             self._found[place] = Prepared(work)
         return self._found[place]
 
