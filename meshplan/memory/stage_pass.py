@@ -32,7 +32,7 @@ def rank_work(
     order: Sequence[Action],
     *,
     takes_gradients: bool,
-    in_brief: bool = True,
+    in_brief: bool = False,
 ) -> Work:
     """A whole pass of a rank.
 
@@ -64,16 +64,17 @@ def _decisive(parts: Mapping[int, StageWork], order: Sequence[Action]) -> set[Ac
     And the first two, after which what accumulates is there, and the last, in which all is reduced.
     """
     live = 0
-    around: dict[tuple[str, int], list[tuple[int, int, Action]]] = {}
-    for place, action in enumerate(order):
+    around: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for action in order:
         part = parts[action.stage]
         if action.kind in "FB":
             found = around.setdefault((action.kind, action.stage), [])
-            found.append((live, place, action))
+            found.append((live, action.microbatch))
         live += part.changes.get(action.kind, 0)
     out: set[Action] = set()
-    for found in around.values():
-        out |= {max(found)[-1], *(each[-1] for each in (*found[:2], found[-1]))}
+    for (_, stage), found in around.items():
+        for _, m in (max(found), *found[:2], found[-1]):
+            out |= {Action("F", stage, m), Action("B", stage, m)}
     return out
 
 

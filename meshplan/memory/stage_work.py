@@ -102,7 +102,6 @@ def play_stage(part: StageTape, *, sums_in_place: bool) -> StageWork:
     events, phases = work.log.events, work.log.phases
     backward = phases.index("backward")
     split = next(n for n, e in enumerate(events) if e.phase == backward and e.delta > 0)
-    born = [e.storage for e in events[split:] if e.delta > 0]
     if part.sent:
         work = replace(work, marks=_inner_first(work.marks))
     return StageWork(
@@ -110,7 +109,7 @@ def play_stage(part: StageTape, *, sums_in_place: bool) -> StageWork:
         split=split,
         received=player.received,
         sent=player.sent,
-        given=tuple(born[: len(part.sent)]),
+        given=player.given,
         returned=player.returned,
     )
 
@@ -136,12 +135,20 @@ class _StagePlayer(Player):
         self._part = part
         self.received: tuple[int, ...] = ()
         self.sent: tuple[int, ...] = ()
+        self.given: tuple[int, ...] = ()
         self.returned: tuple[int, ...] = ()
 
     def _begin_backward(self) -> None:
         self.received = tuple(self._env[value] for value in self._part.received)
         self.sent = tuple(self._env[value] for value in self._part.sent)
         super()._begin_backward()
+
+    def _back(self, number: int) -> None:
+        super()._back(number)
+        if self._part.sent and number == len(self._part.tape.rows) - 1:
+            self.given = tuple(self._grads[value] for value in self._part.sent)
+            for storage in self.given:  # As the pipeline does, so nothing is added to them.
+                self._hold(storage)
 
     def _mark(self, moment: Moment, unit: str) -> None:
         if moment == Moment.END_OF_BACKWARD:
