@@ -95,15 +95,15 @@ class _Pool:
     """The last block of the expandable segment."""
 
     def add(self, block: _Block) -> None:
-        bisect.insort(self.free, (block.size, block.address, block), key=lambda each: each[:2])
+        bisect.insort(self.free, (block.size, block.address, block))  # No two addresses are equal.
 
     def remove(self, block: _Block) -> None:
-        at = bisect.bisect_left(self.free, (block.size, block.address), key=lambda each: each[:2])
+        at = bisect.bisect_left(self.free, (block.size, block.address))
         assert self.free[at][2] is block
         del self.free[at]
 
     def best(self, size: int) -> _Block | None:
-        at = bisect.bisect_left(self.free, (size, -1), key=lambda each: each[:2])
+        at = bisect.bisect_left(self.free, (size, -1))
         return self.free[at][2] if at < len(self.free) else None
 
 

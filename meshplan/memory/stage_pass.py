@@ -11,7 +11,7 @@ what they leave behind and nothing else.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from meshplan.assign.types import Stages
@@ -59,23 +59,28 @@ def rank_work(
 
 
 def _decisive(parts: Mapping[int, StageWork], order: Sequence[Action]) -> set[Action]:
-    """Of the forwards, and of the backwards, of each stage: those around which most is there.
+    """Forwards and backwards that tell the peak: of those that follow the same, the fullest.
 
-    And the first two, after which what accumulates is there, and the last, in which all is reduced.
+    What a unit still has gathered depends on what the rank did before; so that is told too. And so
+    are the first two, after which what accumulates is there, and the last, in which all is reduced.
     """
     live = 0
-    around: dict[tuple[str, int], list[tuple[int, int]]] = {}
-    for action in order:
-        part = parts[action.stage]
+    before: Action | None = None
+    following: dict[tuple[object, ...], tuple[int, int, tuple[Action, ...]]] = {}
+    places: dict[tuple[str, int], list[Action]] = {}
+    for place, action in enumerate(order):
         if action.kind in "FB":
-            found = around.setdefault((action.kind, action.stage), [])
-            found.append((live, action.microbatch))
-        live += part.changes.get(action.kind, 0)
-    out: set[Action] = set()
-    for (_, stage), found in around.items():
-        for _, m in (max(found), *found[:2], found[-1]):
-            out |= {Action("F", stage, m), Action("B", stage, m)}
-    return out
+            pair = (action, before) if before is not None else (action,)
+            key = tuple((each.kind, each.stage) for each in pair)
+            following[key] = max(following.get(key, (-1, 0, ())), (live, place, pair))
+            places.setdefault((action.kind, action.stage), []).append(action)
+            before = action
+        live += parts[action.stage].changes.get(action.kind, 0)
+    chosen = {each for *_, pair in following.values() for each in pair}
+    for same in places.values():
+        chosen |= {*same[:2], same[-1]}
+    # A unit gathers ahead what it ran before; so who ran forward runs backward too.
+    return {replace(each, kind=kind) for each in chosen for kind in ("F", "B")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +168,7 @@ class _Pass:
         flight = _Flight(stage, len(self._storages), known, [])
         self._flights[stage, m] = flight
         if not self._is_whole("F", stage, m) and not self._is_whole("B", stage, m):
-            flight.left.extend(self._make(size, storage) for storage, size in part.left_together)
+            flight.left.extend(self._make(part.sizes[n], part.storages[n]) for n in part.left)
             self._make_known(part, flight, part.sent)
             return
         self._storages.extend(part.storages)
