@@ -19,8 +19,9 @@ import pytest
 from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
 from meshplan.memory import EventLog, stage_pass, stage_tape, stage_work
+from meshplan.memory.replay import replay
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.told import told_estimate, told_log
+from meshplan.memory.told import _told_work, told_estimate, told_log
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from tests import told
@@ -201,6 +202,26 @@ def test_an_estimate_groups_the_ranks_of_a_stage() -> None:
     ]  # fmt: skip
     peaks = [group.peak.requested_bytes for group in found.groups]
     assert peaks[0] > peaks[1] > peaks[2]  # The earlier the stage, the more are in flight.
+
+
+@pytest.mark.parametrize("more", [
+    {"schedule": "1F1B"}, {"schedule": "1F1B", **AGAIN}, {"schedule": "GPipe"},
+    {"schedule": "Interleaved1F1B", "virtual": 2}, {"schedule": "1F1B", "strategy": "zero1"},
+])  # fmt: skip
+def test_in_brief_a_rank_needs_as_much(more: dict[str, Any]) -> None:
+    """What is left out of a long step makes no peak, nor is anything left of it at the end."""
+    given = dict(more)
+    plan = decided(DEEP, plan_of(given.pop("schedule"), 2, 24, **given, **MIXED))
+    works = _told_work(plan, 48, told.LENGTH)
+    for rank in (0, 3):
+        whole, brief = (
+            replay(works.of_rank(rank, in_brief=in_brief), plan, "adamw", rank=rank)
+            for in_brief in (False, True)
+        )
+        assert len(brief.events) < 0.6 * len(whole.events)
+        assert brief.peak.live_bytes == whole.peak.live_bytes
+        assert brief.by_phase["step"] == whole.by_phase["step"]
+        assert brief.phase_at_peak == whole.phase_at_peak
 
 
 def test_a_pipeline_is_told_without_torch() -> None:

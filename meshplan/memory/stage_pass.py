@@ -11,8 +11,8 @@ what they leave behind and nothing else.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Literal
+from dataclasses import dataclass
+from typing import Final
 
 from meshplan.assign.types import Stages
 from meshplan.memory.log import Event, EventLog, Storage, Term
@@ -45,8 +45,9 @@ def rank_work(
 
     Assumes: no two neighbouring stages are on one rank, and no backward is split in two.
     """
-    computes = [action for action in order if action.kind in "FB"]
-    whole = _decisive(parts, order) if in_brief else set(computes)
+    whole = {(action.stage, action.microbatch) for action in order}
+    if in_brief:
+        whole = _decisive(parts, order)
     pass_ = _Pass(parts, stages, whole, takes_gradients=takes_gradients)
     steps = {
         "F": pass_.forward, "B": pass_.backward, "SEND_F": pass_.send_forward,
@@ -58,8 +59,8 @@ def rank_work(
     return pass_.end()
 
 
-def _decisive(parts: Mapping[int, StageWork], order: Sequence[Action]) -> set[Action]:
-    """Forwards and backwards that tell the peak: of those that follow the same, the fullest.
+def _decisive(parts: Mapping[int, StageWork], order: Sequence[Action]) -> set[tuple[int, int]]:
+    """(stage, microbatch) of those that tell the peak: of what follows the same, the fullest.
 
     What a unit still has gathered depends on what the rank did before; so that is told too. And so
     are the first two, after which what accumulates is there, and the last, in which all is reduced.
@@ -79,8 +80,7 @@ def _decisive(parts: Mapping[int, StageWork], order: Sequence[Action]) -> set[Ac
     chosen = {each for *_, pair in following.values() for each in pair}
     for same in places.values():
         chosen |= {*same[:2], same[-1]}
-    # A unit gathers ahead what it ran before; so who ran forward runs backward too.
-    return {replace(each, kind=kind) for each in chosen for kind in ("F", "B")}
+    return {(each.stage, each.microbatch) for each in chosen}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class _Pass:
         self,
         parts: Mapping[int, StageWork],
         stages: Stages,
-        whole: set[Action],
+        whole: set[tuple[int, int]],
         *,
         takes_gradients: bool,
     ) -> None:
@@ -167,19 +167,14 @@ class _Pass:
         )
         flight = _Flight(stage, len(self._storages), known, [])
         self._flights[stage, m] = flight
-        if not self._is_whole("F", stage, m) and not self._is_whole("B", stage, m):
+        if (stage, m) not in self._whole:
             flight.left.extend(self._make(part.sizes[n], part.storages[n]) for n in part.left)
             self._make_known(part, flight, part.sent)
             return
         self._storages.extend(part.storages)
         flight.left.extend(flight[storage] for storage in part.left)
-        if not self._is_whole("F", stage, m):
-            for storage in (*part.left, *part.sent):
-                self._sizes[flight[storage]] = part.sizes[storage]
-                self._events.append(
-                    Event(part.sizes[storage], flight[storage], len(self._phases) - 1)
-                )
-            return
+        for storage in (*part.left, *part.sent, *part.returned):
+            self._sizes[flight[storage]] = part.sizes[storage]
         self._play(part, flight, _FORWARD)
         if stage == self._stages.num - 1:
             self._begin("backward")
@@ -189,7 +184,7 @@ class _Pass:
         """Until the gradients of what was received are there."""
         part, flight = self._parts[stage], self._flights[stage, m]
         self._begin("backward")
-        if not self._is_whole("B", stage, m):
+        if (stage, m) not in self._whole:
             self._make_known(part, flight, part.returned)
             for storage in flight.left:
                 self._drop(storage)
@@ -247,9 +242,6 @@ class _Pass:
 
     # Memory
 
-    def _is_whole(self, kind: Literal["F", "B"], stage: int, m: int) -> bool:
-        return Action(kind, stage, m) in self._whole
-
     def _make_known(self, part: StageWork, flight: _Flight, storages: Iterable[int]) -> None:
         for storage in storages:
             flight.known[storage] = self._make(part.sizes[storage], part.storages[storage])
@@ -285,11 +277,24 @@ class _Pass:
         others = {*part.sent, *part.given}
         added: list[tuple[int, str, str]] = []
         done = 0
-        for number in range(first, end):
+        plain, numbers = part.is_plain, flight.known
+        number = first
+        while number < end:
+            if plain[number]:
+                begun = number
+                while number < end and plain[number]:
+                    number += 1
+                now, offset = len(self._phases) - 1, flight.first
+                self._events += [
+                    Event(delta, numbers.get(storage, offset + storage), now)
+                    for delta, storage, _ in log.events[begun:number]
+                ]
+                continue
             while done < len(marks) and marks[done].event <= number:
                 self._mark(marks[done], at)
                 done += 1
             delta, storage, phase = log.events[number]
+            number += 1
             if storage in others and (delta < 0 or storage in part.given):
                 continue  # The pass holds it.
             self._begin(log.phases[phase])
@@ -299,10 +304,9 @@ class _Pass:
                     self._drop_added(added)
             own = flight[storage]
             self._events.append(Event(delta, own, len(self._phases) - 1))
-            if delta > 0:
+            if delta > 0 and storage in part.names:
                 self._sizes[own] = delta
-                if storage in part.names:
-                    self._take(part, storage, own, at, added)
+                self._take(part, storage, own, at, added)
         self._drop_added(added)
         for mark in marks[done:]:
             self._mark(mark, at)

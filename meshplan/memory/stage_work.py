@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshplan.memory.log import Storage, Term
-from meshplan.memory.stage_tape import StageTape, around
+from meshplan.memory.stage_tape import StageTape
 from meshplan.memory.tape import Player
 from meshplan.memory.work import Mark, Moment, Work
 
@@ -63,18 +63,6 @@ class StageWork:
         return tuple(live.keys() - {*self.sent})
 
     @cached_property
-    def left_together(self) -> tuple[tuple[Storage, int], ...]:
-        """The same, those of one unit and one kind as one."""
-        units = {mark.unit for mark in self.work.marks}
-        sums: dict[tuple[Term, str], int] = {}
-        for number in self.left:
-            storage = self.storages[number]
-            unit = next((m for m in around(storage.module) if m in units), "")
-            key = (storage.term, unit)
-            sums[key] = sums.get(key, 0) + self.sizes[number]
-        return tuple((Storage(term, "", unit), size) for (term, unit), size in sums.items())
-
-    @cached_property
     def changes(self) -> Mapping[str, int]:
         """By the kind of an action, how many bytes more there are after it."""
 
@@ -88,6 +76,29 @@ class StageWork:
             "RECV_B": total(self.given),
             "SEND_B": -total(self.received),
         }
+
+    @cached_property
+    def is_plain(self) -> Sequence[bool]:
+        """Of each event, whether nothing has to be looked at when it is written again.
+
+        No mark stands there and no phase begins, nothing crosses an edge, no gradient is there,
+        and none was there before that ends with its operation.
+        """
+        events, storages = self.work.log.events, self.work.log.storages
+        marked = {mark.event for mark in self.work.marks}
+        looked_at = {*self.sent, *self.given, *self.names}
+        out, phase, made_by = [], 0, None
+        for number, (delta, storage, now) in enumerate(events):
+            plain = number not in marked and now == phase and storage not in looked_at
+            phase = now
+            if delta > 0:
+                own = storages[storage].op, storages[storage].module
+                if made_by is not None and own != made_by:
+                    plain, made_by = False, None
+                if storage in self.names:
+                    made_by = own
+            out.append(plain)
+        return out
 
     @cached_property
     def names(self) -> Mapping[int, str]:
