@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 from meshplan.assign.types import Assignment, Placed, Stages, Unit
-from meshplan.graph import is_inside
 from meshplan.plan import Plan
 
 
@@ -46,8 +47,31 @@ def restrict(plan: Plan, stage: int) -> Plan:
 
 def runs(fqn: str, stages: Stages, stage: int) -> bool:
     """Whether the forward of a module runs in a stage, rather than being stood in for."""
-    around = [s for module, s in stages.units if is_inside(fqn, module)]
-    return stage in around if around else True
+    places, _ = _places(stages.units)
+    found = [stage for module in _around(fqn) for stage in places.get(module, ())]
+    return stage in found if found else True
+
+
+@lru_cache(maxsize=8)
+def _places(
+    units: tuple[tuple[str, int], ...],
+) -> tuple[Mapping[str, tuple[int, ...]], frozenset[str]]:
+    """(the stages of each module that runs as a whole, the modules around one)."""
+    places: dict[str, tuple[int, ...]] = {}
+    around: set[str] = set()
+    for module, stage in units:
+        places[module] = (*places.get(module, ()), stage)
+        if module:
+            around.update(_around(module.rpartition(".")[0]))
+    return places, frozenset(around)
+
+
+def _around(fqn: str) -> Iterator[str]:
+    """A module and those around it, the root last."""
+    while fqn:
+        yield fqn
+        fqn = fqn.rpartition(".")[0]
+    yield ""
 
 
 def _is_whole(unit: str, stages: Stages, stage: int) -> bool:
@@ -57,9 +81,7 @@ def _is_whole(unit: str, stages: Stages, stage: int) -> bool:
     are cut apart, or its forward is called by name so that only what it calls is known, what is
     sent on is not its output; that of the stage always is.
     """
-    return runs(unit, stages, stage) and not any(
-        module != unit and is_inside(module, unit) for module, _ in stages.units
-    )
+    return runs(unit, stages, stage) and unit not in _places(stages.units)[1]
 
 
 def _owns(unit: str, tensors: dict[str, Placed]) -> bool:

@@ -18,9 +18,10 @@ import pytest
 
 from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
-from meshplan.memory import EventLog, stage_tape, stage_work
+from meshplan.memory import EventLog, stage_pass, stage_tape, stage_work
+from meshplan.memory.replay import replay
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.told import told_estimate, told_log
+from meshplan.memory.told import _told_work, told_estimate, told_log
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from tests import told
@@ -125,18 +126,18 @@ def _release_what_is_sent() -> tuple[Any, str, Any]:
         for storage in storages:
             self._drop(storage)
 
-    return stage_work._Pass, "_send", send
+    return stage_pass._Pass, "_send", send
 
 
 def _forget_what_came_back() -> tuple[Any, str, Any]:
-    backward = stage_work._Pass.backward
+    backward = stage_pass._Pass.backward
 
     def early(self: Any, stage: int, m: int) -> None:
         backward(self, stage, m)
         for storage in self._came_back.pop((stage, m), ()):
             self._drop(storage)
 
-    return stage_work._Pass, "backward", early
+    return stage_pass._Pass, "backward", early
 
 
 def _keep_what_was_received() -> tuple[Any, str, Any]:
@@ -144,7 +145,7 @@ def _keep_what_was_received() -> tuple[Any, str, Any]:
         flight, part = self._flights[stage, m], self._parts[stage]
         self._send(flight[s] for s in (*part.returned, *part.received))
 
-    return stage_work._Pass, "send_backward", send
+    return stage_pass._Pass, "send_backward", send
 
 
 def _gather_the_root_first() -> tuple[Any, str, Any]:
@@ -201,6 +202,26 @@ def test_an_estimate_groups_the_ranks_of_a_stage() -> None:
     ]  # fmt: skip
     peaks = [group.peak.requested_bytes for group in found.groups]
     assert peaks[0] > peaks[1] > peaks[2]  # The earlier the stage, the more are in flight.
+
+
+@pytest.mark.parametrize("more", [
+    {"schedule": "1F1B"}, {"schedule": "1F1B", **AGAIN}, {"schedule": "GPipe"},
+    {"schedule": "Interleaved1F1B", "virtual": 2}, {"schedule": "1F1B", "strategy": "zero1"},
+])  # fmt: skip
+def test_in_brief_a_rank_needs_as_much(more: dict[str, Any]) -> None:
+    """What is left out of a long step makes no peak, nor is anything left of it at the end."""
+    given = dict(more)
+    plan = decided(DEEP, plan_of(given.pop("schedule"), 2, 24, **given, **MIXED))
+    works = _told_work(plan, 48, told.LENGTH)
+    for rank in (0, 3):
+        whole, brief = (
+            replay(works.of_rank(rank, in_brief=in_brief), plan, "adamw", rank=rank)
+            for in_brief in (False, True)
+        )
+        assert len(brief.events) < 0.6 * len(whole.events)
+        assert brief.peak.live_bytes == whole.peak.live_bytes
+        assert brief.by_phase["step"] == whole.by_phase["step"]
+        assert brief.phase_at_peak == whole.phase_at_peak
 
 
 def test_a_pipeline_is_told_without_torch() -> None:

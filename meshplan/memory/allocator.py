@@ -95,16 +95,17 @@ class _Pool:
     """The last block of the expandable segment."""
 
     def add(self, block: _Block) -> None:
-        bisect.insort(self.free, (block.size, block.address, block), key=lambda each: each[:2])
+        bisect.insort(self.free, (block.size, block.address, block))  # No two addresses are equal.
 
     def remove(self, block: _Block) -> None:
-        at = bisect.bisect_left(self.free, (block.size, block.address), key=lambda each: each[:2])
+        at = bisect.bisect_left(self.free, (block.size, block.address))
         assert self.free[at][2] is block
         del self.free[at]
 
-    def best(self, size: int) -> _Block | None:
-        at = bisect.bisect_left(self.free, (size, -1), key=lambda each: each[:2])
-        return self.free[at][2] if at < len(self.free) else None
+    def take(self, size: int) -> _Block | None:
+        """The smallest that is large enough."""
+        at = bisect.bisect_left(self.free, (size, -1))
+        return self.free.pop(at)[2] if at < len(self.free) else None
 
 
 class _Allocator:
@@ -121,11 +122,11 @@ class _Allocator:
     def take(self, key: int, asked: int, stream: int) -> None:
         size = -(-asked // _ROUND) * _ROUND
         is_small = size <= _SMALL
-        pool = self._pools.setdefault((is_small, stream), _Pool(is_small))
-        block = pool.best(size)
-        if block is not None:
-            pool.remove(block)
-        else:
+        pool = self._pools.get((is_small, stream))
+        if pool is None:
+            pool = self._pools[is_small, stream] = _Pool(is_small)
+        block = pool.take(size)
+        if block is None:
             block = self._grow(pool, size) if self.expandable else self._segment(pool, size)
         rest = block.size - size
         if rest >= _ROUND if is_small or self.expandable else rest > _SMALL:

@@ -27,7 +27,7 @@ def assemble(
     certified: str,
     assumed: tuple[tuple[str, str], ...] = (),
     notes: Sequence[str] = (),
-    error: float = 0.0,
+    error: float | Sequence[float] = 0.0,
 ) -> MemoryEstimate:
     """What every rank needs, beside the limit, and the way there from the textbook.
 
@@ -35,8 +35,9 @@ def assemble(
         groups: Ranks that are alike (`groups.equal_ranks`), and `logs`, of the first of each.
         device: A name of `hardware`, "" where nobody says.
         limit_bytes: What it may hold; None where nobody says.
-        error: How far the logs may be from the truth, as a share.
+        error: How far the logs, or each of them, may be from the truth, as a share.
     """
+    errors = [error] * len(logs) if isinstance(error, float) else error
     hardware = plan.spec.hardware
     per_node = hardware.gpus_per_node if hardware else _GPUS_PER_NODE
     driver = driver_bytes(device, communicators(plan.assignment, gpus_per_node=per_node))
@@ -47,9 +48,9 @@ def assemble(
             driver=driver,
             limit_bytes=limit_bytes,
             stages=_stages_of(plan, ranks[0]),
-            error=error,
+            error=each,
         )
-        for log, ranks in zip(logs, groups, strict=True)
+        for log, ranks, each in zip(logs, groups, errors, strict=True)
     ]
     worst = max(range(len(found)), key=lambda number: found[number].band[1])
     if found[worst].fits is False:

@@ -68,9 +68,7 @@ class _Cutter:
         """By row, the stage that runs it; None where every stage does."""
         for row in tape.rows:
             if row.module not in known:
-                known[row.module] = next(
-                    (units[m] for m in _around(row.module) if m in units), None
-                )
+                known[row.module] = next((units[m] for m in around(row.module) if m in units), None)
             self.owner.append(known[row.module])
         self.maker: dict[int, int] = {}
         """By value, the stage that makes it."""
@@ -181,7 +179,7 @@ def _widen(tape: Tape, free: Collection[str], times: int) -> None:
     wide = {
         value
         for row in tape.rows
-        if any(module in free for module in _around(row.module))
+        if any(module in free for module in around(row.module))
         for value in row.makes
     }
     for value in wide:
@@ -226,7 +224,7 @@ def _renamed(row: Row, names: Mapping[int, int]) -> Row:
     )
 
 
-def _around(module: str) -> Iterator[str]:
+def around(module: str) -> Iterator[str]:
     """A module and those around it, innermost first, the root apart."""
     while module:
         yield module

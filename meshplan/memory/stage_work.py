@@ -1,28 +1,15 @@
-"""What a rank of a pipeline allocates and frees: its stages' microbatches, in the schedule's order.
-
-Each stage is played once; its forwards and backwards are then put where the schedule has them,
-and between them what `runtime.pipeline.run` receives, sends and holds on to: what was sent until
-all is played, gradients that came back until the step is done.
-"""
+"""One microbatch of one stage, played by itself: what it takes, what it leaves, what crosses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
 
-from meshplan.assign.types import Stages
-from meshplan.memory.log import Event, EventLog, Storage, Term
+from meshplan.memory.log import Storage, Term
 from meshplan.memory.stage_tape import StageTape
 from meshplan.memory.tape import Player
-from meshplan.memory.work import AT_STAGE, Mark, Moment, Work
-from meshplan.schedules import SCHEDULES, actions
-
-_NUMBER: Final = 8
-"""Losses are added up in double precision."""
-_FORWARD: Final = (Moment.BEFORE_FORWARD, Moment.AFTER_FORWARD)
-_BACKWARD: Final = tuple(moment for moment in Moment if moment not in _FORWARD)
+from meshplan.memory.work import Mark, Moment, Work
 
 
 @dataclass(frozen=True)
@@ -65,6 +52,55 @@ class StageWork:
         return {storage: delta for delta, storage, _ in self.work.log.events if delta > 0}
 
     @cached_property
+    def left(self) -> tuple[int, ...]:
+        """Storages that forward leaves for backward, those apart that cross an edge."""
+        live: dict[int, None] = {}
+        for delta, storage, _ in self.work.log.events[self.num_before : self.split]:
+            if delta > 0:
+                live[storage] = None
+            else:
+                live.pop(storage)
+        return tuple(live.keys() - {*self.sent})
+
+    @cached_property
+    def changes(self) -> Mapping[str, int]:
+        """By the kind of an action, how many bytes more there are after it."""
+
+        def total(storages: Iterable[int]) -> int:
+            return sum(self.sizes[storage] for storage in storages)
+
+        return {
+            "F": total((*self.left, *self.sent)),
+            "B": total(self.returned) - total(self.left),
+            "RECV_F": total(self.received),
+            "RECV_B": total(self.given),
+            "SEND_B": -total(self.received),
+        }
+
+    @cached_property
+    def is_plain(self) -> Sequence[bool]:
+        """Of each event, whether nothing has to be looked at when it is written again.
+
+        No mark stands there and no phase begins, nothing crosses an edge, no gradient is there,
+        and none was there before that ends with its operation.
+        """
+        events, storages = self.work.log.events, self.work.log.storages
+        marked = {mark.event for mark in self.work.marks}
+        looked_at = {*self.sent, *self.given, *self.names}
+        out, phase, made_by = [], 0, None
+        for number, (delta, storage, now) in enumerate(events):
+            plain = number not in marked and now == phase and storage not in looked_at
+            phase = now
+            if delta > 0:
+                own = storages[storage].op, storages[storage].module
+                if made_by is not None and own != made_by:
+                    plain, made_by = False, None
+                if storage in self.names:
+                    made_by = own
+            out.append(plain)
+        return out
+
+    @cached_property
     def names(self) -> Mapping[int, str]:
         """By its storage, whose gradient it is."""
         return {storage: fqn for fqn, storage in self.work.gradients.items()}
@@ -77,7 +113,6 @@ def play_stage(part: StageTape, *, sums_in_place: bool) -> StageWork:
     events, phases = work.log.events, work.log.phases
     backward = phases.index("backward")
     split = next(n for n, e in enumerate(events) if e.phase == backward and e.delta > 0)
-    born = [e.storage for e in events[split:] if e.delta > 0]
     if part.sent:
         work = replace(work, marks=_inner_first(work.marks))
     return StageWork(
@@ -85,7 +120,7 @@ def play_stage(part: StageTape, *, sums_in_place: bool) -> StageWork:
         split=split,
         received=player.received,
         sent=player.sent,
-        given=tuple(born[: len(part.sent)]),
+        given=player.given,
         returned=player.returned,
     )
 
@@ -111,6 +146,7 @@ class _StagePlayer(Player):
         self._part = part
         self.received: tuple[int, ...] = ()
         self.sent: tuple[int, ...] = ()
+        self.given: tuple[int, ...] = ()
         self.returned: tuple[int, ...] = ()
 
     def _begin_backward(self) -> None:
@@ -118,247 +154,14 @@ class _StagePlayer(Player):
         self.sent = tuple(self._env[value] for value in self._part.sent)
         super()._begin_backward()
 
+    def _back(self, number: int) -> None:
+        super()._back(number)
+        if self._part.sent and number == len(self._part.tape.rows) - 1:
+            self.given = tuple(self._grads[value] for value in self._part.sent)
+            for storage in self.given:  # As the pipeline does, so nothing is added to them.
+                self._hold(storage)
+
     def _mark(self, moment: Moment, unit: str) -> None:
         if moment == Moment.END_OF_BACKWARD:
             self.returned = tuple(self._grads.pop(value) for value in self._part.received)
         super()._mark(moment, unit)
-
-
-def rank_work(
-    parts: Mapping[int, StageWork], stages: Stages, place: int, *, takes_gradients: bool
-) -> Work:
-    """A whole pass of a rank.
-
-    Args:
-        parts: Of its stages, each with the inputs and targets of one microbatch.
-        place: Of the rank, along pp.
-        takes_gradients: Whether wrappers take the gradients of every microbatch; else they are
-            added to those that are there.
-
-    Assumes: no two neighbouring stages are on one rank, and no backward is split in two.
-    """
-    schedule = SCHEDULES[stages.schedule]
-    order = actions(schedule, stages.num_ranks, stages.virtual, stages.microbatches)[place]
-    pass_ = _Pass(parts, stages, takes_gradients=takes_gradients)
-    steps = {
-        "F": pass_.forward, "B": pass_.backward, "SEND_F": pass_.send_forward,
-        "RECV_F": pass_.receive_forward, "SEND_B": pass_.send_backward,
-        "RECV_B": pass_.receive_backward,
-    }  # fmt: skip
-    for action in order:
-        steps[action.kind](action.stage, action.microbatch)
-    return pass_.end()
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """One microbatch in one stage.
-
-    Args:
-        first: What the pass calls the first storage of its work.
-        known: Those that it calls otherwise, by the number that the work gives them.
-    """
-
-    stage: int
-    first: int
-    known: dict[int, int]
-
-    def __getitem__(self, storage: int) -> int:
-        return self.known.get(storage, self.first + storage)
-
-
-class _Pass:
-    """A pass in the making."""
-
-    def __init__(
-        self, parts: Mapping[int, StageWork], stages: Stages, *, takes_gradients: bool
-    ) -> None:
-        self._parts, self._stages, self._takes = parts, stages, takes_gradients
-        self._storages: list[Storage] = []
-        self._events: list[Event] = []
-        self._phases = ["before"]
-        self._sizes: dict[int, int] = {}
-        self._marks: list[Mark] = []
-        self._gradients: dict[str, int] = {}
-        self._ready: dict[str, int] = {}
-        self._again: list[tuple[int, str, int]] = []
-        self._known: dict[int, dict[int, int]] = {}
-        """By stage, what is there before, by the number that its work gives it."""
-        self._flights: dict[tuple[int, int], _Flight] = {}
-        self._arrived: dict[tuple[int, int], list[int]] = {}
-        self._came_back: dict[tuple[int, int], list[int]] = {}
-        self._leaving: list[int] = []
-        self._be_there()
-        self._num_before = len(self._events)
-        self._total = self._make(_NUMBER, Storage(Term.COMMUNICATION, "zeros"))
-
-    def _be_there(self) -> None:
-        """Inputs and targets of all microbatches, and every stage's own buffers."""
-        inputs: list[int] | None = None
-        for stage, part in self._parts.items():
-            known = self._known[stage] = {}
-            given: list[int] = []
-            log = part.work.log
-            for delta, storage, phase in log.events:
-                if phase:
-                    break
-                made = log.storages[storage]
-                if storage in part.received:
-                    continue
-                if made.term != Term.INPUTS:
-                    known[storage] = self._make(delta, made)
-                    continue
-                if inputs is None:
-                    given.append(self._make(delta * self._stages.microbatches, made))
-                else:
-                    given.append(inputs[len(given)])
-                known[storage] = given[-1]
-            inputs = given if inputs is None else inputs
-
-    # What a rank does
-
-    def forward(self, stage: int, m: int) -> None:
-        """Until what is sent on, or the loss, is there."""
-        part = self._parts[stage]
-        self._begin("forward")
-        flight = self._flights[stage, m] = _Flight(
-            stage, len(self._storages), dict(self._known[stage])
-        )
-        flight.known.update(zip(part.received, self._arrived.pop((stage, m), ()), strict=True))
-        self._storages.extend(part.storages)
-        self._play(part, flight, _FORWARD)
-        if stage == self._stages.num - 1:
-            self._begin("backward")
-            self._drop(self._make(_NUMBER, Storage(Term.LOSS, "_to_copy")))
-
-    def backward(self, stage: int, m: int) -> None:
-        """Until the gradients of what was received are there."""
-        part, flight = self._parts[stage], self._flights[stage, m]
-        self._begin("backward")
-        flight.known.update(zip(part.given, self._came_back.get((stage, m), ()), strict=True))
-        self._play(part, flight, _BACKWARD)
-        if stage == self._stages.num - 1:
-            for storage in part.work.losses:
-                self._drop(flight[storage])
-
-    def send_forward(self, stage: int, m: int) -> None:
-        """What is sent is held until all is played."""
-        self._send(self._flights[stage, m][s] for s in self._parts[stage].sent)
-
-    def receive_forward(self, stage: int, m: int) -> None:
-        """Room for what comes."""
-        self._arrived[stage, m] = self._receive(stage, self._parts[stage].received)
-
-    def send_backward(self, stage: int, m: int) -> None:
-        """The gradients are held until all is played, what they are of no longer."""
-        part, flight = self._parts[stage], self._flights[stage, m]
-        self._send(flight[s] for s in part.returned)
-        for storage in part.received:
-            self._drop(flight[storage])
-
-    def receive_backward(self, stage: int, m: int) -> None:
-        """Room for the gradients, which are held until the step is done."""
-        self._came_back[stage, m] = self._receive(stage, self._parts[stage].given)
-
-    def end(self) -> Work:
-        """All was played: what was sent goes, then what came back."""
-        self._begin("backward")
-        for storage in self._leaving:
-            self._drop(storage)
-        self._drop(self._make(_NUMBER, Storage(Term.COMMUNICATION, "_to_copy")))
-        loss = self._make(_NUMBER, Storage(Term.LOSS, "div"))
-        for came in self._came_back.values():
-            for storage in came:
-                self._drop(storage)
-        self._drop(self._total)
-        return Work(
-            log=EventLog(tuple(self._storages), tuple(self._events), tuple(self._phases)),
-            marks=tuple(self._marks),
-            gradients=self._gradients,
-            ready=self._ready,
-            losses=(loss,),
-            again=tuple(self._again),
-            settling={
-                f"{fqn}{AT_STAGE}{stage}": each
-                for stage, part in self._parts.items()
-                for fqn, each in part.work.settling.items()
-            },
-            num_before=self._num_before,
-        )
-
-    # Memory
-
-    def _begin(self, phase: str) -> None:
-        if self._phases[-1] != phase:
-            self._phases.append(phase)
-
-    def _make(self, size: int, storage: Storage) -> int:
-        number = len(self._storages)
-        self._storages.append(storage._replace(phase=self._phases[-1]))
-        self._sizes[number] = size
-        self._events.append(Event(size, number, len(self._phases) - 1))
-        return number
-
-    def _drop(self, number: int) -> None:
-        self._events.append(Event(-self._sizes[number], number, len(self._phases) - 1))
-
-    def _receive(self, stage: int, storages: Iterable[int]) -> list[int]:
-        sizes = self._parts[stage].sizes
-        made = Storage(Term.COMMUNICATION, "empty")
-        return [self._make(sizes[storage], made) for storage in storages]
-
-    def _send(self, storages: Iterable[int]) -> None:
-        self._leaving.extend(storages)
-
-    def _play(self, part: StageWork, flight: _Flight, moments: tuple[Moment, ...]) -> None:
-        """One half of a stage's work."""
-        log, at = part.work.log, f"{AT_STAGE}{flight.stage}"
-        is_forward = moments is _FORWARD
-        first, end = (part.num_before, part.split) if is_forward else (part.split, len(log.events))
-        marks = [mark for mark in part.work.marks if mark.moment in moments]
-        others = {*part.sent, *part.given}
-        added: list[tuple[int, str, str]] = []
-        done = 0
-        for number in range(first, end):
-            while done < len(marks) and marks[done].event <= number:
-                self._mark(marks[done], at)
-                done += 1
-            delta, storage, phase = log.events[number]
-            if storage in others and (delta < 0 or storage in part.given):
-                continue  # The pass holds it.
-            self._begin(log.phases[phase])
-            if delta > 0 and added:
-                made = log.storages[storage]
-                if (made.op, made.module) != added[-1][1:]:
-                    self._drop_added(added)
-            own = flight[storage]
-            self._events.append(Event(delta, own, len(self._phases) - 1))
-            if delta > 0:
-                self._sizes[own] = delta
-                if storage in part.names:
-                    self._take(part, storage, own, at, added)
-        self._drop_added(added)
-        for mark in marks[done:]:
-            self._mark(mark, at)
-
-    def _take(
-        self, part: StageWork, storage: int, own: int, at: str, added: list[tuple[int, str, str]]
-    ) -> None:
-        """The gradient of a parameter is there."""
-        name = part.names[storage] + at
-        if name not in self._gradients:
-            self._gradients[name], self._ready[name] = own, len(self._events)
-        elif self._takes:
-            self._again.append((len(self._events), name, own))
-        else:
-            made = part.storages[storage]
-            added.append((own, made.op, made.module))
-
-    def _drop_added(self, added: list[tuple[int, str, str]]) -> None:
-        """They were added to the gradients that are there, once their operation was done."""
-        for own, _, _ in added:
-            self._drop(own)
-        added.clear()
-
-    def _mark(self, mark: Mark, at: str) -> None:
-        self._marks.append(Mark(len(self._events), mark.moment, mark.unit + at))

@@ -6,15 +6,20 @@ What has no rule is refused by name.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import DTYPE_BYTES, is_inside
 from meshplan.memory.replay import Prepared
+from meshplan.memory.stage_pass import rank_work
 from meshplan.memory.stage_tape import StageTape, cut
-from meshplan.memory.stage_work import StageWork, play_stage, rank_work
+from meshplan.memory.stage_work import StageWork, play_stage
 from meshplan.memory.tape import Tape
 from meshplan.plan import Plan
-from meshplan.schedules import SCHEDULES
+from meshplan.schedules import SCHEDULES, actions
+
+_MOST: Final = 40_000
+"""Operations of a step up to which every microbatch is written out, on all ranks."""
 
 
 class StageWorks:
@@ -24,6 +29,9 @@ class StageWorks:
         tape: One microbatch of the whole model.
         plan: For a blueprint's model, with stages.
         in_place: As for `tape.play`.
+
+    Attributes:
+        in_brief: Whether there is so much to do that it takes seconds to write all of it out.
 
     Raises:
         PlanError: There is no rule for something in this plan.
@@ -37,18 +45,32 @@ class StageWorks:
         self._tapes: dict[int, StageTape] = cut(
             tape, self._stages, range(self._stages.num), widening=_widening(plan)
         )
+        stages = self._stages
+        self._orders = actions(
+            SCHEDULES[stages.schedule], stages.num_ranks, stages.virtual, stages.microbatches
+        )
+        self.in_brief = len(tape.rows) * stages.microbatches > _MOST
         self._played: dict[int, StageWork] = {}
-        self._found: dict[int, Prepared] = {}
+        self._found: dict[tuple[int, bool], Prepared] = {}
 
-    def of_rank(self, rank: int) -> Prepared:
-        """Of one rank; those at the same place along pp do the same."""
+    def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
+        """Of one rank; those at the same place along pp do the same.
+
+        Args:
+            in_brief: As for `rank_work`.
+        """
         place = self._plan.mesh.index(rank, ("pp",))
-        if place not in self._found:
+        if (place, in_brief) not in self._found:
             parts = {stage: self._part(stage) for stage in self._stages.of_rank(place)}
-            takes = bool(self._plan.assignment.units)
-            work = rank_work(parts, self._stages, place, takes_gradients=takes)
-            self._found[place] = Prepared(work)
-        return self._found[place]
+            work = rank_work(
+                parts,
+                self._stages,
+                self._orders[place],
+                takes_gradients=bool(self._plan.assignment.units),
+                in_brief=in_brief,
+            )
+            self._found[place, in_brief] = Prepared(work)
+        return self._found[place, in_brief]
 
     def _part(self, stage: int) -> StageWork:
         if stage not in self._played:

@@ -100,6 +100,9 @@ class _Step:
             for at, part in plans.items()
         }
         self._num_backwards = stages.microbatches if stages is not None else 1
+        ends = (mark for mark in work.marks if mark.moment == Moment.END_OF_BACKWARD)
+        # Of a told pipeline not every backward is marked.
+        self._ends = Counter(_split(mark.unit)[1] for mark in ends)
         self._loss: int | None = None
         self._total: int | None = None
         self._carried: tuple[int, ...] = ()
@@ -176,9 +179,9 @@ class _Step:
             part.act(mark.moment, unit, in_backward=self._work.is_in_backward(mark))
             return
         backwards[at] += 1
-        part.end_of_backward(is_last=is_last and backwards[at] == self._num_backwards)
+        part.end_of_backward(is_last=is_last and backwards[at] == self._ends[at])
         if self._num_backwards > 1:
-            part.set_last(is_last=is_last and backwards[at] + 1 == self._num_backwards)
+            part.set_last(is_last=is_last and backwards[at] + 1 == self._ends[at])
 
     def _drop_loss(self) -> None:
         """The name of the last loss is given to the new one."""

@@ -1,0 +1,334 @@
+"""What a rank of a pipeline allocates and frees: its stages' microbatches, in the schedule's order.
+
+Each stage is played once (`stage_work`); its forwards and backwards are put where the schedule has
+them, and between them what `runtime.pipeline.run` receives, sends and holds on to: what was sent
+until all is played, gradients that came back until the step is done.
+
+Of many microbatches most are like others, with less around them: those are written in brief, as
+what they leave behind and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from meshplan.assign.types import Stages
+from meshplan.memory.log import Event, EventLog, Storage, Term
+from meshplan.memory.stage_work import StageWork
+from meshplan.memory.work import AT_STAGE, Mark, Moment, Work
+from meshplan.schedules import Action
+
+_NUMBER: Final = 8
+"""Losses are added up in double precision."""
+_FORWARD: Final = (Moment.BEFORE_FORWARD, Moment.AFTER_FORWARD)
+_BACKWARD: Final = tuple(moment for moment in Moment if moment not in _FORWARD)
+
+
+def rank_work(
+    parts: Mapping[int, StageWork],
+    stages: Stages,
+    order: Sequence[Action],
+    *,
+    takes_gradients: bool,
+    in_brief: bool = False,
+) -> Work:
+    """A whole pass of a rank.
+
+    Args:
+        parts: Of its stages, each with the inputs and targets of one microbatch.
+        order: What the rank does, as `schedules.actions` has it.
+        takes_gradients: Whether wrappers take the gradients of every microbatch; else they are
+            added to those that are there.
+        in_brief: Whether microbatches that cannot make the peak are written in brief.
+
+    Assumes: no two neighbouring stages are on one rank, and no backward is split in two.
+    """
+    whole = {(action.stage, action.microbatch) for action in order}
+    if in_brief:
+        whole = _decisive(parts, order)
+    pass_ = _Pass(parts, stages, whole, takes_gradients=takes_gradients)
+    steps = {
+        "F": pass_.forward, "B": pass_.backward, "SEND_F": pass_.send_forward,
+        "RECV_F": pass_.receive_forward, "SEND_B": pass_.send_backward,
+        "RECV_B": pass_.receive_backward,
+    }  # fmt: skip
+    for action in order:
+        steps[action.kind](action.stage, action.microbatch)
+    return pass_.end()
+
+
+def _decisive(parts: Mapping[int, StageWork], order: Sequence[Action]) -> set[tuple[int, int]]:
+    """(stage, microbatch) of those that tell the peak: of what follows the same, the fullest.
+
+    What a unit still has gathered depends on what the rank did before; so that is told too. And so
+    are the first two, after which what accumulates is there, and the last, in which all is reduced.
+    """
+    live = 0
+    before: Action | None = None
+    following: dict[tuple[object, ...], tuple[int, int, tuple[Action, ...]]] = {}
+    places: dict[tuple[str, int], list[Action]] = {}
+    for place, action in enumerate(order):
+        if action.kind in "FB":
+            pair = (action, before) if before is not None else (action,)
+            key = tuple((each.kind, each.stage) for each in pair)
+            following[key] = max(following.get(key, (-1, 0, ())), (live, place, pair))
+            places.setdefault((action.kind, action.stage), []).append(action)
+            before = action
+        live += parts[action.stage].changes.get(action.kind, 0)
+    chosen = {each for *_, pair in following.values() for each in pair}
+    for same in places.values():
+        chosen |= {*same[:2], same[-1]}
+    return {(each.stage, each.microbatch) for each in chosen}
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """One microbatch in one stage.
+
+    Args:
+        first: What the pass calls the first storage of its work.
+        known: Those that it calls otherwise, by the number that the work gives them.
+        left: What forward left behind for backward, and nothing else holds.
+    """
+
+    stage: int
+    first: int
+    known: dict[int, int]
+    left: list[int]
+
+    def __getitem__(self, storage: int) -> int:
+        return self.known.get(storage, self.first + storage)
+
+
+class _Pass:
+    """A pass in the making."""
+
+    def __init__(
+        self,
+        parts: Mapping[int, StageWork],
+        stages: Stages,
+        whole: set[tuple[int, int]],
+        *,
+        takes_gradients: bool,
+    ) -> None:
+        self._parts, self._stages, self._takes = parts, stages, takes_gradients
+        self._whole = whole
+        self._storages: list[Storage] = []
+        self._events: list[Event] = []
+        self._phases = ["before"]
+        self._sizes: dict[int, int] = {}
+        self._marks: list[Mark] = []
+        self._gradients: dict[str, int] = {}
+        self._ready: dict[str, int] = {}
+        self._again: list[tuple[int, str, int]] = []
+        self._known: dict[int, dict[int, int]] = {}
+        """By stage, what is there before, by the number that its work gives it."""
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._arrived: dict[tuple[int, int], list[int]] = {}
+        self._came_back: dict[tuple[int, int], list[int]] = {}
+        self._leaving: list[int] = []
+        self._be_there()
+        self._num_before = len(self._events)
+        self._total = self._make(_NUMBER, Storage(Term.COMMUNICATION, "zeros"))
+
+    def _be_there(self) -> None:
+        """Inputs and targets of all microbatches, and every stage's own buffers."""
+        inputs: list[int] | None = None
+        for stage, part in self._parts.items():
+            known = self._known[stage] = {}
+            given: list[int] = []
+            log = part.work.log
+            for delta, storage, phase in log.events:
+                if phase:
+                    break
+                made = log.storages[storage]
+                if storage in part.received:
+                    continue
+                if made.term != Term.INPUTS:
+                    known[storage] = self._make(delta, made)
+                    continue
+                if inputs is None:
+                    given.append(self._make(delta * self._stages.microbatches, made))
+                else:
+                    given.append(inputs[len(given)])
+                known[storage] = given[-1]
+            inputs = given if inputs is None else inputs
+
+    # What a rank does
+
+    def forward(self, stage: int, m: int) -> None:
+        """Until what is sent on, or the loss, is there."""
+        part = self._parts[stage]
+        self._begin("forward")
+        known = self._known[stage] | dict(
+            zip(part.received, self._arrived.pop((stage, m), ()), strict=True)
+        )
+        flight = _Flight(stage, len(self._storages), known, [])
+        self._flights[stage, m] = flight
+        if (stage, m) not in self._whole:
+            flight.left.extend(self._make(part.sizes[n], part.storages[n]) for n in part.left)
+            self._make_known(part, flight, part.sent)
+            return
+        self._storages.extend(part.storages)
+        flight.left.extend(flight[storage] for storage in part.left)
+        for storage in (*part.left, *part.sent, *part.returned):
+            self._sizes[flight[storage]] = part.sizes[storage]
+        self._play(part, flight, _FORWARD)
+        if stage == self._stages.num - 1:
+            self._begin("backward")
+            self._drop(self._make(_NUMBER, Storage(Term.LOSS, "_to_copy")))
+
+    def backward(self, stage: int, m: int) -> None:
+        """Until the gradients of what was received are there."""
+        part, flight = self._parts[stage], self._flights[stage, m]
+        self._begin("backward")
+        if (stage, m) not in self._whole:
+            self._make_known(part, flight, part.returned)
+            for storage in flight.left:
+                self._drop(storage)
+            return
+        flight.known.update(zip(part.given, self._came_back.get((stage, m), ()), strict=True))
+        self._play(part, flight, _BACKWARD)
+        if stage == self._stages.num - 1:
+            for storage in part.work.losses:
+                self._drop(flight[storage])
+
+    def send_forward(self, stage: int, m: int) -> None:
+        """What is sent is held until all is played."""
+        self._send(self._flights[stage, m][s] for s in self._parts[stage].sent)
+
+    def receive_forward(self, stage: int, m: int) -> None:
+        """Room for what comes."""
+        self._arrived[stage, m] = self._receive(stage, self._parts[stage].received)
+
+    def send_backward(self, stage: int, m: int) -> None:
+        """The gradients are held until all is played, what they are of no longer."""
+        part, flight = self._parts[stage], self._flights[stage, m]
+        self._send(flight[s] for s in part.returned)
+        for storage in part.received:
+            self._drop(flight[storage])
+
+    def receive_backward(self, stage: int, m: int) -> None:
+        """Room for the gradients, which are held until the step is done."""
+        self._came_back[stage, m] = self._receive(stage, self._parts[stage].given)
+
+    def end(self) -> Work:
+        """All was played: what was sent goes, then what came back."""
+        self._begin("backward")
+        for storage in self._leaving:
+            self._drop(storage)
+        self._drop(self._make(_NUMBER, Storage(Term.COMMUNICATION, "_to_copy")))
+        loss = self._make(_NUMBER, Storage(Term.LOSS, "div"))
+        for came in self._came_back.values():
+            for storage in came:
+                self._drop(storage)
+        self._drop(self._total)
+        return Work(
+            log=EventLog(tuple(self._storages), tuple(self._events), tuple(self._phases)),
+            marks=tuple(self._marks),
+            gradients=self._gradients,
+            ready=self._ready,
+            losses=(loss,),
+            again=tuple(self._again),
+            settling={
+                f"{fqn}{AT_STAGE}{stage}": each
+                for stage, part in self._parts.items()
+                for fqn, each in part.work.settling.items()
+            },
+            num_before=self._num_before,
+        )
+
+    # Memory
+
+    def _make_known(self, part: StageWork, flight: _Flight, storages: Iterable[int]) -> None:
+        for storage in storages:
+            flight.known[storage] = self._make(part.sizes[storage], part.storages[storage])
+
+    def _begin(self, phase: str) -> None:
+        if self._phases[-1] != phase:
+            self._phases.append(phase)
+
+    def _make(self, size: int, storage: Storage) -> int:
+        number = len(self._storages)
+        self._storages.append(storage._replace(phase=self._phases[-1]))
+        self._sizes[number] = size
+        self._events.append(Event(size, number, len(self._phases) - 1))
+        return number
+
+    def _drop(self, number: int) -> None:
+        self._events.append(Event(-self._sizes[number], number, len(self._phases) - 1))
+
+    def _receive(self, stage: int, storages: Iterable[int]) -> list[int]:
+        sizes = self._parts[stage].sizes
+        made = Storage(Term.COMMUNICATION, "empty")
+        return [self._make(sizes[storage], made) for storage in storages]
+
+    def _send(self, storages: Iterable[int]) -> None:
+        self._leaving.extend(storages)
+
+    def _play(self, part: StageWork, flight: _Flight, moments: tuple[Moment, ...]) -> None:
+        """One half of a stage's work."""
+        log, at = part.work.log, f"{AT_STAGE}{flight.stage}"
+        is_forward = moments is _FORWARD
+        first, end = (part.num_before, part.split) if is_forward else (part.split, len(log.events))
+        marks = [mark for mark in part.work.marks if mark.moment in moments]
+        others = {*part.sent, *part.given}
+        added: list[tuple[int, str, str]] = []
+        done = 0
+        plain, numbers = part.is_plain, flight.known
+        number = first
+        while number < end:
+            if plain[number]:
+                begun = number
+                while number < end and plain[number]:
+                    number += 1
+                now, offset = len(self._phases) - 1, flight.first
+                self._events += [
+                    Event(delta, numbers.get(storage, offset + storage), now)
+                    for delta, storage, _ in log.events[begun:number]
+                ]
+                continue
+            while done < len(marks) and marks[done].event <= number:
+                self._mark(marks[done], at)
+                done += 1
+            delta, storage, phase = log.events[number]
+            number += 1
+            if storage in others and (delta < 0 or storage in part.given):
+                continue  # The pass holds it.
+            self._begin(log.phases[phase])
+            if delta > 0 and added:
+                made = log.storages[storage]
+                if (made.op, made.module) != added[-1][1:]:
+                    self._drop_added(added)
+            own = flight[storage]
+            self._events.append(Event(delta, own, len(self._phases) - 1))
+            if delta > 0 and storage in part.names:
+                self._sizes[own] = delta
+                self._take(part, storage, own, at, added)
+        self._drop_added(added)
+        for mark in marks[done:]:
+            self._mark(mark, at)
+
+    def _take(
+        self, part: StageWork, storage: int, own: int, at: str, added: list[tuple[int, str, str]]
+    ) -> None:
+        """The gradient of a parameter is there."""
+        name = part.names[storage] + at
+        if name not in self._gradients:
+            self._gradients[name], self._ready[name] = own, len(self._events)
+        elif self._takes:
+            self._again.append((len(self._events), name, own))
+        else:
+            made = part.storages[storage]
+            added.append((own, made.op, made.module))
+
+    def _drop_added(self, added: list[tuple[int, str, str]]) -> None:
+        """They were added to the gradients that are there, once their operation was done."""
+        for own, _, _ in added:
+            self._drop(own)
+        added.clear()
+
+    def _mark(self, mark: Mark, at: str) -> None:
+        self._marks.append(Mark(len(self._events), mark.moment, mark.unit + at))
