@@ -39,7 +39,7 @@ H100 = Cluster(
 )
 REAL = replace(profile_of(H100), contention=0.1)
 COUNTING = replace(
-    REAL, efficiency=np.inf, attention_efficiency=np.inf, memory_bytes_per_s=np.inf, kernel_s=0.0, intra_bytes_per_s=1.0,
+    REAL, efficiency=np.inf, attention_efficiency=np.inf, memory_bytes_per_s=np.inf, kernel_s=0.0, launch_s=0.0, collective_s=0.0, collective_rank_s=0.0, intra_bytes_per_s=1.0,
     inter_bytes_per_s=1e9, intra_latency_s=0.0, inter_latency_s=0.0, contention=0.0,
 )  # fmt: skip
 """Nothing takes time but bytes on the wire, a second each: seconds are bytes."""

@@ -285,7 +285,11 @@ def _foundry(row: Row) -> Case:
         raise SkipError("offload and compilation are not modelled for Composer")
     recompute = {"none": 0, "full": 2}[training["activation_checkpointing"]]
     reshard = {"FULL_SHARD": 1, "SHARD_GRAD_OP": 0}[parallel["fsdp"]]
-    cluster, sizes, micro = _cluster(row) if _has_link(row) else _guess(row), _sizes(row), _micro(row)
+    cluster, sizes, micro = (
+        _cluster(row) if _has_link(row) else _guess(row),
+        _sizes(row),
+        _micro(row),
+    )
     shape = _shape(model, positions=model["seq_len"], activation="gelu")
     key = ("foundry", shape)
     chain = _chain(key, model["layers"], model["seq_len"])
@@ -389,9 +393,7 @@ def _flops_s(row: Row, samples: int) -> float:
 # nanotron
 
 
-def _write_nanotron(
-    shape: Shape, tp: int, seq_len: int
-) -> tuple[Write, Callable[[TapeRow], bool]]:
+def _write_nanotron(shape: Shape, tp: int, seq_len: int) -> tuple[Write, Callable[[TapeRow], bool]]:
     def write(layers: int, batch: int) -> Tape:
         stage = nanotron.Stage(layers, True, True)
         tape = nanotron.tape_of(replace(shape, layers=layers), stage, batch, seq_len, tp)

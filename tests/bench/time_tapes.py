@@ -21,9 +21,7 @@ _FP32: Final = 4
 _HALF: Final = 2
 
 
-def megatron_tape(
-    shape: Shape, *, batch: int, seq_len: int, tp: int, is_sequence: bool
-) -> Tape:
+def megatron_tape(shape: Shape, *, batch: int, seq_len: int, tp: int, is_sequence: bool) -> Tape:
     """One microbatch of a rank of tp, loss included."""
     tape = Tape()
     w = Writer(tape, _HALF, _HALF, is_cuda=True)
