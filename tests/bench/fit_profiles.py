@@ -4,8 +4,9 @@
 
 Least squares of relative errors within physical bounds, robust where a framework's runs are not
 repeatable. Beside the error of the fit stands that of leaving out one group of runs at a time: by
-model where there are several, else by the number of GPUs. `--write` puts the constants into
-`meshplan/cost/profiles.json`; a fit that is further off than `WORST_RESIDUAL` is not written.
+model where there are several, else by the number of nodes. `--write` puts the constants into
+`meshplan/cost/profiles.json`, but for fits that are further off than `WORST_RESIDUAL`: these are in
+`tests/bench/profiles.json` only.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.profile import GENERIC, WORST_RESIDUAL, resolve
+from meshplan.cost import profile as profiles_of
+from meshplan.cost.profile import GENERIC, WORST_RESIDUAL
 from tests.bench.mapping import Row, SkipError
 from tests.bench.time_mapping import Case, case_of
-from tests.bench.time_predict import batches, seconds
+from tests.bench.time_predict import batches, predict
 
 Array = NDArray[Any]
 
@@ -47,6 +49,12 @@ BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
 
 PRIOR: Final = 0.02
 """Of a constant at the other end of its bounds, as one relative error among the runs'."""
+
+FEWEST: Final = 6
+"""Runs that a profile is fitted to."""
+SHIPPED: Final = Path(profiles_of.__file__).with_name("profiles.json")
+ALL: Final = Path(__file__).with_name("profiles.json")
+"""Those that are no profile to plan with, too."""
 
 SETS_ZERO1_AFTER: Final = frozenset({"nanotron", "megatron-deepspeed", "megatron"})
 """Frameworks that gather parameters after the update. Source: nanotron, optim/zero.py; DeepSpeed,
@@ -188,22 +196,6 @@ def _cost(residuals: Array) -> float:
     return float(np.sum(np.log1p((residuals / _ROBUST) ** 2)))
 
 
-def predict(cases: Sequence[Case], facts: Mapping[str, Any], together: list[list[int]]) -> Array:
-    """Seconds of a step of each case; links are the cluster's own."""
-    out = np.zeros(len(cases))
-    links: dict[Any, list[list[int]]] = defaultdict(list)
-    for places in together:
-        links[cases[places[0]].cluster.inter].append(places)
-    for groups in links.values():
-        first = cases[groups[0][0]]
-        profile = resolve(first.cluster, first.key[0], first.key[2], facts)
-        places = [place for group in groups for place in group]
-        index = {place: number for number, place in enumerate(places)}
-        local = [[index[place] for place in group] for group in groups]
-        out[places] = seconds([cases[place] for place in places], profile, local)
-    return out
-
-
 def left_out(fit: Fit, best: Array) -> Array:
     """Errors of each run when its group is not fitted."""
     cases = fit.cases
@@ -240,30 +232,46 @@ def figures(errors: Array) -> dict[str, float]:
     }
 
 
+def rounded(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.4g}") for name, value in values.items()}
+
+
+def profile(fit: Fit, best: Array, is_fast: bool) -> dict[str, Any]:
+    """A row of `profiles.json`."""
+    framework, device, dtype = fit.cases[0].key
+    facts = fit.facts(best)
+    inside = figures(fit.told(best) / fit.real - 1)
+    outside = {} if is_fast else figures(left_out(fit, best))
+    groups = sorted({case.group for case in fit.cases})
+    return {
+        "device": device, "framework": framework, "dtype": dtype,
+        "constants": rounded(facts["constants"]), "gathers_once": facts["gathers_once"],
+        "residual": round(inside["rms"], 4), "num_runs": len(fit.cases),
+        "fitted": rounded(inside), "left_out": rounded(outside), "groups": groups,
+        "sources": [f"fitted to {len(fit.cases)} published runs: {', '.join(groups)}"],
+    }  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", default="")
-    parser.add_argument("--write", type=Path)
+    parser.add_argument("--write", action="store_true")
     parser.add_argument("--fast", action="store_true", help="without leaving groups out")
     options = parser.parse_args(arguments)
     profiles = []
     for key, cases in sorted(by_key(load(options.file)).items()):
-        if options.only not in key[0] or len(cases) < 6:
+        if options.only not in key[0] or len(cases) < FEWEST:
             continue
         fit = Fit(cases)
-        best = fit.run()
-        errors = fit.told(best) / fit.real - 1
-        inside, outside = figures(errors), {}
-        if not options.fast:
-            outside = figures(left_out(fit, best))
-        print(
-            *key, len(cases), {n: float(f"{v:.3g}") for n, v in zip(fit.names, best, strict=True)}
-        )
-        print("   fitted  ", {k: round(v, 4) for k, v in inside.items()})
-        print("   left out", {k: round(v, 4) for k, v in outside.items()})
-        profiles.append({"key": key, "facts": fit.facts(best), "inside": inside,
-                         "outside": outside, "num": len(cases)})  # fmt: skip
+        told = profile(fit, fit.run(), options.fast)
+        profiles.append(told)
+        print(*key, len(cases), told["constants"])
+        print("    fitted", told["fitted"], " left out", told["left_out"], flush=True)
+    if options.write:
+        kept = [each for each in profiles if each["residual"] <= WORST_RESIDUAL]
+        for path, rows in ((SHIPPED, kept), (ALL, profiles)):
+            path.write_text(json.dumps({"profiles": rows}, indent=1) + "\n")
     return 0
 
 
