@@ -37,6 +37,7 @@ class Profile:
         launch_s: Of every kernel in the process, which runs ahead of the device if it can.
         collective_s: Likewise, of every collective of tp.
         collective_rank_s: And of it for each rank where a pipeline crosses nodes beside it.
+        collective_node_s: And of it for each node but the first.
         memory_bytes_per_s: What elementwise kernels reach.
         intra_bytes_per_s, inter_bytes_per_s: What collectives reach between devices of a node, and
             between nodes for each device.
@@ -62,6 +63,7 @@ class Profile:
     launch_s: float
     collective_s: float
     collective_rank_s: float
+    collective_node_s: float
     memory_bytes_per_s: float
     intra_bytes_per_s: float
     inter_bytes_per_s: float
@@ -90,6 +92,7 @@ GENERIC: Final[Mapping[str, float]] = MappingProxyType(
         "launch_s": 8e-6,
         "collective_s": 4e-5,
         "collective_rank_s": 0.0,
+        "collective_node_s": 0.0,
         "memory_share": 0.80,
         "intra_share": 0.75,
         "inter_share": 0.80,
@@ -157,6 +160,7 @@ def resolve(cluster: Cluster, framework: str, dtype: str, facts: Mapping[str, An
         launch_s=constants["launch_s"],
         collective_s=constants["collective_s"],
         collective_rank_s=constants["collective_rank_s"],
+        collective_node_s=constants["collective_node_s"],
         memory_bytes_per_s=memory * constants["memory_share"],
         # Where nothing is sent, a link is never asked for.
         intra_bytes_per_s=(intra or inter or memory) * constants["intra_share"],

@@ -202,7 +202,8 @@ class _Rows:
     def launch(self, tally: Tally, sent: Sent) -> Array:
         """What the process needs to start it all, however small the tensors are."""
         profile, ranks = self.profile, self.along_tp.ranks
-        each = profile.collective_s + np.where(self.is_far, ranks * profile.collective_rank_s, 0.0)
+        each = profile.collective_s + (self.along_tp.nodes - 1) * profile.collective_node_s
+        each = each + np.where(self.is_far, ranks * profile.collective_rank_s, 0.0)
         return tally.kernels * profile.launch_s + (sent.all_reduces + sent.gathers) * each
 
     def tp(self, sent: Sent) -> Array:

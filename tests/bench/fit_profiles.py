@@ -36,6 +36,7 @@ BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
     "launch_s": (1e-6, 8e-5),
     "collective_s": (1e-6, 1e-3),
     "collective_rank_s": (0.0, 1e-3),
+    "collective_node_s": (0.0, 3e-3),
     "memory_share": (0.30, 0.95),
     "intra_share": (0.20, 0.95),
     "inter_share": (0.05, 0.98),
@@ -90,6 +91,8 @@ def free_constants(cases: Sequence[Case]) -> list[str]:
         names += ["intra_share", "contention"]
     if (grids["tp"] > 1).any():
         names += ["intra_latency_s", "tp_exposed", "collective_s"]
+    if any((case.grid["tp"] > case.cluster.gpus_per_node).any() for case in cases):
+        names.append("collective_node_s")
     if nodes > 1:
         names += ["inter_share", "inter_latency_s"]
     if (grids["pp"] > 1).any() and len(cases) > 40:

@@ -106,7 +106,7 @@ def ranking(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "regret": float(real[np.argmin(told)] / real.min() - 1),
         })  # fmt: skip
     out: dict[str, Any] = {"groups": rows, "summary": {}}
-    for name in ("all", *sorted({row["framework"] for row in rows})):
+    for name in ("all", *sorted({row["framework"] for row in rows})) if rows else ():
         chosen = [row for row in rows if name in ("all", row["framework"])]
         regrets = [row["regret"] for row in chosen]
         out["summary"][name] = {
