@@ -26,6 +26,7 @@ from meshplan.solve import (
 from meshplan.spec import Spec
 
 if TYPE_CHECKING:
+    from meshplan.cost.profile import Profile
     from meshplan.memory import MemoryEstimate
     from meshplan.plan import Plan
     from meshplan.planner.decision import Decision
@@ -365,6 +366,24 @@ def estimate_memory(
     began = time.monotonic()
     estimate = foretell(question, told, notes)
     return with_fixes(question, estimate, fixes, told, time.monotonic() - began)
+
+
+def calibrate(out: str | os.PathLike[str]) -> Profile:
+    """Time this machine and write what it reaches as a profile, for `read_profile` to take.
+
+    Under torchrun every rank times what the ranks send to each other, and the first one writes.
+
+    Raises:
+        PlanError: The times are too noisy to follow from any constants.
+    """
+    from meshplan.cost.calibration import profile_from, write_profile
+    from meshplan.runtime.calibrate import measure, together
+
+    with together() as is_first:
+        profile = profile_from(measure())
+        if is_first:
+            write_profile(profile, Path(out))
+    return profile
 
 
 def _find_model(

@@ -7,6 +7,7 @@ not answer, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -282,6 +283,24 @@ def _plan_file(args: argparse.Namespace) -> str:
     return str(args.file)
 
 
+def _calibrate_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out", metavar="PROFILE", default="profile.json", help="where to write the profile"
+    )
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from meshplan.render.profile import profile_to_text
+
+    _print_notes(args, ["this takes about a minute"])
+    profile = api.calibrate(args.out)
+    if args.json:
+        print(envelope("calibrate/1", dataclasses.asdict(profile), []))
+    else:
+        print(*profile_to_text(profile), f"written to {args.out}", sep="\n")
+    return YES
+
+
 def _print_notes(args: argparse.Namespace, notes: Sequence[str]) -> None:
     """What is good to know but not the answer: on stderr, silenced by `-q`."""
     if not args.quiet:
@@ -301,6 +320,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("plan", "decide all that a plan leaves open: the fastest that fits", _plan_flags, _plan),
     Verb("show", "every layout of a plan, with the line that decided it", _model_flags, _show),
     Verb("verify", "run a plan, made small, beside one process", _verify_flags, _verify),
+    Verb("calibrate", "time this machine, for the planner", _calibrate_flags, _calibrate),
     Verb("demo", "train under a plan on this machine, beside one process", _demo_flags, _demo),
 )
 """Every verb, in the order of `meshplan --help`."""

@@ -54,6 +54,7 @@ LATE = {"torch", "sympy", "networkx", "matplotlib", "rich", "yaml"}
 LATE_BETWEEN = {
     ("__init__", "importlib"),  # it resolves the public names when they are asked for
     ("api", "reader"),  # yaml
+    ("api", "cost"),  # numpy
     ("api", "memory"),  # what answers one question only
     ("api", "plan"),
     ("api", "planner"),

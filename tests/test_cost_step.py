@@ -39,8 +39,10 @@ H100 = Cluster(
 )
 REAL = replace(profile_of(H100), contention=0.1)
 COUNTING = replace(
-    REAL, efficiency=np.inf, attention_efficiency=np.inf, memory_bytes_per_s=np.inf, kernel_s=0.0, intra_bytes_per_s=1.0,
-    inter_bytes_per_s=1e9, intra_latency_s=0.0, inter_latency_s=0.0, contention=0.0,
+    REAL, efficiency=np.inf, attention_efficiency=np.inf, memory_bytes_per_s=np.inf, kernel_s=0.0,
+    launch_s=0.0, collective_s=0.0, collective_rank_s=0.0, collective_node_s=0.0,
+    intra_bytes_per_s=1.0, inter_bytes_per_s=1e9, intra_latency_s=0.0, inter_latency_s=0.0,
+    contention=0.0,
 )  # fmt: skip
 """Nothing takes time but bytes on the wire, a second each: seconds are bytes."""
 SETTLING = ("the loss and the number", "whether", "which parameters", "the norm",
@@ -208,7 +210,7 @@ def test_hidden_communication_costs_its_contention_and_no_more():
     kept, given_back = many.backward_s[0, :2]
     assert kept == pytest.approx(one.backward_s[0, 0] + 0.1 * scatter)
     assert given_back == pytest.approx(one.backward_s[0, 0] + 0.1 * (gather + scatter))
-    bare = terms(grid, block, replace(fast, kernel_s=0.0), 8, BF16)
+    bare = terms(grid, block, replace(fast, kernel_s=0.0, launch_s=0.0), 8, BF16)
     assert bare.forward_s[0, 1] == pytest.approx(gather + 0.1 * one_compute(block))
     root = terms(grid, chain.kinds[0], fast, 8, BF16)
     alone = terms(row(microbatches=4), chain.kinds[0], fast, 8, BF16)
@@ -216,8 +218,27 @@ def test_hidden_communication_costs_its_contention_and_no_more():
 
 
 def one_compute(block):
-    still = replace(REAL, kernel_s=0.0)
+    still = replace(REAL, kernel_s=0.0, launch_s=0.0)
     return terms(row(), block, still, 8, BF16).forward_s[0, 0]
+
+
+def test_a_process_that_is_slower_than_the_device_is_what_takes_the_time():
+    block = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=2, tp=2).kinds[1]
+    slow = replace(REAL, launch_s=1e-3, collective_s=5e-3, collective_rank_s=0.0)
+    told = terms(row(tp=2), block, slow, 8, BF16)
+    assert told.forward_s[0, 0] == pytest.approx(block.forward.kernels * 1e-3 + 2 * 5e-3)
+    again = told.backward_s[0, 4] - told.backward_s[0, 0]
+    assert again == pytest.approx(block.again[2].kernels * 1e-3 + 5e-3)
+    large = terms(row(tp=2, micro=1_000_000), block, slow, 8, BF16)
+    free = terms(
+        row(tp=2, micro=1_000_000), block, replace(slow, launch_s=0, collective_s=0), 8, BF16
+    )
+    assert large.forward_s[0, 0] == free.forward_s[0, 0] > told.forward_s[0, 0]
+    # Where a pipeline crosses nodes, each collective waits for its ranks one by one.
+    far = replace(slow, collective_rank_s=1e-3)
+    assert terms(row(tp=2, pp=4), block, far, 8, BF16).forward_s == pytest.approx(told.forward_s)
+    beside = terms(row(tp=2, pp=8), block, far, 8, BF16).forward_s
+    assert beside == pytest.approx(told.forward_s + 2 * 2 * 1e-3)
 
 
 def test_replicas_are_reduced_after_the_last_microbatch_only():

@@ -33,7 +33,11 @@ class Profile:
         peak_flops: Of the datasheet.
         efficiency: Share of it that large products reach.
         attention_efficiency: Share of it that attention reaches.
-        kernel_s: Of every kernel, whatever its size.
+        kernel_s: Of every kernel on the device, whatever its size.
+        launch_s: Of every kernel in the process, which runs ahead of the device if it can.
+        collective_s: Likewise, of every collective of tp.
+        collective_rank_s: And of it for each rank where a pipeline crosses nodes beside it.
+        collective_node_s: And of it for each node but the first.
         memory_bytes_per_s: What elementwise kernels reach.
         intra_bytes_per_s, inter_bytes_per_s: What collectives reach between devices of a node, and
             between nodes for each device.
@@ -56,6 +60,10 @@ class Profile:
     efficiency: float
     attention_efficiency: float
     kernel_s: float
+    launch_s: float
+    collective_s: float
+    collective_rank_s: float
+    collective_node_s: float
     memory_bytes_per_s: float
     intra_bytes_per_s: float
     inter_bytes_per_s: float
@@ -80,7 +88,11 @@ GENERIC: Final[Mapping[str, float]] = MappingProxyType(
     {
         "efficiency": 0.70,
         "attention_efficiency": 0.45,
-        "kernel_s": 5e-6,
+        "kernel_s": 2e-6,
+        "launch_s": 8e-6,
+        "collective_s": 4e-5,
+        "collective_rank_s": 0.0,
+        "collective_node_s": 0.0,
         "memory_share": 0.80,
         "intra_share": 0.75,
         "inter_share": 0.80,
@@ -145,6 +157,10 @@ def resolve(cluster: Cluster, framework: str, dtype: str, facts: Mapping[str, An
         efficiency=constants["efficiency"],
         attention_efficiency=constants["attention_efficiency"],
         kernel_s=constants["kernel_s"],
+        launch_s=constants["launch_s"],
+        collective_s=constants["collective_s"],
+        collective_rank_s=constants["collective_rank_s"],
+        collective_node_s=constants["collective_node_s"],
         memory_bytes_per_s=memory * constants["memory_share"],
         # Where nothing is sent, a link is never asked for.
         intra_bytes_per_s=(intra or inter or memory) * constants["intra_share"],

@@ -136,7 +136,8 @@ def terms(
     forward_c, backward_c = rows.compute(kind.forward), rows.compute(kind.backward)
     forward_t, backward_t = rows.tp(kind.sent_forward), rows.tp(kind.sent_backward)
     keys = rows.keys(kind.context_bytes)
-    forward = forward_c + forward_t + keys
+    host = rows.launch
+    forward = np.maximum(forward_c + forward_t + keys, host(kind.forward, kind.sent_forward))
     numel = float(sum(kind.numels))
     gathered, reduced, summed, whole = rows.data(numel)
     is_whole, is_at_once = rows.mode == _DDP, rows.mode == _SHARD
@@ -144,10 +145,11 @@ def terms(
     is_after = (rows.mode == _ZERO1) & profile.gathers_once
     forward_s = join(forward, np.where(is_after, 0.0, gathers))
     first, last = [], []
-    backwards = [
-        backward_c + backward_t + rows.compute(work) + rows.tp(sent) + keys * (1 + (again > 0))
-        for again, (work, sent) in enumerate(zip(kind.again, kind.sent_again, strict=True))
-    ]
+    backwards = []
+    for again, (work, sent) in enumerate(zip(kind.again, kind.sent_again, strict=True)):
+        device = rows.compute(work) + rows.tp(sent) + keys * (1 + (again > 0))
+        process = host(kind.backward, kind.sent_backward) + host(work, sent)
+        backwards.append(np.maximum(backward_c + backward_t + device, process))
     for again, reshard in OPTIONS:
         backward = backwards[again]
         each = (gathers if reshard else 0.0) + np.where(is_at_once, reduced, 0.0)
@@ -182,6 +184,8 @@ class _Rows:
             grid[name].astype(np.float64) for name in ("tp", "cp", "dp_shard", "dp_replicate")
         )
         self.mode, self.microbatches = grid["mode"], grid["microbatches"]
+        # A pipeline along which something leaves its node.
+        self.is_far = (grid["pp"] > 1) & (grid["pp"] * replicate * shard * cp * tp > gpus_per_node)
         self.micro = grid["micro"].astype(np.float64)
         self.samples = self.micro / cp
         self.shards = shard * cp
@@ -194,6 +198,13 @@ class _Rows:
 
     def compute(self, tally: Tally) -> Array:
         return compute_seconds(tally, self.samples, self.profile)
+
+    def launch(self, tally: Tally, sent: Sent) -> Array:
+        """What the process needs to start it all, however small the tensors are."""
+        profile, ranks = self.profile, self.along_tp.ranks
+        each = profile.collective_s + (self.along_tp.nodes - 1) * profile.collective_node_s
+        each = each + np.where(self.is_far, ranks * profile.collective_rank_s, 0.0)
+        return tally.kernels * profile.launch_s + (sent.all_reduces + sent.gathers) * each
 
     def tp(self, sent: Sent) -> Array:
         out = np.zeros_like(self.samples)

@@ -55,8 +55,8 @@ def resident_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> F
     is_copied = (mode != _DDP) | (sizes.computed != sizes.stored)
     is_freed = (mode == _SHARD) & kind.has_options & OPTION_RESHARD[None, :]
     copied = np.where(is_copied & ~is_freed, numel * sizes.computed, 0.0)
-    # From the second microbatch on gradients are there already.
-    waits = grid["microbatches"][:, None] > 1
+    # Gradients are there once there was a backward: a pipeline runs up to pp forwards before.
+    waits = grid["microbatches"][:, None] > grid["pp"][:, None]
     gradients = np.where(waits, np.where(mode == _ZERO1, numel, held) * sizes.stored, 0.0)
     return np.asarray(own + copied + gradients, dtype=np.float64)
 

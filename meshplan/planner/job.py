@@ -105,7 +105,7 @@ class Job:
     @cached_property
     def grid(self) -> NDArray[np.void]:
         """Every configuration."""
-        grid = enumerate_grid(self.free, len(self._chain(1).order))
+        grid = enumerate_grid(self.free)
         if not len(grid):
             what = f"no mesh of {self.free.world} devices has all that is stated"
             whys = [f"{each.what}: {each.why}" for each in self.free.rejected]

@@ -128,6 +128,11 @@ class _Row:
         self._flights, self._menus = flights, [menus[k] for k in flights]
         self._rooms = [capacity] * (self._stages - 1) + [capacity - float(numbers.top[row])]
         self._known: dict[tuple[float, float, bytes], Choice] = {}
+        # Every stage has a block, and begins with one; what is in no block goes along.
+        named = np.array([bool(name) for name in numbers.names] or [True] * len(numbers.order))
+        self._can_begin = np.append(named, False)
+        self._can_begin[0] = True
+        self._can_end = np.append(False, np.logical_or.accumulate(named))
 
     def best(self, below: float) -> Candidate | None:
         numbers, row = self._numbers, self._row
@@ -159,6 +164,7 @@ class _Row:
             # A stage has blocks before it and after it for all others.
             is_open = (i >= stage) & (j <= places - self._stages + stage)
             is_open &= (i == 0) == (stage == 0)
+            is_open &= self._can_begin[i] & self._can_end[j]
             is_open &= (j == places - 1) == (stage == self._stages - 1)
             table[stage, i[is_open], j[is_open]] = known[key][is_open]
         return table

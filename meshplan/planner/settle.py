@@ -92,8 +92,8 @@ def statements(
     if pp > 1:
         out["pipeline.schedule"] = SCHEDULE_WORDS[int(row["schedule"])]
         out["pipeline.microbatches"] = count
-        if int(row["virtual"]) > 1:
-            out["pipeline.virtual"] = int(row["virtual"])
+        # What follows a named module is of its stage, up to the next that is named.
+        out["pipeline.split"] = [[stage[0].name] for stage in stages]
     open_ = [b for b in blocks if not (b.name in pins and pins[b.name].recompute)]
     out |= _recomputation(spec, open_)
     rules = list(_recompute_rules(open_, out["activation_checkpointing"]))

@@ -23,7 +23,7 @@ from meshplan.spec import AUTO, Spec
 
 _DDP, _ZERO1, _SHARD = range(len(MODES))
 _MOST_MICRO: Final = 64
-_MOST_VIRTUAL: Final = 8
+_KNOWN_SCHEDULES: Final = ("1F1B", "GPipe")
 _STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "ddp": ((_DDP,), (0,)),
     "zero1": ((_ZERO1,), (0,)),
@@ -33,8 +33,8 @@ _STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "hybrid_shard_zero2": ((_SHARD,), (0,)),
 }
 """By word, (modes, reshards)."""
-_SCHEDULES: Final = ("1F1B", "Interleaved1F1B")
-"""Those that are tried: GPipe takes as long as 1F1B and keeps more."""
+_SCHEDULES: Final = ("1F1B",)
+"""Those that are tried: GPipe takes as long and keeps more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,6 @@ class Freedom:
         accumulate: Microbatches of a step; None where free.
         global_: Samples of a step of all ranks; None where micro and accumulate say it.
         sequence_parallel: By size of tp.
-        virtual: Stages of a rank.
         rejected: What was left out.
     """
 
@@ -110,7 +109,6 @@ class Freedom:
     accumulate: int | None = None
     global_: int | None = None
     sequence_parallel: Mapping[int, bool] = field(default_factory=dict)
-    virtual: tuple[int, ...] = ()
     rejected: tuple[Rejected, ...] = ()
 
     @property
@@ -152,14 +150,12 @@ def freedom_of(
     if spec.strategy not in (None, AUTO):
         modes, reshard = _STRATEGIES[spec.strategy or ""]
         hybrid = spec.strategy.startswith("hybrid") if modes == (_SHARD,) else None
-    schedules, virtual = _schedules(spec)
     return Freedom(
         world=world,
         axes=axes,
         hybrid=hybrid,
         modes=modes,
-        schedules=schedules,
-        virtual=virtual,
+        schedules=_schedules(spec),
         recompute=tuple(_recompute(spec, refuses, rejected)),
         reshard=reshard,
         sequence_parallel=sequence,
@@ -242,17 +238,17 @@ def with_axes(spec: Spec, sizes: Mapping[str, int], *, sequence_parallel: bool =
     )
 
 
-def _schedules(spec: Spec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(schedules, virtual stages)."""
+def _schedules(spec: Spec) -> tuple[int, ...]:
+    """Places in SCHEDULE_WORDS."""
     stated = spec.pipeline
     if stated is None or stated.schedule == AUTO:
-        places = tuple(SCHEDULE_WORDS.index(word) for word in _SCHEDULES)
-        return places, tuple(range(1, _MOST_VIRTUAL + 1))
-    if stated.schedule not in SCHEDULE_WORDS:
+        return tuple(SCHEDULE_WORDS.index(word) for word in _SCHEDULES)
+    if stated.schedule not in _KNOWN_SCHEDULES or stated.virtual != 1:
         what = f"the planner does not know what {stated.schedule} takes"
-        fix = f"say schedule: auto, or one of {', '.join(SCHEDULE_WORDS[1:])}"
+        what += f" with {stated.virtual} stages a rank" if stated.virtual != 1 else ""
+        fix = f"say schedule: auto, or {' or '.join(_KNOWN_SCHEDULES)} with virtual: 1"
         raise PlanError(Problem(what, spec.origin("pipeline.schedule"), fix))
-    return (SCHEDULE_WORDS.index(stated.schedule),), (stated.virtual,)
+    return (SCHEDULE_WORDS.index(stated.schedule),)
 
 
 def _recompute(
@@ -293,7 +289,7 @@ def check_batch(spec: Spec) -> None:
         raise PlanError(problems)
 
 
-def enumerate_grid(free: Freedom, num_blocks: int) -> NDArray[np.void]:
+def enumerate_grid(free: Freedom) -> NDArray[np.void]:
     """Every configuration."""
     rows: list[tuple[int, ...]] = []
     for tp in free.axes["tp"]:
@@ -302,7 +298,7 @@ def enumerate_grid(free: Freedom, num_blocks: int) -> NDArray[np.void]:
                 inner = tp * cp * pp
                 if free.world % inner == 0:
                     for data in _data(free, free.world // inner):
-                        rows += _steps(free, (pp, *data[:2], cp, tp, 1), data[2], num_blocks)
+                        rows += _steps(free, (pp, *data[:2], cp, tp, 1), data[2])
     return np.array(rows, GRID)
 
 
@@ -320,9 +316,7 @@ def _data(free: Freedom, ranks: int) -> Iterator[tuple[int, int, int]]:
             yield replicate, shard, _SHARD
 
 
-def _steps(
-    free: Freedom, sizes: tuple[int, ...], mode: int, num_blocks: int
-) -> Iterator[tuple[int, ...]]:
+def _steps(free: Freedom, sizes: tuple[int, ...], mode: int) -> Iterator[tuple[int, ...]]:
     """Whole rows: microbatches and schedules of one mesh."""
     pp, replicate, shard = sizes[0], sizes[1], sizes[2]
     ranks = replicate * shard
@@ -331,11 +325,7 @@ def _steps(
             yield (*sizes, 1, micro, microbatches, mode, 0)
             continue
         for schedule in free.schedules:
-            is_looped = SCHEDULE_WORDS[schedule] == "Interleaved1F1B"
-            for virtual in free.virtual if is_looped else (1,):
-                if is_looped and (virtual == 1 or microbatches % pp or pp * virtual > num_blocks):
-                    continue
-                yield (*sizes, virtual, micro, microbatches, mode, schedule)
+            yield (*sizes, 1, micro, microbatches, mode, schedule)
 
 
 def _microbatches(free: Freedom, ranks: int) -> Iterator[tuple[int, int]]:

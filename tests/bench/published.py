@@ -1,9 +1,10 @@
 """Published runs, predicted: the very figure that each row names, and whether it fits.
 
-    python -m tests.bench.published FILE.jsonl --json OUT [--jobs 2]
+    python -m tests.bench.published FILE.jsonl --json OUT [--jobs 2] [--what memory,time,ranking]
 
 Each row is mapped to a plan by its fields (`mapping`); profiles of frameworks are in
-`meshplan.memory.frameworks`, with their sources, and nothing is fitted to a row.
+`meshplan.memory.frameworks`, with their sources, and nothing is fitted to a row. Time and order of
+plans are told by `published_time`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from meshplan.memory.frameworks import native
 from meshplan.memory.frameworks.nanotron_job import Job, Late, log_of
 from meshplan.memory.log import EventLog
 from meshplan.memory.shape import Shape
+from tests.bench import published_time
 from tests.bench.mapping import (
     Nanotron,
     Row,
@@ -171,22 +173,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--what", default="memory,time,ranking")
     options = parser.parse_args(arguments)
     rows = [json.loads(line) for line in options.file.read_text().splitlines() if line.strip()]
-    with ProcessPoolExecutor(options.jobs) as pool:
+    what, answer = options.what.split(","), {}
+    if "memory" in what:
+        answer["memory"] = _memory(rows, options.jobs)
+    if {"time", "ranking"} & set(what):
+        told = published_time.predict_rows(rows)
+        time, order = published_time.times(told), published_time.ranking(told)
+        answer["time"] = {"rows": told, "summary": time}
+        answer["ranking"] = order
+        print(
+            published_time.table(
+                *(
+                    each if name in what else None
+                    for name, each in (("time", time), ("ranking", order))
+                )
+            )
+        )
+    options.json.write_text(json.dumps(answer, indent=1))
+    return 0
+
+
+def _memory(rows: Sequence[Row], jobs: int) -> dict[str, Any]:
+    with ProcessPoolExecutor(jobs) as pool:
         answers = list(pool.map(predict, rows, chunksize=20))
     told = summary(rows, answers)
-    time_rows = [{"id": a["id"], "predicted_tokens_per_s_per_gpu": None,
-                  "skipped": "comes with the planner"} for a in answers]  # fmt: skip
-    answer = {"memory": {"rows": answers, "summary": told}, "time": {"rows": time_rows}}
-    options.json.write_text(json.dumps(answer, indent=1))
     print(f"{'group':28} {'scored':>7} {'skipped':>7} {'figures':>7} {'median':>7} {'p90':>7}"
           f" {'false fits':>10} {'refusals':>8}")  # fmt: skip
     for name, g in told.items():
         median, p90 = (f"{x:.1%}" if x is not None else "-" for x in (g["median"], g["p90"]))
         print(f"{name:28} {g['scored']:7} {g['skipped']:7} {g['with_figure']:7} {median:>7}"
               f" {p90:>7} {g['false_fits']:10} {g['false_refusals']:8}")  # fmt: skip
-    return 0
+    return {"rows": answers, "summary": told}
 
 
 if __name__ == "__main__":

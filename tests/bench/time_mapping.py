@@ -1,4 +1,4 @@
-"""From a published row with a throughput to a step that the cost model can tell, by its fields only.
+"""From a published row with a throughput to a step that the cost model can tell, by its fields.
 
 A row is of a framework, whose code says which operations run and what waits for what; what none of
 them knows is skipped with the field that says so.
@@ -86,6 +86,15 @@ class Case:
     dtype: str
     tokens: int
     real_s: float
+
+    @property
+    def gpus(self) -> int:
+        return self.cluster.num_gpus
+
+    @property
+    def shape(self) -> Any:
+        """The model, whatever of it one rank has."""
+        return self.work[1], self.work[-1]
 
 
 def case_of(row: Row) -> Case:
@@ -211,6 +220,11 @@ def _write_titan(
     return write, _kept
 
 
+_TITAN_NAMES: Final = {
+    None: "torchtitan", "FSDP2": "torchtitan", "FSDP2 eager": "torchtitan-2025",
+}  # fmt: skip
+"""As `mapping` tells memory: the kernels of autumn 2025 are others."""
+
 _TITAN_RECOMPUTE: Final[Mapping[str, tuple[tuple[int, float], ...]]] = {
     "none": ((0, 1.0),),
     "full": ((2, 1.0),),
@@ -240,18 +254,18 @@ def _titan(row: Row) -> Case:
     compiled = bool(training["compile"])
     key = ("titan", _shape(model), sizes["tp"], compiled, chunks)
     chain = _chain(key, model["layers"], model["seq_len"])
-    reshard = 1
     count = int(training.get("grad_accum") or 1)
     ranks = sizes["dp_shard"] * sizes["dp_replicate"]
     tokens = micro * count * ranks * model["seq_len"]
     return Case(
         id=str(row["id"]), group=str(row["group"]),
-        key=("torchtitan-compiled" if compiled else "torchtitan", cluster.device.name, "bfloat16"),
+        key=(_TITAN_NAMES[parallel.get("impl")] + "-compiled" * compiled, cluster.device.name,
+             "bfloat16"),
         work=key + (model["seq_len"],), chain=chain, cluster=cluster,
         grid=_grid(mode="shard", dp_shard=sizes["dp_shard"], dp_replicate=sizes["dp_replicate"],
                    cp=sizes["cp"], tp=sizes["tp"], micro=micro, microbatches=count),
         stages=_one_stage(chain),
-        options=tuple((OPTIONS.index((again, reshard)), share)
+        options=tuple((OPTIONS.index((again, 1)), share)
                       for again, share in _TITAN_RECOMPUTE[recompute]),
         awaited=frozenset({chain.order[0]}),
         precision=Precision(param="bfloat16", reduce="float32"), dtype="float32",
@@ -285,11 +299,7 @@ def _foundry(row: Row) -> Case:
         raise SkipError("offload and compilation are not modelled for Composer")
     recompute = {"none": 0, "full": 2}[training["activation_checkpointing"]]
     reshard = {"FULL_SHARD": 1, "SHARD_GRAD_OP": 0}[parallel["fsdp"]]
-    cluster, sizes, micro = (
-        _cluster(row) if _has_link(row) else _guess(row),
-        _sizes(row),
-        _micro(row),
-    )
+    cluster, sizes, micro = _cluster(row), _sizes(row), _micro(row)
     shape = _shape(model, positions=model["seq_len"], activation="gelu")
     key = ("foundry", shape)
     chain = _chain(key, model["layers"], model["seq_len"])
@@ -305,14 +315,6 @@ def _foundry(row: Row) -> Case:
         precision=_FOUNDRY_PRECISION[precision], dtype="float32",
         tokens=tokens, real_s=_real_s(row, tokens),
     )  # fmt: skip
-
-
-def _has_link(row: Row) -> bool:
-    return int(row["hardware"].get("nodes") or 1) == 1 or str(row["hardware"].get("inter")) in LINKS
-
-
-def _guess(row: Row) -> Cluster:
-    raise SkipError(f"hardware.inter {row['hardware'].get('inter')!r} says no bandwidth")
 
 
 # Megatron

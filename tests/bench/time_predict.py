@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.profile import Profile
+from meshplan.cost.profile import Profile, resolve
 from meshplan.cost.step import crossing_seconds, pipeline_seconds, terms
 from tests.bench.time_mapping import Case
 
@@ -57,3 +57,19 @@ def _seconds(cases: Sequence[Case], profile: Profile) -> Array:
     total = np.array([each.sum() for each in by_rank])
     ends = np.array([(h @ row).max() for h, row in zip(held, at_end, strict=True)])
     return np.asarray(pipeline_seconds(grid, most, total, crossing) + ends)
+
+
+def predict(cases: Sequence[Case], facts: Mapping[str, Any], together: list[list[int]]) -> Array:
+    """Seconds of a step of each case; links are the cluster's own."""
+    out = np.zeros(len(cases))
+    links: dict[Any, list[list[int]]] = defaultdict(list)
+    for places in together:
+        links[cases[places[0]].cluster.inter].append(places)
+    for groups in links.values():
+        first = cases[groups[0][0]]
+        profile = resolve(first.cluster, first.key[0], first.key[2], facts)
+        places = [place for group in groups for place in group]
+        index = {place: number for number, place in enumerate(places)}
+        local = [[index[place] for place in group] for group in groups]
+        out[places] = seconds([cases[place] for place in places], profile, local)
+    return out

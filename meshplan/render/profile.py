@@ -1,0 +1,29 @@
+"""A profile as lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshplan.cost.profile import Profile
+
+_GIGA, _TERA = 1e9, 1e12
+
+
+def profile_to_text(profile: Profile) -> Iterator[str]:
+    """What a device reaches, and how well constants explain its times."""
+    yield f"{profile.device}, {profile.dtype}"
+    products = profile.peak_flops * profile.efficiency / _TERA
+    attention = profile.peak_flops * profile.attention_efficiency / _TERA
+    rows = (
+        ("products", f"{products:.3g} TFLOP/s ({profile.efficiency:.0%} of the peak)"),
+        ("attention", f"{attention:.3g} TFLOP/s"),
+        ("memory", f"{profile.memory_bytes_per_s / _GIGA:.0f} GB/s"),
+        ("a kernel", f"{profile.launch_s * 1e6:.1f} us to start"),
+        ("between devices", f"{profile.intra_bytes_per_s / _GIGA:.1f} GB/s"),
+        ("from the host", f"{profile.pcie_bytes_per_s / _GIGA:.1f} GB/s"),
+    )
+    for name, figure in rows:
+        yield f"  {name:16} {figure}"
+    if profile.residual is not None:
+        yield f"  off by {profile.residual:.1%} (root mean square of {profile.num_runs} times)"
+    yield from (f"  {source}" for source in profile.sources)

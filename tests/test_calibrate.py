@@ -1,0 +1,127 @@
+"""Calibration: constants that made the times are found, and times that none made are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshplan.cli import main
+from meshplan.cost.calibration import (
+    Measured,
+    Sample,
+    profile_from,
+    read_profile,
+    write_profile,
+)
+from meshplan.errors import PlanError
+from meshplan.hardware import Device, find_device
+
+H100 = find_device("h100-sxm-80gb")
+
+
+def times(least, rate, amounts, noise=0.0, hops=0):
+    rng = np.random.default_rng(0)
+    made = [max(hops, 1) * least + amount / rate for amount in amounts]
+    return tuple(
+        Sample(amount, seconds * float(np.exp(noise * rng.normal())), hops)
+        for amount, seconds in zip(amounts, made, strict=True)
+    )
+
+
+GIGAS = [1e9 * 2**n for n in range(6)]
+MADE = Measured(
+    device=H100,
+    dtype="bfloat16",
+    launch_s=5e-6,
+    products=times(4e-6, 700e12, [1e12 * 2**n for n in range(6)]),
+    attention=times(8e-6, 450e12, [1e11 * 2**n for n in range(6)]),
+    moves=times(3e-6, 2.7e12, GIGAS),
+    copies=times(1e-5, 50e9, GIGAS),
+    collectives=times(3e-6, 350e9, GIGAS, hops=7),
+)
+
+
+def test_constants_that_made_the_times_are_found(tmp_path):
+    told = profile_from(MADE)
+    assert told.efficiency == pytest.approx(700 / 989, rel=1e-3)
+    assert told.attention_efficiency == pytest.approx(450 / 989, rel=1e-3)
+    assert told.memory_bytes_per_s == pytest.approx(2.7e12, rel=1e-3)
+    assert told.intra_bytes_per_s == pytest.approx(350e9, rel=1e-3)
+    assert told.intra_latency_s == pytest.approx(3e-6, rel=1e-2)
+    assert told.pcie_bytes_per_s == pytest.approx(50e9, rel=1e-3)
+    assert told.launch_s == 5e-6
+    assert told.residual < 1e-6
+    path = tmp_path / "profile.json"
+    write_profile(told, path)
+    assert read_profile(path) == told
+
+
+def test_a_device_that_is_not_in_the_table_is_its_own_peak():
+    told = profile_from(replace(MADE, device=Device(name="mine", memory_bytes=0), collectives=()))
+    assert told.peak_flops == pytest.approx(700e12, rel=1e-3)
+    assert told.efficiency == pytest.approx(1.0)
+    assert told.intra_bytes_per_s == told.memory_bytes_per_s
+
+
+@pytest.mark.parametrize("name", ["products", "attention", "moves", "copies", "collectives"])
+def test_noise_is_refused_by_name(name):
+    noisy = [
+        replace(s, seconds=s.seconds * (1.6 if n % 2 else 0.6))
+        for n, s in enumerate(getattr(MADE, name))
+    ]
+    words = {"moves": "elementwise operations", "copies": "copies from the host"}
+    with pytest.raises(PlanError, match=rf"times of {words.get(name, name)} are \d\d% off"):
+        profile_from(replace(MADE, **{name: noisy}))
+
+
+def test_times_that_fall_with_size_have_no_constants():
+    samples = tuple(Sample(amount, 1.0 / amount) for amount in GIGAS)
+    with pytest.raises(PlanError, match=r"products are .* off"):
+        profile_from(replace(MADE, products=samples))
+
+
+def test_other_files_are_refused(tmp_path):
+    path = tmp_path / "profile.json"
+    with pytest.raises(PlanError, match="cannot be read"):
+        read_profile(path)
+    path.write_text("{}")
+    with pytest.raises(PlanError, match="is no profile"):
+        read_profile(path)
+    write_profile(profile_from(MADE), path)
+    facts = json.loads(path.read_text())
+    del facts["profile"]["launch_s"]
+    path.write_text(json.dumps(facts))
+    with pytest.raises(PlanError, match="another version: launch_s"):
+        read_profile(path)
+
+
+def test_this_machine_is_timed(monkeypatch):
+    from meshplan.runtime import calibrate
+
+    monkeypatch.setattr(calibrate, "REPEATS", 1)
+    told = calibrate.measure(large=False)
+    for samples in (told.products, told.attention, told.moves):
+        assert len(samples) > 2
+        assert all(sample.seconds > 0 for sample in samples)
+        assert sorted(s.amount for s in samples)[-1] > sorted(s.amount for s in samples)[0]
+    assert told.launch_s > 0
+    assert told.collectives == ()
+
+
+def test_the_verb_writes_a_profile_or_says_why_not(tmp_path, monkeypatch, capsys):
+    from meshplan.runtime import calibrate
+
+    path = tmp_path / "profile.json"
+    monkeypatch.setattr(calibrate, "measure", lambda: MADE)
+    assert main(["calibrate", "--out", str(path), "-q"]) == 0
+    assert "off by 0.0%" in capsys.readouterr().out
+    assert read_profile(path).device == H100.name
+    path.unlink()
+    noisy = tuple(replace(s, seconds=s.seconds * (1 + n % 2)) for n, s in enumerate(MADE.moves))
+    monkeypatch.setattr(calibrate, "measure", lambda: replace(MADE, moves=noisy))
+    assert main(["calibrate", "--out", str(path), "-q"]) != 0
+    assert "calibrate again" in capsys.readouterr().err
+    assert not path.exists()

@@ -1,0 +1,204 @@
+"""Constants: where they come from, what is refused, and that fits find what made the runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshplan.cost.profile import GENERIC, WORST_RESIDUAL, fitted, profile_of, without
+from meshplan.errors import PlanError
+from meshplan.hardware import Cluster, Device, Link, devices, find_device
+from tests.bench import published, published_time
+from tests.bench.fit_profiles import BOUNDS, Fit, least_squares
+from tests.bench.mapping import SkipError
+from tests.bench.time_mapping import case_of
+
+H100, A100 = find_device("h100-sxm-80gb"), find_device("a100-sxm-80gb")
+EIGHT = Cluster(device=H100, nodes=1, gpus_per_node=8)
+
+
+def test_a_datasheet_times_shares():
+    told = profile_of(EIGHT)
+    assert not told.is_fitted
+    assert told.peak_flops == 989e12
+    assert told.memory_bytes_per_s == 3350e9 * GENERIC["memory_share"]
+    assert told.intra_bytes_per_s == 450e9 * GENERIC["intra_share"]
+    assert any("[Empirical]" in source for source in told.sources)
+    stated = profile_of(replace(EIGHT, nodes=2, intra=Link("", 40e9), inter=Link("", 10e9)))
+    assert stated.intra_bytes_per_s == 40e9 * GENERIC["intra_share"]
+    assert stated.inter_bytes_per_s == 10e9 * GENERIC["inter_share"]
+    free = without(stated, network=True)
+    assert free.inter_bytes_per_s == float("inf")
+    assert free.peak_flops == told.peak_flops
+
+
+@pytest.mark.parametrize(
+    ("cluster", "dtype", "says"),
+    [
+        (replace(EIGHT, nodes=2), "bfloat16", r"nodes are connected.*\n.*inter: 50GB/s"),
+        (EIGHT, "float32", r"in float32 is not known\n.*computes in bfloat16, float8"),
+        (replace(EIGHT, device=find_device("rtx-3090")), "bfloat16", "set gpu in hardware:"),
+        (replace(EIGHT, device=find_device("mi250x")), "bfloat16", r"of one node.*\n.*intra: 25GB"),
+        (replace(EIGHT, device=Device(name="stated", memory_bytes=10**10)), "bfloat16",
+         r"(?s)in bfloat16 is not known.*memory of stated"),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_is_refused_with_the_key_to_add(cluster, dtype, says):
+    with pytest.raises(PlanError, match=says):
+        profile_of(cluster, dtype=dtype)
+
+
+def test_shipped_profiles_are_close_to_their_runs_and_physical():
+    assert fitted()
+    for (device, framework, dtype), row in fitted().items():
+        assert device in devices()
+        assert dtype == "bfloat16"
+        assert row["residual"] <= WORST_RESIDUAL
+        assert row["num_runs"] >= 6
+        for name, value in row["constants"].items():
+            low, high = BOUNDS[name]
+            assert low <= value <= high, (framework, name)
+            assert name in GENERIC
+    cluster = Cluster(device=A100, nodes=2, gpus_per_node=8, inter=Link("", 25e9))
+    told = profile_of(cluster, "megatron")
+    assert told.is_fitted
+    assert told.num_runs == fitted()[A100.name, "megatron", "bfloat16"]["num_runs"]
+    assert told.efficiency != profile_of(cluster).efficiency
+
+
+def test_least_squares_find_what_made_the_data_and_pass_over_what_did_not():
+    x = np.linspace(0, 1, 40)
+    real = np.log(0.3 + 0.6 * x)
+    real[::7] += 2.0
+
+    def errors(unit):
+        return np.log(unit[0] + unit[1] * x + 1e-9) - real
+
+    assert least_squares(errors, np.array([0.5, 0.5])) == pytest.approx([0.3, 0.6], abs=1e-3)
+
+
+TITAN = {
+    "id": "a", "group": "g",
+    "model": {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 4, "ffn": 1024, "vocab": 1024,
+              "seq_len": 1024},
+    "hardware": {"gpu": "H100 SXM (HBM2e 96GB, 500W, 2.4TB/s)", "gpus": 8, "nodes": 1,
+                 "gpus_per_node": 8},
+    "parallel": {"dp_shard": 8, "tp": 1, "zero_stage": 3},
+    "training": {"precision": "bf16 compute, fp32 params/grad-reduce (FSDP2 mixed precision)",
+                 "grad_accum": 1, "local_batch": 2, "activation_checkpointing": "full",
+                 "compile": True},
+    "measured": {"tokens_per_s_per_gpu": 50000.0, "fits": True},
+}  # fmt: skip
+MEGATRON = {
+    "id": "b", "group": "g",
+    "model": {"layers": 8, "hidden": 1024, "heads": 16, "ffn": 4096, "vocab": 5120,
+              "seq_len": 512},
+    "hardware": {"gpu": "A100 SXM 80GB", "gpus": 16, "nodes": 2, "gpus_per_node": 8,
+                 "inter": "8x HDR InfiniBand per node"},
+    "parallel": {"dp": 2, "tp": 4, "pp": 2, "zero_stage": 0},
+    "training": {"precision": "fp16 mixed", "optimizer": "Adam", "micro_batch": 2,
+                 "global_batch": 32, "activation_checkpointing": "full"},
+    "measured": {"iter_time_s": 1.0, "fits": True},
+}  # fmt: skip
+
+
+def changed(row, **fields):
+    """The row with fields of any section changed; None takes one out."""
+    out = {name: dict(each) if isinstance(each, dict) else each for name, each in row.items()}
+    for field, value in fields.items():
+        section = next(s for s in out.values() if isinstance(s, dict) and field in s)
+        section[field] = value
+    return out
+
+
+@pytest.mark.parametrize("row", [TITAN, MEGATRON])
+def test_a_prediction_follows_from_fields_and_not_from_names(row):
+    (told,) = published_time.predict_rows([row])
+    assert told["skipped"] is None
+    assert told["predicted_s"] > 0
+    renamed = changed(row) | {"id": "other", "group": "other", "source": "elsewhere"}
+    (other,) = published_time.predict_rows([renamed])
+    assert other["predicted_s"] == told["predicted_s"]
+    assert told["predicted_tokens_per_s_per_gpu"] > 0
+
+
+@pytest.mark.parametrize(
+    ("row", "fields"),
+    [
+        (TITAN, {"activation_checkpointing": "none"}), (TITAN, {"local_batch": 4}),
+        (TITAN, {"seq_len": 2048}), (TITAN, {"tp": 2, "dp_shard": 4}),
+        (MEGATRON, {"tp": 8, "dp": 1}), (MEGATRON, {"pp": 1, "dp": 4}),
+        (MEGATRON, {"activation_checkpointing": "none"}), (MEGATRON, {"layers": 16}),
+    ],
+)  # fmt: skip
+def test_every_field_that_matters_changes_the_prediction(row, fields):
+    before, after = published_time.predict_rows([row, changed(row, **fields)])
+    assert after["skipped"] is None
+    assert after["predicted_s"] != pytest.approx(before["predicted_s"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("row", "fields", "reason"),
+    [
+        (TITAN, {"gpu": "TITAN RTX 24GB"}, "hardware.gpu"),
+        (TITAN, {"compile": "graph trainer"}, "training.compile"),
+        (TITAN, {"activation_checkpointing": "unstated"}, "activation_checkpointing"),
+        (TITAN, {"precision": "MXFP8"}, "no profile"),
+        (TITAN, {"layers": None}, "model.layers"),
+        (MEGATRON, {"inter": "not stated"}, "hardware.inter"),
+        (MEGATRON, {"zero_stage": 3}, "ZeRO-3"),
+        (MEGATRON, {"pp": 3}, "stages is not stated"),
+    ],
+)
+def test_what_is_not_modelled_is_skipped_with_its_reason(row, fields, reason):
+    with pytest.raises(SkipError, match=reason):
+        case_of(changed(row, **fields))
+    (told,) = published_time.predict_rows([changed(row, **fields)])
+    assert reason in told["skipped"]
+    assert told["predicted_s"] is None
+    assert published_time.predict_rows([{"id": "c"}])[0]["skipped"]
+
+
+def test_a_fit_finds_the_constants_that_made_the_runs():
+    sizes = [(mb, tp, pp) for mb in (1, 2, 8) for tp in (1, 4, 8) for pp in (1, 2)]
+    cases = [
+        case_of(changed(MEGATRON, micro_batch=mb, tp=tp, pp=pp, dp=16 // (tp * pp),
+                        hidden=4096, ffn=16384, heads=32))
+        for mb, tp, pp in sizes
+    ]  # fmt: skip
+    made = Fit(cases)
+    rng = np.random.default_rng(0)
+    truth = made.low + (made.high - made.low) * rng.uniform(0.3, 0.7, len(made.names))
+    real = made.told(truth)
+    again = Fit([replace(c, real_s=float(s)) for c, s in zip(cases, real, strict=True)])
+    start = made.low + (made.high - made.low) * 0.5
+    errors = again.told(again.run(start)) / real - 1
+    assert np.abs(errors).max() < 0.01
+    wrong = Fit([replace(c, real_s=float(s)) for c, s in zip(cases, real[::-1], strict=True)])
+    assert np.abs(wrong.told(wrong.run(start)) / real[::-1] - 1).max() > 0.1
+
+
+def test_order_and_regret():
+    assert published_time.spearman(np.array([1, 2, 3.0]), np.array([10, 20, 30.0])) == 1
+    assert published_time.spearman(np.array([1, 2, 3.0]), np.array([30, 20, 10.0])) == -1
+    answers = [
+        {"skipped": None, "predicted_s": told, "real_s": real, "order": ["m", 1, 8, "f", "d", "t"]}
+        for told, real in ((1.0, 1.2), (2.0, 1.0), (3.0, 3.0))
+    ]
+    (group,) = published_time.ranking(answers)["groups"]
+    assert group["plans"] == 3
+    assert group["regret"] == pytest.approx(0.2)
+    assert group["spearman"] == pytest.approx(0.5)
+
+
+def test_the_bench_writes_what_was_asked(tmp_path, capsys):
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out.json"
+    rows.write_text("\n".join(json.dumps(row) for row in (TITAN, MEGATRON)))
+    assert published.main([str(rows), "--json", str(out), "--what", "time,ranking"]) == 0
+    told = json.loads(out.read_text())
+    assert "memory" not in told
+    assert len(told["time"]["rows"]) == 2
+    assert "seconds of a step" in capsys.readouterr().out
