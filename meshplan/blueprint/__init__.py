@@ -40,12 +40,15 @@ def from_params(num_params: int) -> ModelGraph:
     )
 
 
-def from_config(path: str | Path, origin: Origin | None = None) -> ModelGraph:
+def from_config(
+    path: str | Path, origin: Origin | None = None, *, blocks: int | None = None
+) -> ModelGraph:
     """The graph of the model that a Hugging Face config.json describes.
 
     Args:
         path: The file, or the directory that holds it.
         origin: Where the user named the path, for problems with the file itself.
+        blocks: How many blocks to give it instead of its own number.
 
     Raises:
         SpecError: The file cannot be read, or describes nothing that can be built.
@@ -53,7 +56,11 @@ def from_config(path: str | Path, origin: Origin | None = None) -> ModelGraph:
     file = Path(path)
     if file.is_dir():
         file = file / "config.json"
-    return from_mapping(read_json(file, origin), file=str(file))
+    content = read_json(file, origin)
+    if blocks is not None:
+        key = "n_layer" if content.get("model_type") == "gpt2" else "num_hidden_layers"
+        content = {**content, key: blocks}
+    return from_mapping(content, file=str(file))
 
 
 def from_mapping(config: Mapping[str, Any], file: str = "<config>") -> ModelGraph:

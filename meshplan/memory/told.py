@@ -118,6 +118,27 @@ def told_estimate(
     )
 
 
+def overshoot(plan: Plan, limit_bytes: float) -> tuple[tuple[int, ...], int] | None:
+    """(ranks, bytes) of the first group whose tensors alone are too many; None if none is.
+
+    Cheaper than `told_estimate`: it ends at the first, and asks no allocator. What is last along a
+    pipeline holds the loss, what is first the most microbatches: they are looked at first.
+
+    Raises:
+        PlanError: As `told_estimate`.
+    """
+    assert plan.micro is not None
+    assert plan.spec.batch.seq_len is not None
+    groups = list(equal_ranks(plan.assignment))
+    with _no_collection():
+        works = _told_work(plan, plan.micro, plan.spec.batch.seq_len)
+        for ranks in (groups[-1], *groups[:-1]):
+            log = _log_of(works, plan, ranks[0], in_brief=works.in_brief)
+            if log.peak.live_bytes > limit_bytes:
+                return ranks, log.peak.live_bytes
+    return None
+
+
 def _log_of(works: Works, plan: Plan, rank: int, *, in_brief: bool) -> EventLog:
     """The step of one rank, its buffers on their streams."""
     work, foreach = works.of_rank(rank, in_brief=in_brief), is_uniform(plan.assignment)

@@ -22,6 +22,7 @@ class Question:
     Args:
         read: The spec of the plan file with more statements.
         graph: The model.
+        few: The same with few blocks, for trials of what it allows; None takes the model itself.
         device: A name of `hardware`, or "cuda".
         limit_bytes: What one may hold.
         cluster: The machine.
@@ -34,6 +35,7 @@ class Question:
     limit_bytes: int
     cluster: Cluster
     time_limit_s: float | None = None
+    few: ModelGraph | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

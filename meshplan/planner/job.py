@@ -14,7 +14,7 @@ from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
 from meshplan.memory.estimate import RESERVED_ERROR
-from meshplan.memory.told import ERROR, refusals, styled_of, told_estimate
+from meshplan.memory.told import ERROR, overshoot, refusals, styled_of, told_estimate
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.decision import Question, Way
 from meshplan.planner.held import element_bytes_of
@@ -51,6 +51,7 @@ class Job:
         self.spec = question.read(())
         check_batch(self.spec)
         self._graph = question.graph
+        self._few = question.few or question.graph
         self._chains: dict[int, Chain] = {}
         self._driver = driver_bytes(question.device, ()).high
         self.capacity = (question.limit_bytes - self._driver) / _SHARES
@@ -67,21 +68,21 @@ class Job:
             self.spec,
             world=cluster.num_gpus,
             gpus_per_node=cluster.gpus_per_node,
-            num_blocks=len(self._chain(1).order),
+            num_blocks=sum(map(bool, self._chain(1).names)),
             refuses=self._refuses,
         )
 
     def _refuses(self, trial: Spec) -> str:
         """Why a trial cannot be, "" if it can be."""
         try:
-            problems = list(refusals(make_plan(trial, self._graph)))
+            problems = list(refusals(make_plan(trial, self._few)))
         except PlanError as error:
             problems = list(error.problems)
         return problems[0].what if problems else ""
 
     @cached_property
     def _trial(self) -> Plan:
-        return make_plan(with_axes(self.spec, {"dp_shard": 1}), self._graph)
+        return make_plan(with_axes(self.spec, {"dp_shard": 1}), self._few)
 
     @cached_property
     def _dtype(self) -> str:
@@ -98,7 +99,7 @@ class Job:
                 seq_len=length,
                 element_bytes=element_bytes_of(self._trial).computed,
                 tp=tp,
-                styled=styled_of(make_plan(trial, self._graph)) if tp > 1 else None,
+                styled=styled_of(make_plan(trial, self._few)) if tp > 1 else None,
             )
         return self._chains[tp]
 
@@ -166,14 +167,21 @@ class Job:
         question, stated = self.question, self.stated(numbers, candidate)
         try:
             plan = make_plan(question.read(overrides(stated)), self._graph)
+            over = overshoot(plan, self.capacity)
+            if over is not None:
+                ranks, tensors = over
+                return Measured(False, tensors - candidate.linear_bytes[_place(plan, ranks[0])])
             memory = told_estimate(plan, device=question.device, limit_bytes=question.limit_bytes)
         except MeshplanError as error:
             return Measured(fits=False, why=error.problems[0].what)
         excess = 0.0
         for group in memory.groups:
-            # An interleaved rank has several stages of the model, and one place in the pipeline.
-            place = group.stages[0] % len(candidate.linear_bytes) if group.stages else 0
             held = (group.band[1] - self._driver) / _SHARES
-            excess = max(excess, held - candidate.linear_bytes[place])
+            excess = max(excess, held - candidate.linear_bytes[_place(plan, group.ranks[0])])
         way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
         return Measured(fits=memory.fits is True, excess_bytes=excess, result=way)
+
+
+def _place(plan: Plan, rank: int) -> int:
+    """Along the pipeline."""
+    return plan.mesh.index(rank, ("pp",)) if plan.mesh.size("pp") > 1 else 0

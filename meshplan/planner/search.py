@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshplan.planner.cuts import cut
-from meshplan.planner.knapsack import NONE, Choice, Floats, solve
+from meshplan.planner.knapsack import NONE, Choice, Counts, Floats, solve
 from meshplan.planner.numbers import (
     Numbers,
     in_flight,
@@ -32,6 +33,9 @@ TOLERANCE: Final = 1e-4
 """How much faster than the answer something in the space may be, as a share."""
 _BATCH: Final = 256
 _EPS: Final = 1e-12
+_FAILURES: Final = 3
+"""Rows that may fail before something that surely fits is looked for."""
+_SHARES: Final = (0.8, 0.65, 0.5, 0.35)
 _MOST_TRIES: Final = 12
 """Answers of one row that are measured before it is given up, which `Found.given_up` tells."""
 
@@ -150,6 +154,41 @@ class _Row:
         cost, ends = cut(self._bounds(), exact, (a, b), below - once)
         return self._candidate(ends, cost + once) if ends else None
 
+    def smallest(self) -> Candidate:
+        """What holds the least, on the rank that holds the most."""
+        numbers, row = self._numbers, self._row
+        held = [np.where(np.isfinite(m.seconds), m.memory, np.inf) for m in self._menus]
+        least = [each.argmin(axis=1) for each in held]
+        tops = [0.0] * (self._stages - 1) + [float(numbers.top[row])]
+        before, places = numbers.before, len(numbers.order) + 1
+        kinds = np.arange(len(numbers.counts))
+        i, j = np.triu_indices(places, 1)
+        table = np.full((self._stages, places, places), np.inf)
+        for stage, options in enumerate(least):
+            each = np.where(numbers.counts > 0, held[stage][kinds, options], 0.0)
+            is_open = self._is_open(stage, i, j)
+            table[stage, i[is_open], j[is_open]] = (before[j] - before[i])[is_open] @ each
+            table[stage, i[is_open], j[is_open]] += tops[stage]
+        _, ends = cut(table, lambda *at: float(table[at]), (1.0, 0.0))
+        takes = []
+        for stage, (first, last) in enumerate(itertools.pairwise(ends)):
+            counts = before[last] - before[first]
+            one = np.zeros(numbers.seconds.shape[1:], dtype=np.int64)
+            one[kinds, least[stage]] = counts
+            takes.append(tuple(tuple(map(int, options)) for options in one))
+        linear = [
+            float(table[at]) for at in zip(range(self._stages), ends[:-1], ends[1:], strict=True)
+        ]
+        return Candidate(row, float("nan"), ends, tuple(takes), tuple(linear))
+
+    def _is_open(self, stage: int, i: Counts, j: Counts) -> NDArray[np.bool_]:
+        """Where a stage may begin and end: blocks are left for those before and after it."""
+        places = len(self._numbers.order) + 1
+        is_open = (i >= stage) & (j <= places - self._stages + stage)
+        is_open &= (i == 0) == (stage == 0)
+        is_open &= (j == places - 1) == (stage == self._stages - 1)
+        return np.asarray(is_open & self._can_begin[i] & self._can_end[j])
+
     def _bounds(self) -> Floats:
         """[stages, i, j] seconds from below of each stage with each stretch of blocks."""
         before, places = self._numbers.before, len(self._numbers.order) + 1
@@ -161,11 +200,7 @@ class _Row:
             key = (id(menu), room)
             if key not in known:
                 known[key] = menu.relaxed(counts, np.array([room]))
-            # A stage has blocks before it and after it for all others.
-            is_open = (i >= stage) & (j <= places - self._stages + stage)
-            is_open &= (i == 0) == (stage == 0)
-            is_open &= self._can_begin[i] & self._can_end[j]
-            is_open &= (j == places - 1) == (stage == self._stages - 1)
+            is_open = self._is_open(stage, i, j)
             table[stage, i[is_open], j[is_open]] = known[key][is_open]
         return table
 
@@ -234,10 +269,12 @@ class _Search:
         self._slack, self._tolerance = slack, tolerance
         self._deadline, self._told = deadline, told
         self.found = Found()
+        self._over: dict[tuple[int, ...], int] = {}
+        """By mesh and mode, samples of the smallest microbatch that is known not to fit."""
 
     def run(self) -> Found:
         """Rows in the order of their bounds, until the bounds reach the best answer."""
-        found = self.found
+        found, num_rows = self.found, 0
         for bound, row in self._by_bound():
             limit = found.best.seconds if found.best else float("inf")
             if bound >= limit * (1 - self._tolerance):
@@ -246,12 +283,36 @@ class _Search:
             if self._deadline is not None and time.monotonic() > self._deadline:
                 found.lower_s, found.is_whole = bound, False
                 break
-            self._settle(row, limit * (1 - self._tolerance))
+            if not self._is_over(row):
+                self._settle(row, limit * (1 - self._tolerance))
+                num_rows += 1
+                if num_rows == _FAILURES and found.best is None:
+                    self._seed()
         else:
             found.lower_s = found.best.seconds if found.best else float("inf")
         if found.best is not None and self._slack:
             self._collect()
         return found
+
+    def _seed(self) -> None:
+        """Find any answer where the fastest rows fail: one that keeps well clear of the limit."""
+        times, bytes_ = time_bounds(self._numbers), memory_bounds(self._numbers)
+        for share in _SHARES:
+            room = self._capacity * share
+            rows = np.flatnonzero((bytes_ <= room) & np.isfinite(times))
+            if not len(rows):
+                return
+            order = np.argsort(priced_bounds(self._numbers, rows, room), kind="stable")
+            for row in map(int, rows[order[:_FAILURES]]):
+                candidate = solve_row(self._numbers, row, room)
+                if candidate is None or self._is_over(row):
+                    continue
+                measured = self._measured(candidate)
+                if measured.fits:
+                    self.found.best, self.found.measured = candidate, measured
+                    self.found.excess[row] = max(measured.excess_bytes, 0.0)
+                    self._told(self.found)
+                    return
 
     def _by_bound(self) -> Iterator[tuple[float, int]]:
         """(bound, row) of every row that may fit, least first."""
@@ -274,14 +335,13 @@ class _Search:
         """Solve and measure one row until its fastest answer that fits is known, if it is below."""
         found, capacity = self.found, self._capacity
         fits_up_to, over_from = -1.0, float("inf")
-        for _ in range(_MOST_TRIES):
+        for number in range(_MOST_TRIES):
             found.num_solved += 1
             candidate = solve_row(self._numbers, row, capacity, below)
             held = max(candidate.linear_bytes) if candidate else 0.0
             if candidate is None or held <= fits_up_to:
                 return
-            measured = self._measure(candidate)
-            found.num_measured += 1
+            measured = self._measured(candidate)
             if measured.why:
                 found.refused[row] = measured.why
                 return
@@ -289,11 +349,32 @@ class _Search:
                 found.best, found.measured = candidate, measured
                 self._told(found)
                 below, fits_up_to = candidate.seconds, held
+            elif number == 0 and not self._can_fit(row, candidate):
+                return
             else:
                 over_from = min(over_from, held)
             found.excess[row] = max(measured.excess_bytes, 0.0)
             capacity = min(self._capacity - found.excess[row], float(np.nextafter(over_from, 0.0)))
         found.given_up += 1
+
+    def _measured(self, candidate: Candidate) -> Measured:
+        self.found.num_measured += 1
+        return self._measure(candidate)
+
+    def _can_fit(self, row: int, candidate: Candidate) -> bool:
+        """Whether what holds the least does; if not, the row is out, and others with it."""
+        smallest = _Row(self._numbers, row, float("inf")).smallest()
+        if smallest.linear_bytes != candidate.linear_bytes and self._measured(smallest).fits:
+            return True
+        config = self._numbers.grid[row]
+        key, micro = _mesh_key(config), int(config["micro"])
+        self._over[key] = min(micro, self._over.get(key, micro))
+        return False
+
+    def _is_over(self, row: int) -> bool:
+        """Whether a row holds more than one that is over: as much, of larger microbatches."""
+        config = self._numbers.grid[row]
+        return int(config["micro"]) >= self._over.get(_mesh_key(config), np.inf)
 
     def _collect(self) -> None:
         """Every row that may come within the slack of the best."""
@@ -304,9 +385,19 @@ class _Search:
         for bound, row in self._by_bound():
             if bound > limit:
                 break
-            if row not in found.refused:
+            if row not in found.refused and not self._is_over(row):
                 room = self._capacity - found.excess.get(row, 0.0)
                 candidate = solve_row(self._numbers, row, room, limit * (1 + _EPS))
                 if candidate is not None:
                     near.append(candidate)
         found.near = sorted(near, key=lambda c: (c.seconds, c.row))
+
+
+def _mesh_key(config: np.void) -> tuple[int, ...]:
+    """Rows of one key hold the more, the larger their microbatches are.
+
+    A pipeline that has fewer microbatches than ranks keeps fewer of them: those are apart.
+    """
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual", "mode", "schedule")
+    few = int(config["microbatches"]) if config["microbatches"] < config["pp"] else 0
+    return (*(int(config[name]) for name in names), few, int(config["microbatches"] > 1))

@@ -138,10 +138,9 @@ def freedom_of(
     rejected: list[Rejected] = []
     axes = _axes(spec, world)
     axes["tp"] = tuple(t for t in axes["tp"] if t <= gpus_per_node or len(axes["tp"]) == 1)
-    axes["pp"] = tuple(p for p in axes["pp"] if p <= num_blocks)
     sequence = _tensor_parallel(spec, axes, refuses, rejected)
     axes["tp"] = tuple(sequence)
-    axes["pp"] = tuple(_allowed(spec, "pp", axes["pp"], refuses, rejected))
+    axes["pp"] = _pipelines(spec, axes["pp"], num_blocks, refuses, rejected)
     for axis in ("cp", "ep"):
         axes[axis] = tuple(_allowed(spec, axis, axes[axis][:2], refuses, rejected))
     modes: tuple[int, ...] = tuple(range(len(MODES)))
@@ -204,6 +203,26 @@ def _tensor_parallel(
         else:
             rejected.append(Rejected(f"mesh.tp={size}", whys[-1]))
     return out
+
+
+def _pipelines(
+    spec: Spec,
+    sizes: Sequence[int],
+    num_blocks: int,
+    refuses: Callable[[Spec], str],
+    rejected: list[Rejected],
+) -> tuple[int, ...]:
+    """Every stage has a block; what two stages cannot do, more cannot."""
+    more = [size for size in sizes if size > 1]
+    why = refuses(with_axes(spec, {"pp": 2})) if more else ""
+    if why:
+        rejected.append(Rejected(f"mesh.pp={', '.join(map(str, more))}", why))
+        return tuple(size for size in sizes if size == 1)
+    over = [size for size in more if size > num_blocks]
+    if over:
+        what = f"mesh.pp={', '.join(map(str, over))}"
+        rejected.append(Rejected(what, f"there are {num_blocks} blocks, and each stage has one"))
+    return tuple(size for size in sizes if size <= num_blocks)
 
 
 def _allowed(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from meshplan.blueprint import from_config
 from meshplan.errors import Origin, PlanError, Problem
@@ -17,6 +18,8 @@ from meshplan.reader import load_spec
 from meshplan.sizing import graph_of, read_limit
 from meshplan.spec import Spec
 
+_FEW: Final = 4
+"""Blocks that show what a model allows: the first, the last, and some between."""
 Load = Callable[[Sequence[str]], Spec]
 """The plan file with more statements on top."""
 
@@ -79,12 +82,17 @@ def question_of_file(
         return load_spec(source, [*overrides, *more])
 
     spec = load(())
-    graph = from_config(config, Origin("--config")) if config is not None else graph_of(spec)
+    path, origin = config, Origin("--config")
+    if path is None and spec.model is not None and spec.model.config is not None:
+        path, origin = Path(spec.source).parent / spec.model.config, spec.origin("model.config")
+    graph = from_config(path, origin) if path is not None else None
     if graph is None or not graph.config:
         what = "the planner reads a model from its config, and none is given"
         fix = "add model: {config: PATH} to the plan, or --config PATH"
         raise PlanError(Problem(what, spec.origin("model"), fix))
-    return question_of(load, graph, gpu, memory)
+    assert path is not None
+    few = from_config(path, origin, blocks=min(_FEW, len(graph.blocks())))
+    return replace(question_of(load, graph, gpu, memory), few=few)
 
 
 def question_of(
