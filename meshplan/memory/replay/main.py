@@ -59,8 +59,6 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
             a.stages is not None and SCHEDULES[a.stages.schedule].splits_backward,
             "a backward in two halves",
         ),
-        (a.stages is not None and plan.accumulate > 1, "a pipeline that accumulates"),
-        (a.stages is not None and spec.clip_grad_norm is not None, "clipping along a pipeline"),
         (
             a.stages is not None
             and any(
