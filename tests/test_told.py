@@ -16,7 +16,10 @@ import pytest
 
 from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
+from meshplan.memory.analytic import Run, tape_of
 from meshplan.memory.replay.optimizer import is_uniform
+from meshplan.memory.shape import shape_of
+from meshplan.memory.tape import play
 from meshplan.memory.told import told_log
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
@@ -52,13 +55,20 @@ def _traced(config: dict[str, Any], spec: dict[str, Any], world: int, rank: int)
     import torch.nn.functional as F
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from meshplan.memory.log import EventLog
     from meshplan.runtime.imagine import imagine_step
+    from meshplan.runtime.record import record
+    from meshplan.runtime.rehearse import rehearser
     from meshplan.runtime.trace import graph_of
+    from tests.replayed import is_on_host
 
     made = AutoConfig.for_model(**config)
     model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
-    plan = make_plan(load_spec(spec), graph_of(model), world_size=world)
     ids = torch.zeros(BATCH, SEQ_LEN, dtype=torch.long)
+    read = load_spec(spec)
+    flow = record(model, (ids,)) if read.reads_flow else None
+    rehearse = rehearser(model, (ids,)) if read.reads_flow else None
+    plan = make_plan(read, graph_of(model, flow), world_size=world, rehearse=rehearse)
     foreach = is_uniform(plan.assignment)
 
     def loss_fn(output: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -68,7 +78,8 @@ def _traced(config: dict[str, Any], spec: dict[str, Any], world: int, rank: int)
         model, plan, ids, ids.clone(), loss_fn,
         lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=foreach), rank,
     )  # fmt: skip
-    return log.by_phase
+    kept = tuple(e for e in log.events if not is_on_host(log.storages[e.storage]))
+    return EventLog(log.storages, kept, log.phases).by_phase
 
 
 def plan_of(config: dict[str, Any], spec: dict[str, Any], world: int) -> Plan:
@@ -79,8 +90,8 @@ def told(config: dict[str, Any], spec: dict[str, Any], world: int, rank: int) ->
     plan = plan_of(config, spec, world)
     foreach = is_uniform(plan.assignment)
     return told_log(
-        plan, batch=BATCH, seq_len=SEQ_LEN, rank=rank, is_cuda=False, in_place=False,
-        foreach=foreach,
+        plan, batch=BATCH // plan.accumulate, seq_len=SEQ_LEN, rank=rank, is_cuda=False,
+        in_place=False, foreach=foreach,
     ).by_phase  # fmt: skip
 
 
@@ -91,42 +102,112 @@ def apart() -> Iterator[ProcessPoolExecutor]:
         yield executor
 
 
-SELECTIVE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "llama": (LLAMA, {"activation_checkpointing": "selective"}),
-    "gpt2": (GPT2, {"activation_checkpointing": "selective"}),
+Case = tuple[dict[str, Any], dict[str, Any], int]
+"""(config, plan, ranks)"""
+
+SELECTIVE: dict[str, Case] = {
+    "llama": (LLAMA, {"activation_checkpointing": "selective"}, 2),
+    "gpt2": (GPT2, {"activation_checkpointing": "selective"}, 2),
     "qwen3, only attention": (
-        QWEN3, {"activation_checkpointing": {"mode": "selective", "save": ["sdpa"]}}),
+        QWEN3, {"activation_checkpointing": {"mode": "selective", "save": ["sdpa"]}}, 2),
     "bf16, each block its own way": (
         LLAMA,
         {
             "precision": "bf16-mixed",
             "activation_checkpointing": {"mode": "selective", "every": 2},
             "rules": [{"match": "model.layers.1", "activation_checkpointing": "full"}],
-        }),
+        }, 2),
 }  # fmt: skip
+
+HF: dict[str, Any] = {"mesh": {"tp": 2}, "tp_plan": "hf"}
+AUTO: dict[str, Any] = {"mesh": {"tp": 2}, "tp_plan": "auto"}
+BOTH: dict[str, Any] = {"mesh": {"dp_shard": 2, "tp": 2}}
+THREE: dict[str, Any] = {"mesh": {"dp_replicate": 2, "dp_shard": 2, "tp": 2}}
+BF16: dict[str, Any] = {"precision": "bf16-mixed"}
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+TWICE: dict[str, Any] = {"batch": {"accumulate": 2}}
+WORDS: dict[str, Any] = {"vocab_size": 4096, "num_hidden_layers": 1}
+"""Most of it is the table of words."""
+PACKED: dict[str, Any] = {
+    "mesh": {"tp": 2},
+    "rules": [
+        {"match": "transformer.h.*.attn.c_attn", "place": {"tp": "packed_colwise"}},
+        {"match": "transformer.h.*.mlp.c_fc", "place": {"tp": "colwise"}},
+        {"match": "transformer.h.*.{attn,mlp}.c_proj", "place": {"tp": "rowwise"}},
+        {"match": "{transformer.wte,lm_head}", "place": {"tp": "vocab"}},
+        {"match": "transformer.wpe", "place": {"tp": "colwise_gather_output"}},
+    ],
+}  # fmt: skip
+TENSOR: dict[str, Case] = {
+    "qwen3, auto, tied, sharded, bf16, selective": (
+        QWEN3 | TIED, AUTO | BOTH | BF16 | {"activation_checkpointing": "selective"}, 4),
+    "llama, loss parallel, bf16": (
+        LLAMA | WORDS, HF | BOTH | BF16 | {"loss_parallel": True}, 4),
+    "llama, hf": (LLAMA, HF, 2),
+    "llama, auto, loss parallel": (LLAMA, AUTO | {"loss_parallel": True}, 2),
+    "llama with biases, hf, recomputed": (
+        LLAMA | {"attention_bias": True, "mlp_bias": True},
+        HF | {"activation_checkpointing": "full"}, 2),
+    "llama, ranks share heads": (LLAMA, HF | {"mesh": {"dp_shard": 2, "tp": 4}} | BF16, 8),
+    "llama, attention whole": (LLAMA, AUTO | {"mesh": {"tp": 4}}, 4),
+    "llama, tied, hybrid, twice": (LLAMA | TIED, HF | THREE | BF16 | TWICE, 8),
+    "words, tied": (LLAMA | WORDS | TIED, HF, 2),
+    "words, zero1, twice": (LLAMA | WORDS, HF | BOTH | BF16 | TWICE | {"strategy": "zero1"}, 4),
+    "words, replicated, twice": (
+        LLAMA | WORDS, HF | {"mesh": {"dp_replicate": 2, "tp": 2}} | TWICE, 4),
+    "qwen2, clipped": (
+        LLAMA | {"model_type": "qwen2"}, HF | BOTH | {"clip_grad_norm": 1.0}, 4),
+    "gpt2, rules": (GPT2, PACKED, 2),
+    "gpt2, auto, sharded": (GPT2, AUTO | BOTH, 4),
+    "llama, a rule leaves some whole": (
+        LLAMA,
+        AUTO | {"rules": [{"match": "{lm_head,model.layers.1.*.q_proj}", "place": {"tp": "R"}}]},
+        2),
+}  # fmt: skip
+DEFAULT = ("bf16, each block its own way", "qwen3, auto, tied, sharded, bf16, selective",
+           "llama, loss parallel, bf16")  # fmt: skip
+"""The cases that show most; every change runs them."""
+CASES = SELECTIVE | TENSOR
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        "bf16, each block its own way",
-        *(
-            pytest.param(c, marks=pytest.mark.wide)
-            for c in ("llama", "gpt2", "qwen3, only attention")
-        ),
-    ],
+    "case", [pytest.param(c, marks=[] if c in DEFAULT else [pytest.mark.wide]) for c in CASES]
 )
-def test_recomputation_of_chosen_operations(apart: ProcessPoolExecutor, case: str) -> None:
-    config, more = SELECTIVE[case]
+def test_a_told_step_is_the_traced_one(apart: ProcessPoolExecutor, case: str) -> None:
+    config, more, world = CASES[case]
     spec = {"version": 1, "mesh": {"dp_shard": 2}} | more
-    real = apart.submit(traced, config, spec, 2, 0).result()
-    assert told(config, spec, 2, 0) == real
+    last = world - 1
+    real = apart.submit(traced, config, spec, world, last).result()
+    assert told(config, spec, world, last) == real
 
 
-def test_words_that_no_row_stands_for_are_refused() -> None:
-    spec = {
-        "version": 1, "mesh": {"dp_shard": 2},
-        "activation_checkpointing": {"mode": "selective", "save": ["sdpa", "aten.silu"]},
-    }  # fmt: skip
-    with pytest.raises(PlanError, match=r"recomputation that saves aten\.silu"):
-        told(LLAMA, spec, 2, 0)
+@pytest.mark.parametrize(
+    ("config", "more", "what"),
+    [
+        (LLAMA, {"activation_checkpointing": {"mode": "selective", "save": ["sdpa", "aten.silu"]}},
+         r"recomputation that saves aten\.silu"),
+        (LLAMA, HF | {"sequence_parallel": True}, "transformers' own code does not run"),
+        (LLAMA, HF | {"rules": [{"match": "model.norm", "place": {"tp": "S(0)"}}]}, "at use"),
+        (LLAMA, HF | {"rules": [{"match": "lm_head", "place": {"tp": "rowwise_split_input"}}]},
+         r"the style 'rowwise_split_input' \(of lm_head\)"),
+        (LLAMA, {"mesh": {"tp": 2}, "rules": [{"match": "**.q_proj", "place": {"tp": "colwise"}}]},
+         "what arrives at model.layers.0.self_attn is cut otherwise"),
+        (LLAMA, {"mesh": {"tp": 2}, "rules": [{"match": "**.up_proj", "place": {"tp": "colwise"}}]},
+         "what arrives at model.layers.0.mlp is cut otherwise"),
+        (LLAMA | {"vocab_size": 161}, HF, "161 does not divide by tp 2"),
+    ],
+)  # fmt: skip
+def test_what_no_row_stands_for_is_refused(
+    config: dict[str, Any], more: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(PlanError, match=what):
+        told(config, {"version": 1, "mesh": {"dp_shard": 2}} | more, 2, 0)
+
+
+def test_gradients_of_what_enters_cut_projections_are_summed_apart() -> None:
+    """They are DTensors, which torch adds up in new memory; elsewhere it writes into the first."""
+    shape = shape_of(from_mapping(LLAMA | {"num_hidden_layers": 1}))
+    tape = tape_of(shape, Run(batch=1, seq_len=8, tp=2))
+    apart = len(play(tape, sums_in_place=True).log.storages)
+    tape.sums_apart.clear()
+    assert apart - len(play(tape, sums_in_place=True).log.storages) == 3  # k and v to q; up to gate

@@ -35,7 +35,7 @@ class Run:
         tp, is_sequence, caches: As in `blocks.Part`.
         recomputed: The numbers of the blocks that backward runs again.
         keeps_chosen: Whether those are spared the products and attention.
-        styled: Which modules tp cuts; None for those that the model's own tp plan names.
+        styled: Which modules tp cuts; None for those that `Shape.styles` names.
         lays_itself: Parameters whose gradients no unit reduces.
         saves: By number of a block, the words of `save:` that it is spared instead of these.
         is_cuda: Whether CUDA's kernels run.

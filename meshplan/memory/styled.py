@@ -9,20 +9,19 @@ and placement_types.py; for tables cut by rows _ops/_mask_buffer.py.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
 from meshplan.errors import PlanError, Problem
+from meshplan.graph import pattern_of
 from meshplan.layout import Piece
 from meshplan.memory.row import Grad
 from meshplan.memory.rows import Writer
 from meshplan.styles import LOGITS, Style
 
 _ID: Final = 8
-_NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 _WHOLE: Final = "R"
 HEAD_NORMS: Final = ("q_norm", "k_norm")
 """Of every head: parts of the heads are normalised as the whole is."""
@@ -50,7 +49,7 @@ class Styled:
         """The style of a module, if it has one that cuts something."""
         if self.tp == 1:
             return None
-        return self.styles.get(fqn) or self.styles.get(_NUMBER.sub(".*", fqn))
+        return self.styles.get(fqn) or self.styles.get(pattern_of(fqn))
 
     def check(self) -> Iterator[Problem]:
         """What no row stands for."""
