@@ -138,4 +138,10 @@ def _learned(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tu
 
 def _part(shape: Shape, run: Run) -> Part:
     styled = run.styled or Styled(run.tp, shape.styles)
-    return Part(tp=styled.tp, is_sequence=run.is_sequence, caches=run.caches, styled=styled)
+    return Part(
+        tp=styled.tp,
+        is_sequence=run.is_sequence,
+        caches=run.caches,
+        styled=styled,
+        seq_len=run.seq_len,
+    )

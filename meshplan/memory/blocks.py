@@ -31,6 +31,7 @@ class Part:
             unless `use_cache` is off.
         given: What every block is called with and does not read.
         styled: Which modules tp cuts.
+        seq_len: Tokens of a sequence that attention sees.
     """
 
     tp: int = 1
@@ -40,6 +41,7 @@ class Part:
     caches: bool = False
     given: tuple[int, ...] = ()
     styled: Styled = field(default_factory=Styled)
+    seq_len: int = 1
 
 
 def enter(w: Writer, x: int, part: Part) -> int:
@@ -106,7 +108,24 @@ def attend(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
         raise cut_otherwise(w.module)
     if part.caches:
         k, v = w.cat(k), w.cat(v)
-    return w.attention(q, k, v, shape.heads, shape.head_dim)
+    takes_back = _flash_backward(w, shape, q, k, part) if w.is_cuda else 0
+    return w.attention(q, k, v, shape.heads, shape.head_dim, takes_back=takes_back)
+
+
+def _flash_backward(w: Writer, shape: Shape, q: int, k: int, part: Part) -> int:
+    """Sums of rows, a gradient of queries in fp32, and those of keys and values for every query.
+
+    Source: aten/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`.
+    """
+    rows = w.size(q) // (shape.head_dim * w.element_bytes)
+    sums = rows // part.seq_len * _up(part.seq_len, 128) * _FP32
+    width = _up(shape.head_dim, 32 if shape.head_dim <= 128 else 64)
+    repeated = 2 * w.size(q) if w.size(k) != w.size(q) else 0
+    return sums + sums * width + repeated
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def llama_attention(w: Writer, shape: Shape, x: int, part: Part) -> int:
