@@ -132,7 +132,7 @@ def _learned(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tu
         "add", (words, places), w.size(words),
         grads=(Grad(words, 0), Grad(places, w.size(places) if run.batch > 1 else 0)),
     )  # fmt: skip
-    x = w.at(f"{w.module}.drop").dropout(total, shape.dropout)
+    x = w.at(f"{w.module}.drop").dropout(total, shape.embed_dropout)
     return x, part, (words, positions, places)
 
 

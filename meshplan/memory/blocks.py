@@ -115,9 +115,14 @@ def attend(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
 def _flash_backward(w: Writer, shape: Shape, q: int, k: int, part: Part) -> int:
     """Sums of rows, a gradient of queries in fp32, and those of keys and values for every query.
 
-    Source: aten/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`.
+    In fp32 memory-efficient attention runs instead, which takes the sums.
+
+    Source: aten/native/transformers/cuda: flash_attn/flash_api.cpp, `mha_bwd`, and
+    attention_backward.cu.
     """
     rows = w.size(q) // (shape.head_dim * w.element_bytes)
+    if w.element_bytes == _FP32:
+        return rows // part.seq_len * _up(part.seq_len, 32) * _FP32
     sums = rows // part.seq_len * _up(part.seq_len, 128) * _FP32
     width = _up(shape.head_dim, 32 if shape.head_dim <= 128 else 64)
     repeated = 2 * w.size(q) if w.size(k) != w.size(q) else 0

@@ -44,7 +44,9 @@ class Shape:
         positions: Rows of the table of learned positions, 0 where positions are rotated in.
         qkv_bias, o_bias, mlp_bias: Whether these projections have one.
         qk_norm: Whether queries and keys are normalised per head.
-        dropout: The probability, 0 for none.
+        dropout: Whether what attention and feed-forward give is dropped in part, not 0 if so.
+        embed_dropout: Likewise of the words.
+        window: How many tokens attention looks back, 0 for all.
         styles: What `tp_plan: auto` gives the modules where all sizes divide, with `*` for the
             numbers of blocks.
     """
@@ -64,6 +66,8 @@ class Shape:
     mlp_bias: bool = False
     qk_norm: bool = False
     dropout: float = 0.0
+    embed_dropout: float = 0.0
+    window: int = 0
     styles: Mapping[str, Style] = field(default_factory=dict, compare=False)
 
     @property
@@ -118,6 +122,9 @@ def shape_of(graph: ModelGraph) -> Shape:
         o_bias=is_gpt2 or has("self_attn.o_proj.bias"),
         mlp_bias=is_gpt2 or has("mlp.up_proj.bias"),
         qk_norm=has("self_attn.q_norm.weight"),
+        dropout=sizes.get("resid_pdrop", 0),
+        embed_dropout=sizes.get("embd_pdrop", 0),
+        window=sizes.get("sliding_window", 0),
         styles=_styles(graph),
     )
 
