@@ -42,15 +42,20 @@ Figures = Mapping[str, tuple[int, int]]
 """By phase: most bytes at once, bytes at the end."""
 
 
-def traced(config: dict[str, Any], spec: dict[str, Any], world: int, rank: int) -> Figures | str:
+def traced(
+    config: dict[str, Any], spec: dict[str, Any], world: int, rank: int,
+    seq_len: int = SEQ_LEN, device: str = "cpu",
+) -> Figures | str:  # fmt: skip
     """The whole step, in a process of its own; or what was raised."""
     try:
-        return _traced(config, spec, world, rank)
+        return _traced(config, spec, world, rank, seq_len, device)
     except Exception:
         return traceback.format_exc()
 
 
-def _traced(config: dict[str, Any], spec: dict[str, Any], world: int, rank: int) -> Figures:
+def _traced(
+    config: dict[str, Any], spec: dict[str, Any], world: int, rank: int, seq_len: int, device: str
+) -> Figures:
     import torch
     import torch.nn.functional as F
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -64,7 +69,7 @@ def _traced(config: dict[str, Any], spec: dict[str, Any], world: int, rank: int)
 
     made = AutoConfig.for_model(**config)
     model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
-    ids = torch.zeros(BATCH, SEQ_LEN, dtype=torch.long)
+    ids = torch.zeros(BATCH, seq_len, dtype=torch.long)
     read = load_spec(spec)
     flow = record(model, (ids,)) if read.reads_flow else None
     rehearse = rehearser(model, (ids,)) if read.reads_flow else None
@@ -76,7 +81,7 @@ def _traced(config: dict[str, Any], spec: dict[str, Any], world: int, rank: int)
 
     log = imagine_step(
         model, plan, ids, ids.clone(), loss_fn,
-        lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=foreach), rank,
+        lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=foreach), rank, device,
     )  # fmt: skip
     kept = tuple(e for e in log.events if not is_on_host(log.storages[e.storage]))
     return EventLog(log.storages, kept, log.phases).by_phase
@@ -86,12 +91,15 @@ def plan_of(config: dict[str, Any], spec: dict[str, Any], world: int) -> Plan:
     return make_plan(load_spec(spec), from_mapping(config), world_size=world)
 
 
-def told(config: dict[str, Any], spec: dict[str, Any], world: int, rank: int) -> Figures:
+def told(
+    config: dict[str, Any], spec: dict[str, Any], world: int, rank: int,
+    seq_len: int = SEQ_LEN, device: str = "cpu",
+) -> Figures:  # fmt: skip
     plan = plan_of(config, spec, world)
     foreach = is_uniform(plan.assignment)
     return told_log(
-        plan, batch=BATCH // plan.accumulate, seq_len=SEQ_LEN, rank=rank, is_cuda=False,
-        in_place=False, foreach=foreach,
+        plan, batch=BATCH // plan.accumulate, seq_len=seq_len, rank=rank,
+        is_cuda=device == "cuda", in_place=False, foreach=foreach,
     ).by_phase  # fmt: skip
 
 
@@ -202,6 +210,53 @@ def test_what_no_row_stands_for_is_refused(
 ) -> None:
     with pytest.raises(PlanError, match=what):
         told(config, {"version": 1, "mesh": {"dp_shard": 2}} | more, 2, 0)
+
+
+LONG: dict[str, Any] = {"head_dim": 16, "max_position_embeddings": 2048, "vocab_size": 192}
+FULL: dict[str, Any] = {"activation_checkpointing": "full"}
+CUDA: dict[str, tuple[Case, float]] = {
+    "qwen3, auto, loss parallel, selective": (
+        (QWEN3 | TIED | LONG,
+         AUTO | BOTH | BF16 | {"activation_checkpointing": "selective", "loss_parallel": True}, 4),
+        1e-5),
+    "llama, recomputed": ((LLAMA | LONG, BF16 | FULL, 2), 1e-4),
+    # On CPU, whose shapes the trace has, LayerNorm keeps its statistics in the dtype of its input.
+    "gpt2, dropout": (
+        (GPT2 | {"n_head": 3, "n_positions": 2048, "resid_pdrop": 0.1, "embd_pdrop": 0.1}, BF16, 2),
+        4e-3),
+    "gpt2 in float32": ((GPT2 | {"n_head": 3, "n_positions": 2048}, {}, 2), 1e-5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.wide] if n else []) for n, c in enumerate(CUDA)]
+)
+def test_on_cuda_it_takes_what_cuda_takes(apart: ProcessPoolExecutor, case: str) -> None:
+    """More tokens than a table's gradient is summed from without sorting them."""
+    (config, more, world), apart_by = CUDA[case]
+    spec = {"version": 1, "mesh": {"dp_shard": 2}} | more
+    real = apart.submit(traced, config, spec, world, 0, 2048, "cuda").result()
+    assert isinstance(real, dict), real
+    mine = told(config, spec, world, 0, 2048, "cuda")
+    for phase in ("forward", "loss", "backward"):
+        assert mine[phase][0] == pytest.approx(real[phase][0], rel=apart_by)
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "what"),
+    [
+        (LLAMA, {}, "attention in float32 of queries that share keys and values"),
+        (LLAMA, BF16, "attention with heads of 12 features"),
+        (LLAMA | {"model_type": "mistral", "sliding_window": 24, "head_dim": 16}, BF16,
+         "attention over a window of 24 tokens of 32"),
+    ],
+)  # fmt: skip
+def test_attention_that_torch_does_not_fuse_is_refused(
+    config: dict[str, Any], more: dict[str, Any], what: str
+) -> None:
+    spec = {"version": 1, "mesh": {"dp_shard": 2}} | more
+    with pytest.raises(PlanError, match=what):
+        told(config, spec, 2, 0, device="cuda")
 
 
 def test_gradients_of_what_enters_cut_projections_are_summed_apart() -> None:
