@@ -279,6 +279,27 @@ def test_attention_that_torch_does_not_fuse_is_refused(
         told(config, spec, 2, 0, device="cuda")
 
 
+def test_kernels_take_for_themselves_what_a_trace_knows_that_they_take() -> None:
+    import torch
+
+    from meshplan.runtime.inside import taken_inside
+
+    shape = shape_of(from_mapping(LLAMA | {"head_dim": 48, "vocab_size": 5000}))
+    run = Run(batch=2, seq_len=2000, element_bytes=2, tp=2)
+    rows = {row.op: row for row in tape_of(shape, run).rows}
+    ops = torch.ops.aten
+
+    def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    q, k, ids = empty(2, 2, 2000, 48), empty(2, 1, 2000, 48), empty(2, 2000, dtype=torch.long)
+    flash = ops._scaled_dot_product_flash_attention_backward.default
+    table = ops.embedding_dense_backward.default
+    assert rows["attention"].takes_back == sum(taken_inside(flash, (None, q, k), None))
+    summed = taken_inside(table, (empty(2, 2000, 48), ids, 5000), None)
+    assert rows["embedding"].takes_back == sum(summed) > 0
+
+
 def test_a_block_is_gathered_before_it_runs_again() -> None:
     shape = shape_of(from_mapping(LLAMA))
     run = Run(batch=1, seq_len=8, recomputed=frozenset({0, 1, 2}))
