@@ -16,19 +16,18 @@ from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.analytic import Run, work_of
 from meshplan.memory.assemble import assemble
 from meshplan.memory.estimate import MemoryEstimate, Tier
+from meshplan.memory.fused import check_fused
 from meshplan.memory.groups import equal_ranks
 from meshplan.memory.log import EventLog, Term, on_streams
 from meshplan.memory.replay import Prepared, replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.replay.shards import unit_shards
 from meshplan.memory.rows import PRODUCTS
-from meshplan.memory.shape import shape_of
 from meshplan.memory.styled import Styled
 from meshplan.plan import Plan
 
 _GATHERING: Final = 1
 _REDUCING: Final = 2
-_MOST_FLASH: Final = 256
 ERROR: Final = 0.01
 """How far a step told from a config may be from the traced one, as a share.
 Source: `tests/test_memory_tape.py`."""
@@ -55,6 +54,7 @@ def told_estimate(
         what = "nothing says how many samples of which length a rank takes at once"
         fix = "add batch: {micro: 1, seq_len: 2048}"
         raise PlanError(Problem(what, spec.origin("batch"), fix))
+    check_fused(plan, spec.batch.seq_len)
     groups = equal_ranks(plan.assignment)
     with _no_collection():
         work = _told_work(plan, plan.micro, spec.batch.seq_len)
@@ -125,6 +125,7 @@ def told_log(
     Raises:
         PlanError: The model's operations, or something in the plan, are not known.
     """
+    check_fused(plan, seq_len, is_cuda=is_cuda)
     with _no_collection():
         work = _told_work(plan, batch, seq_len, is_cuda=is_cuda, in_place=in_place)
         return replay(work, plan, optimizer, rank=rank, foreach=foreach)
@@ -134,7 +135,7 @@ def _told_work(
     plan: Plan, batch: int, seq_len: int, *, is_cuda: bool = True, in_place: bool = True
 ) -> Prepared:
     """What is the same on every rank."""
-    if problems := [*_unknown(plan), *_unfused(plan, seq_len, is_cuda=is_cuda)]:
+    if problems := list(_unknown(plan)):
         raise PlanError(problems)
     recompute = {_number(fqn): r.policy for fqn, r in plan.assignment.recompute.items()}
     run = Run(
@@ -168,7 +169,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _unknown(plan: Plan) -> Iterator[Problem]:
-    """What in a plan a told step has no rules for."""
+    """What a told step has no rules for."""
     a, mesh = plan.assignment, plan.mesh
     blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
     saved = {word for r in a.recompute.values() for word in r.policy.save}
@@ -186,31 +187,10 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
         (_is_autocast(plan), "parameters computed with in several dtypes"),
     ):
         if is_there:
-            yield _no_rules(what)
-
-
-def _unfused(plan: Plan, seq_len: int, *, is_cuda: bool) -> Iterator[Problem]:
-    """Attention for which torch takes other kernels than those that the rows stand for.
-
-    Source: torch 2.13, transformers/cuda/sdp_utils.cpp, `select_sdp_backend`.
-    """
-    shape = shape_of(plan.graph)
-    if 0 < shape.window < seq_len:
-        yield _no_rules(f"attention over a window of {shape.window} tokens of {seq_len}")
-    if not is_cuda or _is_autocast(plan):
-        return
-    if _element_bytes(plan) != 2:
-        if shape.kv_heads != shape.heads:
-            yield _no_rules("attention in float32 of queries that share keys and values")
-    elif shape.head_dim % 8 or shape.head_dim > _MOST_FLASH:
-        yield _no_rules(f"attention with heads of {shape.head_dim} features")
-
-
-def _no_rules(what: str) -> Problem:
-    return Problem(
-        f"a step told from a config has no rules for {what}",
-        fix="give the model itself (model: entry, with torch), so that it is traced",
-    )
+            yield Problem(
+                f"a step told from a config has no rules for {what}",
+                fix="give the model itself (model: entry, with torch), so that it is traced",
+            )
 
 
 def _is_block(plan: Plan, fqn: str) -> bool:

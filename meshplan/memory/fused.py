@@ -1,0 +1,47 @@
+"""Attention for which torch takes other kernels than those that the rows stand for.
+
+Source: torch 2.13, aten/native/transformers/cuda/sdp_utils.cpp, `select_sdp_backend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from meshplan.errors import PlanError, Problem
+from meshplan.memory.shape import shape_of
+from meshplan.plan import Plan
+
+_HALVES: Final = frozenset({"bfloat16", "float16"})
+_MOST_FLASH: Final = 256
+
+
+def check_fused(plan: Plan, seq_len: int, *, is_cuda: bool = True) -> None:
+    """Refuse what materializes scores, or pads heads.
+
+    Raises:
+        PlanError: What would be told is not what runs.
+    """
+    problems = [
+        Problem(
+            f"a step told from a config has no rules for {what}",
+            fix="give the model itself (model: entry, with torch), so that it is traced",
+        )
+        for what in _unfused(plan, seq_len, is_cuda=is_cuda)
+    ]
+    if problems:
+        raise PlanError(problems)
+
+
+def _unfused(plan: Plan, seq_len: int, *, is_cuda: bool) -> Iterator[str]:
+    shape = shape_of(plan.graph)
+    if 0 < shape.window < seq_len:
+        yield f"attention over a window of {shape.window} tokens of {seq_len}"
+    if not is_cuda:
+        return
+    tensors = plan.assignment.tensors.values()
+    if not {p.compute_dtype for p in tensors if not p.info.is_buffer} <= _HALVES:
+        if shape.kv_heads != shape.heads:
+            yield "attention in float32 of queries that share keys and values"
+    elif shape.head_dim % 8 or shape.head_dim > _MOST_FLASH:
+        yield f"attention with heads of {shape.head_dim} features"
