@@ -21,7 +21,7 @@ from meshplan.memory.log import EventLog
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.shape import shape_of
 from meshplan.memory.tape import play
-from meshplan.memory.told import told_log
+from meshplan.memory.told import told_estimate, told_log
 from meshplan.memory.work import Moment
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
@@ -241,6 +241,8 @@ CUDA: dict[str, tuple[Case, float]] = {
     "gpt2, dropout": (
         (GPT2 | {"n_head": 3, "n_positions": 2048, "resid_pdrop": 0.1, "embd_pdrop": 0.1}, BF16, 2),
         4e-3),
+    "llama in float32, shared keys": (
+        (LLAMA | LONG, HF | BOTH | {"activation_checkpointing": "selective"}, 4), 1e-5),
     "gpt2 in float32": ((GPT2 | {"n_head": 3, "n_positions": 2048}, {}, 2), 1e-5),
 }  # fmt: skip
 
@@ -265,7 +267,7 @@ def test_on_cuda_it_takes_what_cuda_takes(apart: ProcessPoolExecutor, case: str)
 @pytest.mark.parametrize(
     ("config", "more", "what"),
     [
-        (LLAMA, {}, "attention in float32 of queries that share keys and values"),
+        (GPT2 | {"n_head": 8}, {}, "attention in float32 with heads of 6 features"),
         (LLAMA, BF16, "attention with heads of 12 features"),
         (LLAMA | {"model_type": "mistral", "sliding_window": 24, "head_dim": 16}, BF16,
          "attention over a window of 24 tokens of 32"),
@@ -310,6 +312,14 @@ def test_a_block_is_gathered_before_it_runs_again() -> None:
     for mark in starts:
         first = next(e for e in work.log.events[mark.event :] if e.delta > 0)
         assert work.log.storages[first.storage].module == f"{mark.unit}.input_layernorm"
+
+
+def test_devices_without_flash_attention_are_refused() -> None:
+    more = BF16 | {"mesh": {"dp_shard": 2}, "batch": {"micro": 1, "seq_len": 64}}
+    plan = plan_of(LLAMA | LONG, {"version": 1} | more, 2)
+    with pytest.raises(PlanError, match="v100-sxm-32gb, which has no flash attention"):
+        told_estimate(plan, device="v100-sxm-32gb", limit_bytes=None)
+    assert told_estimate(plan, device="h100-sxm-80gb", limit_bytes=None).groups
 
 
 def test_gradients_of_what_enters_cut_projections_are_summed_apart() -> None:

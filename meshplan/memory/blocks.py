@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from meshplan.memory.attention import attend
 from meshplan.memory.rows import Writer
 from meshplan.memory.shape import Shape
 from meshplan.memory.styled import Entered, Styled, cut_otherwise, project
@@ -99,8 +100,8 @@ def activate(w: Writer, x: int, name: str) -> int:
     return out
 
 
-def attend(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
-    """Attention by torch's fused kernel, with a copy of keys and values in a cache before it."""
+def _attend(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
+    """Attention, with a copy of keys and values in a cache before it."""
     is_cut = w.size(q) < w.tokens * shape.q_width * w.element_bytes
     # Ranks whose queries need the same keys and values all compute them.
     kv_width = shape.kv_width // (min(part.styled.tp, shape.kv_heads) if is_cut else 1)
@@ -108,29 +109,7 @@ def attend(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
         raise cut_otherwise(w.module)
     if part.caches:
         k, v = w.cat(k), w.cat(v)
-    takes_back = _flash_backward(w, shape, q, k, part) if w.is_cuda else 0
-    return w.attention(q, k, v, shape.heads, shape.head_dim, takes_back=takes_back)
-
-
-def _flash_backward(w: Writer, shape: Shape, q: int, k: int, part: Part) -> int:
-    """Sums of rows, a gradient of queries in fp32, and those of keys and values for every query.
-
-    In fp32 memory-efficient attention runs instead, which takes the sums.
-
-    Source: aten/native/transformers/cuda: flash_attn/flash_api.cpp, `mha_bwd`, and
-    attention_backward.cu.
-    """
-    rows = w.size(q) // (shape.head_dim * w.element_bytes)
-    if w.element_bytes == _FP32:
-        return rows // part.seq_len * _up(part.seq_len, 32) * _FP32
-    sums = rows // part.seq_len * _up(part.seq_len, 128) * _FP32
-    width = _up(shape.head_dim, 32 if shape.head_dim <= 128 else 64)
-    repeated = 2 * w.size(q) if w.size(k) != w.size(q) else 0
-    return sums + sums * width + repeated
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+    return attend(w, q, k, v, shape.head_dim, part.seq_len)
 
 
 def llama_attention(w: Writer, shape: Shape, x: int, part: Part) -> int:
@@ -149,7 +128,7 @@ def llama_attention(w: Writer, shape: Shape, x: int, part: Part) -> int:
     turned_q = rotate(w, q, part)
     turned_k = rotate(w, k, part)
     w.touch(q, k)
-    out = attend(w, shape, turned_q, turned_k, v, part)
+    out = _attend(w, shape, turned_q, turned_k, v, part)
     out = project(w, part.styled, entered, out, shape.q_width, hidden, "o_proj", bias=shape.o_bias)
     w.touch(turned_q, turned_k, v)
     return out
@@ -204,7 +183,7 @@ def gpt2_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     fused = conv(at, entered, normed, hidden, 3 * shape.q_width, "c_attn")
     size = at.size(fused) // 3
     q, k, v = at.chunk(fused, size, size, size)
-    out = attend(at, shape, q, k, v, part)
+    out = _attend(at, shape, q, k, v, part)
     out = conv(at, entered, out, shape.q_width, hidden, "c_proj")
     out = at.dropout(out, shape.dropout)
     w.touch(fused)

@@ -14,10 +14,14 @@ from meshplan.plan import Plan
 
 _HALVES: Final = frozenset({"bfloat16", "float16"})
 _MOST_FLASH: Final = 256
+_WITHOUT_FLASH: Final = frozenset({"v100"})
 
 
-def check_fused(plan: Plan, seq_len: int, *, is_cuda: bool = True) -> None:
-    """Refuse what materializes scores, or pads heads.
+def check_fused(plan: Plan, seq_len: int, *, is_cuda: bool = True, device: str = "") -> None:
+    """Refuse what pads heads, or looks back over a part of the tokens only.
+
+    Args:
+        device: A name of `hardware`, if it is known.
 
     Raises:
         PlanError: What would be told is not what runs.
@@ -27,13 +31,13 @@ def check_fused(plan: Plan, seq_len: int, *, is_cuda: bool = True) -> None:
             f"a step told from a config has no rules for {what}",
             fix="give the model itself (model: entry, with torch), so that it is traced",
         )
-        for what in _unfused(plan, seq_len, is_cuda=is_cuda)
+        for what in _unfused(plan, seq_len, is_cuda=is_cuda, device=device)
     ]
     if problems:
         raise PlanError(problems)
 
 
-def _unfused(plan: Plan, seq_len: int, *, is_cuda: bool) -> Iterator[str]:
+def _unfused(plan: Plan, seq_len: int, *, is_cuda: bool, device: str) -> Iterator[str]:
     shape = shape_of(plan.graph)
     if 0 < shape.window < seq_len:
         yield f"attention over a window of {shape.window} tokens of {seq_len}"
@@ -41,7 +45,9 @@ def _unfused(plan: Plan, seq_len: int, *, is_cuda: bool) -> Iterator[str]:
         return
     tensors = plan.assignment.tensors.values()
     if not {p.compute_dtype for p in tensors if not p.info.is_buffer} <= _HALVES:
-        if shape.kv_heads != shape.heads:
-            yield "attention in float32 of queries that share keys and values"
+        if shape.kv_heads == shape.heads and shape.head_dim % 4:
+            yield f"attention in float32 with heads of {shape.head_dim} features"
+    elif _WITHOUT_FLASH & set(device.lower().split("-")):
+        yield f"attention in half precision on {device}, which has no flash attention"
     elif shape.head_dim % 8 or shape.head_dim > _MOST_FLASH:
         yield f"attention with heads of {shape.head_dim} features"

@@ -54,7 +54,7 @@ def told_estimate(
         what = "nothing says how many samples of which length a rank takes at once"
         fix = "add batch: {micro: 1, seq_len: 2048}"
         raise PlanError(Problem(what, spec.origin("batch"), fix))
-    check_fused(plan, spec.batch.seq_len)
+    check_fused(plan, spec.batch.seq_len, device=device)
     groups = equal_ranks(plan.assignment)
     with _no_collection():
         work = _told_work(plan, plan.micro, spec.batch.seq_len)
