@@ -36,6 +36,7 @@ class Run:
         recomputed: The numbers of the blocks that backward runs again.
         keeps_chosen: Whether those are spared the products and attention.
         styled: Which modules tp cuts; None for those that `Shape.styles` names.
+        is_fused: As in `blocks.Part`.
         lays_itself: Parameters whose gradients no unit reduces.
         saves: By number of a block, the words of `save:` that it is spared instead of these.
         is_cuda: Whether CUDA's kernels run.
@@ -53,6 +54,7 @@ class Run:
     is_cuda: bool = True
     in_place: bool = True
     styled: Styled | None = None
+    is_fused: bool = True
     lays_itself: frozenset[str] = frozenset()
     saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
@@ -144,4 +146,5 @@ def _part(shape: Shape, run: Run) -> Part:
         caches=run.caches,
         styled=styled,
         seq_len=run.seq_len,
+        is_fused=run.is_fused,
     )

@@ -15,13 +15,15 @@ from meshplan.memory.rows import Writer
 _FP32: Final = 4
 
 
-def attend(w: Writer, q: int, k: int, v: int, head_dim: int, seq_len: int) -> int:
+def attend(
+    w: Writer, q: int, k: int, v: int, head_dim: int, seq_len: int, *, is_fused: bool = True
+) -> int:
     """Of queries that share keys and values, if there are more of them.
 
-    Assumes: in half precision heads are as flash attention takes them; see `memory.fused`.
+    Args:
+        is_fused: Whether one kernel does it all; see `memory.fused`.
     """
-    is_grouped = w.size(k) != w.size(q)
-    if w.is_cuda and w.element_bytes == _FP32 and is_grouped:
+    if not is_fused:
         return _in_full(w, q, k, v, head_dim, seq_len)
     takes_back = _flash_backward(w, q, k, head_dim, seq_len) if w.is_cuda else 0
     return w.attention(q, k, v, w.size(q) // w.size(k), head_dim, takes_back=takes_back)

@@ -33,6 +33,7 @@ class Part:
         given: What every block is called with and does not read.
         styled: Which modules tp cuts.
         seq_len: Tokens of a sequence that attention sees.
+        is_fused: Whether a fused kernel computes it.
     """
 
     tp: int = 1
@@ -43,6 +44,7 @@ class Part:
     given: tuple[int, ...] = ()
     styled: Styled = field(default_factory=Styled)
     seq_len: int = 1
+    is_fused: bool = True
 
 
 def enter(w: Writer, x: int, part: Part) -> int:
@@ -109,7 +111,7 @@ def _attend(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
         raise cut_otherwise(w.module)
     if part.caches:
         k, v = w.cat(k), w.cat(v)
-    return attend(w, q, k, v, shape.head_dim, part.seq_len)
+    return attend(w, q, k, v, shape.head_dim, part.seq_len, is_fused=part.is_fused)
 
 
 def llama_attention(w: Writer, shape: Shape, x: int, part: Part) -> int:

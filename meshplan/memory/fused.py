@@ -37,14 +37,24 @@ def check_fused(plan: Plan, seq_len: int, *, is_cuda: bool = True, device: str =
         raise PlanError(problems)
 
 
+def is_fused(plan: Plan) -> bool:
+    """Whether a kernel on CUDA takes the queries: in float32 none takes those that share keys."""
+    shape = shape_of(plan.graph)
+    return _is_half(plan) or shape.kv_heads == shape.heads
+
+
+def _is_half(plan: Plan) -> bool:
+    tensors = plan.assignment.tensors.values()
+    return {p.compute_dtype for p in tensors if not p.info.is_buffer} <= _HALVES
+
+
 def _unfused(plan: Plan, seq_len: int, *, is_cuda: bool, device: str) -> Iterator[str]:
     shape = shape_of(plan.graph)
     if 0 < shape.window < seq_len:
         yield f"attention over a window of {shape.window} tokens of {seq_len}"
     if not is_cuda:
         return
-    tensors = plan.assignment.tensors.values()
-    if not {p.compute_dtype for p in tensors if not p.info.is_buffer} <= _HALVES:
+    if not _is_half(plan):
         if shape.kv_heads == shape.heads and shape.head_dim % 4:
             yield f"attention in float32 with heads of {shape.head_dim} features"
     elif _WITHOUT_FLASH & set(device.lower().split("-")):

@@ -16,7 +16,7 @@ from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.analytic import Run, work_of
 from meshplan.memory.assemble import assemble
 from meshplan.memory.estimate import MemoryEstimate, Tier
-from meshplan.memory.fused import check_fused
+from meshplan.memory.fused import check_fused, is_fused
 from meshplan.memory.groups import equal_ranks
 from meshplan.memory.log import EventLog, Term, on_streams
 from meshplan.memory.replay import Prepared, replay
@@ -150,6 +150,7 @@ def _told_work(
         },
         is_cuda=is_cuda,
         in_place=in_place,
+        is_fused=not is_cuda or is_fused(plan),
         styled=_styled(plan),
         lays_itself=frozenset(f for f, p in plan.assignment.tensors.items() if p.unit is None),
     )
