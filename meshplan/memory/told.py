@@ -142,6 +142,7 @@ def _told_work(
         batch=batch,
         seq_len=seq_len,
         element_bytes=_element_bytes(plan),
+        is_fused=not is_cuda or is_fused(plan),
         recomputed=frozenset(recompute),
         saves={
             number: frozenset(policy.save) or PRODUCTS
@@ -150,7 +151,6 @@ def _told_work(
         },
         is_cuda=is_cuda,
         in_place=in_place,
-        is_fused=not is_cuda or is_fused(plan),
         styled=_styled(plan),
         lays_itself=frozenset(f for f, p in plan.assignment.tensors.items() if p.unit is None),
     )
