@@ -32,6 +32,15 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
+def pattern_of(fqn: str) -> str:
+    """A name with `*` for the numbers in it.
+
+    >>> pattern_of("model.layers.12.mlp")
+    'model.layers.*.mlp'
+    """
+    return _NUMBER.sub(".*", fqn)
+
+
 def is_inside(fqn: str, around: str) -> bool:
     """Whether a module or tensor is `around` itself or lies below it; all lie below the root."""
     return not around or fqn == around or fqn.startswith(around + ".")
@@ -160,7 +169,7 @@ class ModelGraph:
 
     def word_of(self, fqn: str, words: Mapping[str, str]) -> str | None:
         """What `tp_preset` or `tp_derived` says of a module or a parameter."""
-        return words.get(_NUMBER.sub(".*", fqn)) if words else None
+        return words.get(pattern_of(fqn)) if words else None
 
     @property
     def parameters(self) -> Iterator[TensorInfo]:

@@ -91,6 +91,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any]] | tuple[str, int, dict[str, Any
         "version": 1, "mesh": {"cp": 2}, "context": {"attention": "all_to_all"}}),
     "stages, GPipe": ("own_llama", 2, pp("GPipe")),
     "stages, 1F1B": ("hf_llama", 2, pp("1F1B")),
+    "stages, accumulated": ("own_llama", 2, pp("Interleaved1F1B") | {
+        "batch": {"accumulate": 2}, "clip_grad_norm": 1.0}),
     "stages, interleaved": ("own_llama", 2, pp("Interleaved1F1B")),
     "stages, ZBV": ("own_llama", 2, pp("ZBVZeroBubble")),
     "stages of an encoder and a decoder": ("t5", 2, pp("1F1B")),
@@ -109,7 +111,7 @@ WIDE = (
     "full_shard, muon", "zero1, muon", "ddp, muon",
     "full_shard, rmsprop", "full_shard, clipped", "full_shard, tied", "zero1, accumulated", "zero2",
     "hybrid_shard, accumulated, bf16", "ddp, accumulated", "ddp, static", "tp, recomputed",
-    "stages, GPipe", "stages of an encoder and a decoder",
+    "stages, GPipe", "stages, accumulated", "stages of an encoder and a decoder",
 )  # fmt: skip
 """Cases that combine what others show one by one."""
 

@@ -253,7 +253,7 @@ def test_what_is_not_told_is_refused(more: dict[str, Any], what: str) -> None:
     graph = from_mapping(DECODER | {"model_type": "llama", "num_hidden_layers": 4})
     plan = make_plan(load_spec({"version": 1} | more), graph, world_size=4)
     with pytest.raises(PlanError, match=what):
-        told_log(plan, batch=1, seq_len=8)
+        told_log(plan, batch=1, seq_len=8, is_cuda=False)
 
 
 def test_a_step_is_told_without_torch() -> None:

@@ -19,7 +19,8 @@ import pytest
 from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
 from meshplan.memory import EventLog, stage_pass, stage_tape, stage_work
-from meshplan.memory.replay import replay
+from meshplan.memory.log import Term
+from meshplan.memory.replay import main, replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.told import _told_work, told_estimate, told_log
 from meshplan.plan import Plan, make_plan
@@ -32,6 +33,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 64, "use_cache": False, "tie_word_embeddings": False,
     "head_dim": 12,
 }  # fmt: skip
+TABLE = "model.embed_tokens"
 DEEP = LLAMA | {"num_hidden_layers": 8}
 GPT2: dict[str, Any] = {
     "model_type": "gpt2", "vocab_size": 160, "n_embd": 48, "n_layer": 4, "n_head": 4,
@@ -51,6 +53,7 @@ def plan_of(schedule: str, pp: int = 2, microbatches: int = 4, **more: Any) -> d
 
 MIXED = {"precision": "bf16-mixed"}
 AGAIN = {"activation_checkpointing": "full"}
+MORE = {"batch": {"accumulate": 3}, "clip_grad_norm": 1.0}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "GPipe": (LLAMA, plan_of("GPipe")),
     "1F1B": (LLAMA, plan_of("1F1B", 4, 8)),
@@ -68,6 +71,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hybrid": (LLAMA, plan_of("1F1B", mesh={"dp_replicate": 2, "dp_shard": 2}, **MIXED)),
     "zero1": (LLAMA, plan_of("1F1B", strategy="zero1", **MIXED)),
     "zero2": (LLAMA, plan_of("Interleaved1F1B", virtual=2, strategy="zero2")),
+    "accumulated, clipped": (LLAMA, plan_of("Interleaved1F1B", virtual=2, **MIXED, **MORE)),
+    "tied": (LLAMA | {"tie_word_embeddings": True}, plan_of("1F1B", **MIXED)),
+    "gpt2, tied, clipped": (GPT2 | {"tie_word_embeddings": True}, plan_of("1F1B", **MORE)),
+    "gpt2, tied, ddp": (GPT2 | {"tie_word_embeddings": True}, plan_of(
+        "GPipe", mesh={"dp_replicate": 2}, strategy="ddp", clip_grad_norm=1.0)),
     "gpt2, 1F1B": (GPT2, plan_of("1F1B", **MIXED)),
     "gpt2, GPipe": (GPT2, plan_of("GPipe", 4, 8)),
     "gpt2, interleaved, recomputed": (GPT2, plan_of("Interleaved1F1B", virtual=2, **AGAIN)),
@@ -76,7 +84,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt2 with embeddings apart": (GPT2, plan_of("1F1B", split=[
         ["transformer.wte"], ["transformer.wpe"]])),
 }  # fmt: skip
-DEFAULT = {"interleaved, recomputed": 3, "gpt2, 1F1B": 0}
+DEFAULT = {"interleaved, recomputed": 3, "gpt2, tied, clipped": 0}
 """One rank of each; the wide run takes one of every stage."""
 
 
@@ -115,7 +123,7 @@ def test_a_told_rank_is_the_traced_one(apart: ProcessPoolExecutor, case: str) ->
     assert plan.digest() == digest
     for rank, theirs in zip(ranks, logs, strict=True):
         mine = log_of(plan, rank)
-        assert mine.peak.live_bytes == pytest.approx(theirs.peak.live_bytes, rel=0.0005)
+        assert mine.peak.live_bytes == pytest.approx(theirs.peak.live_bytes, rel=0.001)
         assert mine.by_phase.keys() == theirs.by_phase.keys()
         for phase, figures in theirs.by_phase.items():
             assert mine.by_phase[phase] == pytest.approx(figures, rel=0.007), phase
@@ -202,6 +210,17 @@ def test_an_estimate_groups_the_ranks_of_a_stage() -> None:
     ]  # fmt: skip
     peaks = [group.peak.requested_bytes for group in found.groups]
     assert peaks[0] > peaks[1] > peaks[2]  # The earlier the stage, the more are in flight.
+
+
+def test_gradients_of_a_tied_table_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of the pass, in a tensor of their own."""
+    plan = decided(*CASES["tied"])
+    right = log_of(plan, 0)
+    monkeypatch.setattr(main, "shared_tensors", lambda assignment: {})
+    wrong = log_of(plan, 0)
+    table = [s for s in right.storages if (s.term, s.module) == (Term.COMMUNICATION, TABLE)]
+    assert len(right.storages) == len(wrong.storages) + 2  # And whether there is one.
+    assert len(table) == 1
 
 
 @pytest.mark.parametrize("more", [

@@ -143,6 +143,7 @@ def build_decoder(family: Family, facts: Facts, build: Builder) -> None:
     qkv_bias, o_bias = facts.flag(family.qkv_bias), facts.flag(family.o_bias)
     mlp_bias = facts.flag(family.mlp_bias)
     tied = facts.flag("tie_word_embeddings", family.ties)
+    facts.window(facts.flag(family.window))
     default_act = "gelu_pytorch_tanh" if family.activation == "hidden_activation" else "silu"
     act = facts.config.get(family.activation) or default_act
     facts.finish()
@@ -233,6 +234,8 @@ def build_gpt2(facts: Facts, build: Builder) -> None:
     heads, _, head_dim = attention_sizes(facts)
     mlp = facts.size("n_inner", 4 * hidden)
     tied = facts.flag("tie_word_embeddings", True)
+    facts.dropout("embd_pdrop", 0.1)
+    facts.dropout("resid_pdrop", 0.1)
     if facts.flag("add_cross_attention"):
         facts.problem("add_cross_attention", "cross attention is not supported", "remove the key")
     act = facts.config.get("activation_function") or "gelu_new"

@@ -35,7 +35,8 @@ class Run:
         tp, is_sequence, caches: As in `blocks.Part`.
         recomputed: The numbers of the blocks that backward runs again.
         keeps_chosen: Whether those are spared the products and attention.
-        styled: Which modules tp cuts; None for those that the model's own tp plan names.
+        styled: Which modules tp cuts; None for those that `Shape.styles` names.
+        is_fused: As in `blocks.Part`.
         lays_itself: Parameters whose gradients no unit reduces.
         saves: By number of a block, the words of `save:` that it is spared instead of these.
         is_cuda: Whether CUDA's kernels run.
@@ -53,6 +54,7 @@ class Run:
     is_cuda: bool = True
     in_place: bool = True
     styled: Styled | None = None
+    is_fused: bool = True
     lays_itself: frozenset[str] = frozenset()
     saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
@@ -132,10 +134,17 @@ def _learned(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tu
         "add", (words, places), w.size(words),
         grads=(Grad(words, 0), Grad(places, w.size(places) if run.batch > 1 else 0)),
     )  # fmt: skip
-    x = w.at(f"{w.module}.drop").dropout(total, shape.dropout)
+    x = w.at(f"{w.module}.drop").dropout(total, shape.embed_dropout)
     return x, part, (words, positions, places)
 
 
 def _part(shape: Shape, run: Run) -> Part:
     styled = run.styled or Styled(run.tp, shape.styles)
-    return Part(tp=styled.tp, is_sequence=run.is_sequence, caches=run.caches, styled=styled)
+    return Part(
+        tp=styled.tp,
+        is_sequence=run.is_sequence,
+        caches=run.caches,
+        styled=styled,
+        seq_len=run.seq_len,
+        is_fused=run.is_fused,
+    )

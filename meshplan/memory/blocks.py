@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from meshplan.memory.attention import attend
 from meshplan.memory.rows import Writer
 from meshplan.memory.shape import Shape
 from meshplan.memory.styled import Entered, Styled, cut_otherwise, project
@@ -31,6 +32,8 @@ class Part:
             unless `use_cache` is off.
         given: What every block is called with and does not read.
         styled: Which modules tp cuts.
+        seq_len: Tokens of a sequence that attention sees.
+        is_fused: Whether a fused kernel computes it.
     """
 
     tp: int = 1
@@ -40,6 +43,8 @@ class Part:
     caches: bool = False
     given: tuple[int, ...] = ()
     styled: Styled = field(default_factory=Styled)
+    seq_len: int = 1
+    is_fused: bool = True
 
 
 def enter(w: Writer, x: int, part: Part) -> int:
@@ -97,8 +102,8 @@ def activate(w: Writer, x: int, name: str) -> int:
     return out
 
 
-def attend(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
-    """Attention by torch's fused kernel, with a copy of keys and values in a cache before it."""
+def _attend(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
+    """Attention, with a copy of keys and values in a cache before it."""
     is_cut = w.size(q) < w.tokens * shape.q_width * w.element_bytes
     # Ranks whose queries need the same keys and values all compute them.
     kv_width = shape.kv_width // (min(part.styled.tp, shape.kv_heads) if is_cut else 1)
@@ -106,7 +111,7 @@ def attend(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
         raise cut_otherwise(w.module)
     if part.caches:
         k, v = w.cat(k), w.cat(v)
-    return w.attention(q, k, v, shape.heads, shape.head_dim)
+    return attend(w, q, k, v, shape.head_dim, part.seq_len, is_fused=part.is_fused)
 
 
 def llama_attention(w: Writer, shape: Shape, x: int, part: Part) -> int:
@@ -125,7 +130,7 @@ def llama_attention(w: Writer, shape: Shape, x: int, part: Part) -> int:
     turned_q = rotate(w, q, part)
     turned_k = rotate(w, k, part)
     w.touch(q, k)
-    out = attend(w, shape, turned_q, turned_k, v, part)
+    out = _attend(w, shape, turned_q, turned_k, v, part)
     out = project(w, part.styled, entered, out, shape.q_width, hidden, "o_proj", bias=shape.o_bias)
     w.touch(turned_q, turned_k, v)
     return out
@@ -180,7 +185,7 @@ def gpt2_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     fused = conv(at, entered, normed, hidden, 3 * shape.q_width, "c_attn")
     size = at.size(fused) // 3
     q, k, v = at.chunk(fused, size, size, size)
-    out = attend(at, shape, q, k, v, part)
+    out = _attend(at, shape, q, k, v, part)
     out = conv(at, entered, out, shape.q_width, hidden, "c_proj")
     out = at.dropout(out, shape.dropout)
     w.touch(fused)

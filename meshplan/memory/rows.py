@@ -17,6 +17,10 @@ from typing import Final
 from meshplan.memory.tape import Grad, Row, Span, Tape
 
 _FP32: Final = 4
+_ID: Final = 8
+_ROWS_PER_THREAD: Final = 10
+_FEW_ROWS: Final = 3072
+"""Rows of a table's gradient that a thread sums, and tokens up to which nothing is sorted."""
 KERNELS: Final = frozenset({"sdpa"})
 """What recomputation of chosen operations keeps, where nothing is said of products."""
 PRODUCTS: Final = frozenset({"mm", "bmm", "conv", "sdpa"})
@@ -194,14 +198,26 @@ class Writer:
             takes=takes, is_kept=is_kept or "mm" in self.saves,
         )  # fmt: skip
 
-    def embedding(self, ids: int, vocab: int, width: int, name: str) -> int:
+    def embedding(self, ids: int, vocab: int, width: int, name: str, *, takes: int = 0) -> int:
         """The gradient of its table is dense."""
         at = self.at(f"{self.module}.{name}" if self.module else name)
-        tokens = self.size(ids) // 8
+        tokens = self.size(ids) // _ID
         return at.row(
-            "embedding", (ids,), tokens * width * self.element_bytes, keeps=(ids,),
+            "embedding", (ids,), tokens * width * self.element_bytes, keeps=(ids,), takes=takes,
+            takes_back=self._sorted(tokens, vocab, width) if self.is_cuda else 0,
             parameters=((f"{at.module}.weight", vocab * width * self.parameter_bytes),),
         )  # fmt: skip
+
+    def _sorted(self, tokens: int, vocab: int, width: int) -> int:
+        """What the gradient of a table takes: indices sorted, rows summed apart in fp32.
+
+        Source: aten/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu.
+        """
+        if tokens <= _FEW_ROWS:
+            return 0
+        segments = min(tokens, vocab)
+        parts = tokens // _ROWS_PER_THREAD + segments
+        return _ID * (2 * tokens + 3 * segments + parts) + _FP32 * parts * width
 
     def layer_norm(self, x: int, width: int, name: str) -> int:
         """Keeps its input, and mean and deviation of every row."""

@@ -220,6 +220,7 @@ class _Pass:
         for storage in self._leaving:
             self._drop(storage)
         self._drop(self._make(_NUMBER, Storage(Term.COMMUNICATION, "_to_copy")))
+        self._marks.append(Mark(len(self._events), Moment.SHARING, ""))
         loss = self._make(_NUMBER, Storage(Term.LOSS, "div"))
         for came in self._came_back.values():
             for storage in came:

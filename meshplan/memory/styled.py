@@ -9,20 +9,19 @@ and placement_types.py; for tables cut by rows _ops/_mask_buffer.py.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
 from meshplan.errors import PlanError, Problem
+from meshplan.graph import pattern_of
 from meshplan.layout import Piece
 from meshplan.memory.row import Grad
 from meshplan.memory.rows import Writer
 from meshplan.styles import LOGITS, Style
 
 _ID: Final = 8
-_NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 _WHOLE: Final = "R"
 HEAD_NORMS: Final = ("q_norm", "k_norm")
 """Of every head: parts of the heads are normalised as the whole is."""
@@ -50,7 +49,7 @@ class Styled:
         """The style of a module, if it has one that cuts something."""
         if self.tp == 1:
             return None
-        return self.styles.get(fqn) or self.styles.get(_NUMBER.sub(".*", fqn))
+        return self.styles.get(fqn) or self.styles.get(pattern_of(fqn))
 
     def check(self) -> Iterator[Problem]:
         """What no row stands for."""
@@ -183,21 +182,17 @@ def _own_part(w: Writer, leaf: str, numel: int, pieces: tuple[Piece, ...]) -> in
 def look_up(w: Writer, styled: Styled, ids: int, vocab: int, width: int, name: str) -> int:
     """An embedding: cut by rows, where other ranks' rows are masked out, or by features."""
     fqn = f"{w.module}.{name}" if w.module else name
-    style, tp, tape = styled.of(fqn), styled.tp, w.tape
+    style, tp = styled.of(fqn), styled.tp
     if style is None:
         return w.embedding(ids, vocab, width, name)
     if style.cut_dim != "vocab":
         own = w.embedding(ids, vocab, _part(width, tp, fqn), name)
         return _LEAVES[_spelled(style.output)](w, own, tp)
     tokens = w.size(ids) // _ID
-    at = w.at(fqn)
-    out = at.row(
-        "embedding", (ids,), tokens * width * w.element_bytes, keeps=(ids,),
-        takes=tokens * (1 + _ID),  # Which ids are other ranks', and the places of the others.
-        parameters=((f"{fqn}.weight", vocab * width * w.parameter_bytes),),
-    )  # fmt: skip
+    # Which ids are other ranks', and the places of the others.
+    out = w.embedding(ids, vocab, width, name, takes=tokens * (1 + _ID))
     # Backward fills a table of all rows, of which a rank then takes its own.
-    tape.lay(f"{fqn}.weight", _part(vocab, tp, fqn) * width * w.parameter_bytes)
+    w.tape.lay(f"{fqn}.weight", _part(vocab, tp, fqn) * width * w.parameter_bytes)
     return _LEAVES[_spelled(style.output)](w, out, tp)
 
 

@@ -46,6 +46,8 @@ class Player:
         self._events: list[Event] = []
         self._marks: list[Mark] = []
         self._gradients: dict[str, int] = {}
+        self._ready: dict[str, int] = {}
+        """By fqn, the event before which autograd gives the parameter its gradient."""
         self._unlaid: dict[str, int] = {}
         """By fqn, gradients that are not laid as their parameter is."""
         self._sent: set[int] = set()
@@ -100,7 +102,9 @@ class Player:
         settling = {
             fqn: ((nbytes, -1),) for (_, fqn), nbytes in tape.laid.items() if fqn in self._unlaid
         }
-        return Work(log, tuple(self._marks), self._gradients, losses=(loss,), settling=settling)
+        return Work(
+            log, tuple(self._marks), self._gradients, self._ready, (loss,), settling=settling
+        )
 
     # Memory
 
@@ -263,6 +267,7 @@ class Player:
             self._accumulate(value, storage, row)
         for fqn, _ in row.parameters if given else ():
             self._lay(fqn, number)
+            self._ready[fqn] = len(self._events)
 
     def _accumulate(self, value: int, storage: int, row: Row) -> None:
         known = self._grads.get(value)

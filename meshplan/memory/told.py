@@ -17,6 +17,7 @@ from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.analytic import Run, tape_of
 from meshplan.memory.assemble import assemble
 from meshplan.memory.estimate import MemoryEstimate, Tier
+from meshplan.memory.fused import check_fused, is_fused
 from meshplan.memory.groups import equal_ranks
 from meshplan.memory.log import EventLog, Term, on_streams
 from meshplan.memory.replay import Prepared, replay
@@ -87,6 +88,7 @@ def told_estimate(
         what = "nothing says how many samples of which length a rank takes at once"
         fix = "add batch: {micro: 1, seq_len: 2048}"
         raise PlanError(Problem(what, spec.origin("batch"), fix))
+    check_fused(plan, spec.batch.seq_len, device=device)
     groups = equal_ranks(plan.assignment)
     with _no_collection():
         works = _told_work(plan, plan.micro, spec.batch.seq_len)
@@ -193,6 +195,7 @@ def told_log(
     Raises:
         PlanError: The model's operations, or something in the plan, are not known.
     """
+    check_fused(plan, seq_len, is_cuda=is_cuda)
     with _no_collection():
         works = _told_work(plan, batch, seq_len, is_cuda=is_cuda, in_place=in_place)
         return replay(works.of_rank(rank), plan, optimizer, rank=rank, foreach=foreach)
@@ -210,6 +213,7 @@ def _told_work(
         batch=batch // (stages.microbatches if stages is not None else 1),
         seq_len=seq_len,
         element_bytes=_element_bytes(plan),
+        is_fused=not is_cuda or is_fused(plan),
         recomputed=frozenset(recompute),
         saves={
             number: frozenset(policy.save) or PRODUCTS

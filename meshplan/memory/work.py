@@ -27,6 +27,8 @@ class Moment(StrEnum):
     AFTER_BACKWARD = "after backward"
     END_OF_BACKWARD = "end of backward"
     """Once, when autograd has run all it had to run; of the root."""
+    SHARING = "sharing"
+    """Once in a pipeline, when all is played: copies of one parameter add up their gradients."""
 
 
 class Mark(NamedTuple):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Final, TypeVar
 
+from meshplan.assign import Assignment
 from meshplan.errors import PlanError, Problem
 from meshplan.memory.log import EventLog, Term
 from meshplan.memory.replay.buckets import Options
@@ -42,31 +43,31 @@ def replay(
         PlanError: There is no rule for something in this plan: trace the whole step instead.
     """
     check_optimizer(optimizer)
-    if problems := list(_unknown(plan)):
-        raise PlanError(problems)
     prepared = work if isinstance(work, Prepared) else Prepared(work)
+    if problems := list(_unknown(plan, prepared)):
+        raise PlanError(problems)
     # Without an end what waits for it, the root before all, would never be reduced.
     ends = any(mark.moment == Moment.END_OF_BACKWARD for mark in prepared.marks)
     assert ends or not plan.assignment.units
     return _Step(prepared, plan, optimizer, rank, foreach=foreach).play()
 
 
-def _unknown(plan: Plan) -> Iterator[Problem]:
+def _unknown(plan: Plan, work: Prepared) -> Iterator[Problem]:
     """What has no rule."""
     a, spec = plan.assignment, plan.spec
+    shared = shared_tensors(a)
+    tells_sharing = any(mark.moment == Moment.SHARING for mark in work.marks)
     for is_there, what in (
         (
             a.stages is not None and SCHEDULES[a.stages.schedule].splits_backward,
             "a backward in two halves",
         ),
-        (a.stages is not None and plan.accumulate > 1, "a pipeline that accumulates"),
-        (a.stages is not None and spec.clip_grad_norm is not None, "clipping along a pipeline"),
+        (bool(shared) and not tells_sharing, "parameters that several stages hold"),
         (
-            a.stages is not None
-            and any(
-                len(a.stages.tensors[f]) > 1 and not p.info.is_buffer for f, p in a.tensors.items()
-            ),
-            "parameters that several stages hold",
+            any(len(set(map(a.stages.rank_of, held))) < len(held) for held in shared.values())
+            if a.stages is not None
+            else False,
+            "a parameter that two stages of one rank hold",
         ),
         (bool(a.compiled), "compiled blocks"),
         (bool(a.experts), "expert parallelism"),
@@ -173,6 +174,10 @@ class _Step:
 
     def _at(self, mark: Mark, backwards: Counter[str], *, is_last: bool) -> None:
         """A wrapper acts."""
+        if mark.moment == Moment.SHARING:
+            if is_last:
+                self._share()
+            return
         unit, at = _split(mark.unit)
         part = self._parts[at]
         if mark.moment != Moment.END_OF_BACKWARD:
@@ -182,6 +187,20 @@ class _Step:
         part.end_of_backward(is_last=is_last and backwards[at] == self._ends[at])
         if self._num_backwards > 1:
             part.set_last(is_last=is_last and backwards[at] + 1 == self._ends[at])
+
+    def _share(self) -> None:
+        """`runtime.pipeline.shared.SharedTensors.add_gradients`."""
+        before: int | None = None
+        for fqn, holders in shared_tensors(self._plan.assignment).items():
+            for at, part in self._parts.items():
+                if at not in (f"{AT_STAGE}{stage}" for stage in holders):
+                    continue
+                is_there = self._writer.make(4, Term.COMMUNICATION)
+                found = part.put_gradient(fqn)
+                self._writer.free(is_there)
+                self._writer.free(before)
+                before = found
+        self._writer.free(before)
 
     def _drop_loss(self) -> None:
         """The name of the last loss is given to the new one."""
@@ -222,14 +241,30 @@ class _Step:
 
     def _update(self) -> None:
         """The optimizer takes what has a gradient."""
-        found = [each for part in self._parts.values() for each in part.updated()]
+        shared = shared_tensors(self._plan.assignment)
+        found, counted = [], []
+        for at, part in self._parts.items():
+            for each in part.updated():
+                holders = shared.get(each[1].fqn)
+                found.append(each)
+                if holders is None or at == f"{AT_STAGE}{holders[0]}":
+                    counted.append(each)
         if self._plan.spec.clip_grad_norm is not None:
             by_axes: dict[tuple[str, ...], list[Updated]] = {}
-            for axes, param in found:
+            for axes, param in counted:
                 by_axes.setdefault(axes, []).append(param)
             clip(self._writer, by_axes)
         params = [param for _, param in found]
         step(self._writer, params, self._optimizer, foreach=self._foreach)
+
+
+def shared_tensors(a: Assignment) -> dict[str, tuple[int, ...]]:
+    """The stages of each parameter that several hold, and whose gradients are added up."""
+    return {
+        fqn: holders
+        for fqn, holders in (a.stages.tensors.items() if a.stages is not None else ())
+        if len(holders) > 1 and not a.tensors[fqn].info.is_buffer and a.tensors[fqn].info.trainable
+    }
 
 
 def _is_before(mark: Mark) -> bool:

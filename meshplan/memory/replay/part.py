@@ -103,6 +103,17 @@ class Part:
         # One number for each (`runtime.gradients`), and two of the calls that were made.
         self._writer.free(self._writer.make(8 * (count + 2), Term.COMMUNICATION))
 
+    def put_gradient(self, fqn: str) -> int | None:
+        """A sum over stages in place of the gradient of a parameter; returns what was there."""
+        size = next(param.num_bytes for param in self._params() if param.fqn == fqn)
+        total = self._writer.make(size, Term.COMMUNICATION, fqn.rpartition(".")[0])
+        unit = self._unit_of.get(fqn)
+        if unit is not None:
+            return self._units.put_gradient(unit, fqn, total)
+        before = self._alone.gradients.get(fqn)
+        self._alone.gradients[fqn] = total
+        return before
+
     def updated(self) -> list[tuple[tuple[str, ...], Updated]]:
         """(the axes that cut it, parameter) of each one that has a gradient."""
         found = {*self._units.reduced(), *self._alone.found}

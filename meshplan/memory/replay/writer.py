@@ -125,7 +125,9 @@ class Copy:
             self._begin(min(event, len(events) - 1))
 
     def _begin(self, event: int) -> None:
-        self._writer.begin(self._log.phases[self._log.events[event].phase])
+        phase = self._log.events[event].phase
+        if phase:  # Work that begins before its first phase does so in the phase that runs.
+            self._writer.begin(self._log.phases[phase])
 
     def _end_of_phase(self, at: int, event: int) -> int:
         events = self._log.events
