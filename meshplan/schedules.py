@@ -286,6 +286,39 @@ def actions(
     return _play(schedule, ranks, virtual, computes)
 
 
+def released(
+    orders: tuple[tuple[Action, ...], ...], rank: int
+) -> Mapping[Action, tuple[Action, ...]]:
+    """By a compute step of a rank, those of its sends that are known to have arrived before it.
+
+    What a stage got it had before it sends something back: a gradient that arrives tells that the
+    forward had, a forward that its sender sent after a backward tells that the backward's gradient
+    had. So what was sent need not be kept until all is done, and nobody has to wait to know.
+
+    Args:
+        orders: As `actions` gives them.
+    """
+    own = set(orders[rank])
+    following: dict[tuple[int, int], int] = {}
+    for order in orders:
+        later: dict[int, int] = {}
+        for action in reversed(order):
+            if action.kind == "SEND_F":
+                later[action.stage] = action.microbatch
+            elif action.kind in "BI" and action.stage in later:
+                following[action.stage, action.microbatch] = later[action.stage]
+    out: dict[Action, list[Action]] = {}
+    for action in orders[rank]:
+        stage, m = action.stage, action.microbatch
+        if action.kind == "SEND_F" and Action("RECV_B", stage, m) in own:
+            for kind in ("B", "I"):
+                out.setdefault(Action(kind, stage, m), []).append(action)
+        elif action.kind == "SEND_B" and (stage - 1, m) in following:
+            step = Action("F", stage, following[stage - 1, m])
+            out.setdefault(step, []).append(action)
+    return MappingProxyType({step: tuple(sends) for step, sends in out.items() if step in own})
+
+
 def _play(
     schedule: Schedule, ranks: int, virtual: int, computes: list[list[Action]]
 ) -> tuple[tuple[Action, ...], ...]:

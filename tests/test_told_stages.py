@@ -25,6 +25,7 @@ from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.told import _told_work, told_estimate, told_log
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
+from meshplan.schedules import Action
 from tests import told
 
 LLAMA: dict[str, Any] = {
@@ -129,29 +130,29 @@ def test_a_told_rank_is_the_traced_one(apart: ProcessPoolExecutor, case: str) ->
             assert mine.by_phase[phase] == pytest.approx(figures, rel=0.007), phase
 
 
-def _release_what_is_sent() -> tuple[Any, str, Any]:
-    def send(self: Any, storages: Any) -> None:
-        for storage in storages:
-            self._drop(storage)
+def _keep_what_has_arrived() -> tuple[Any, str, Any]:
+    begin = stage_pass._Pass.begin
 
-    return stage_pass._Pass, "_send", send
+    def late(self: Any, action: Action, arrived: Any) -> None:
+        begin(self, action, ())
+
+    return stage_pass._Pass, "begin", late
 
 
-def _forget_what_came_back() -> tuple[Any, str, Any]:
-    backward = stage_pass._Pass.backward
+def _drop_what_is_sent_at_once() -> tuple[Any, str, Any]:
+    def send(self: Any, stage: int, m: int) -> None:
+        part, flight = self._parts[stage], self._flights[stage, m]
+        for storage in (*part.returned, *part.received):
+            self._drop(flight[storage])
 
-    def early(self: Any, stage: int, m: int) -> None:
-        backward(self, stage, m)
-        for storage in self._came_back.pop((stage, m), ()):
-            self._drop(storage)
-
-    return stage_pass._Pass, "backward", early
+    return stage_pass._Pass, "send_backward", send
 
 
 def _keep_what_was_received() -> tuple[Any, str, Any]:
     def send(self: Any, stage: int, m: int) -> None:
         flight, part = self._flights[stage, m], self._parts[stage]
-        self._send(flight[s] for s in (*part.returned, *part.received))
+        kept = [flight[s] for s in (*part.returned, *part.received)]
+        self._leaving[Action("SEND_B", stage, m)] = kept
 
     return stage_pass._Pass, "send_backward", send
 
@@ -165,7 +166,7 @@ def _share_tables() -> tuple[Any, str, Any]:
 
 
 MISTAKES: tuple[Callable[[], tuple[Any, str, Any]], ...] = (
-    _release_what_is_sent, _forget_what_came_back, _keep_what_was_received,
+    _keep_what_has_arrived, _drop_what_is_sent_at_once, _keep_what_was_received,
     _gather_the_root_first, _share_tables,
 )  # fmt: skip
 

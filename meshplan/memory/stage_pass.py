@@ -2,7 +2,7 @@
 
 Each stage is played once (`stage_work`); its forwards and backwards are put where the schedule has
 them, and between them what `runtime.pipeline.run` receives, sends and holds on to: what was sent
-until all is played, gradients that came back until the step is done.
+until it is known to have arrived.
 
 Of many microbatches most are like others, with less around them: those are written in brief, as
 what they leave behind and nothing else.
@@ -10,6 +10,7 @@ what they leave behind and nothing else.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -31,6 +32,7 @@ def rank_work(
     stages: Stages,
     order: Sequence[Action],
     *,
+    released: Mapping[Action, tuple[Action, ...]],
     takes_gradients: bool,
     in_brief: bool = False,
 ) -> Work:
@@ -39,6 +41,7 @@ def rank_work(
     Args:
         parts: Of its stages, each with the inputs and targets of one microbatch.
         order: What the rank does, as `schedules.actions` has it.
+        released: What it sent and no longer holds, as `schedules.released` has it.
         takes_gradients: Whether wrappers take the gradients of every microbatch; else they are
             added to those that are there.
         in_brief: Whether microbatches that cannot make the peak are written in brief.
@@ -47,7 +50,7 @@ def rank_work(
     """
     whole = {(action.stage, action.microbatch) for action in order}
     if in_brief:
-        whole = _decisive(parts, order)
+        whole = _decisive(parts, order, released)
     pass_ = _Pass(parts, stages, whole, takes_gradients=takes_gradients)
     steps = {
         "F": pass_.forward, "B": pass_.backward, "SEND_F": pass_.send_forward,
@@ -55,11 +58,17 @@ def rank_work(
         "RECV_B": pass_.receive_backward,
     }  # fmt: skip
     for action in order:
+        if action.kind in "FB":
+            pass_.begin(action, released.get(action, ()))
         steps[action.kind](action.stage, action.microbatch)
     return pass_.end()
 
 
-def _decisive(parts: Mapping[int, StageWork], order: Sequence[Action]) -> set[tuple[int, int]]:
+def _decisive(
+    parts: Mapping[int, StageWork],
+    order: Sequence[Action],
+    released: Mapping[Action, tuple[Action, ...]],
+) -> set[tuple[int, int]]:
     """(stage, microbatch) of those that tell the peak: of what follows the same, the fullest.
 
     What a unit still has gathered depends on what the rank did before; so that is told too. And so
@@ -70,6 +79,8 @@ def _decisive(parts: Mapping[int, StageWork], order: Sequence[Action]) -> set[tu
     following: dict[tuple[object, ...], tuple[int, int, tuple[Action, ...]]] = {}
     places: dict[tuple[str, int], list[Action]] = {}
     for place, action in enumerate(order):
+        for sent in released.get(action, ()):
+            live += parts[sent.stage].changes["arrived"] if sent.kind == "SEND_B" else 0
         if action.kind in "FB":
             pair = (action, before) if before is not None else (action,)
             key = tuple((each.kind, each.stage) for each in pair)
@@ -128,7 +139,8 @@ class _Pass:
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._arrived: dict[tuple[int, int], list[int]] = {}
         self._came_back: dict[tuple[int, int], list[int]] = {}
-        self._leaving: list[int] = []
+        self._leaving: dict[Action, list[int]] = {}
+        self._holders: Counter[int] = Counter()
         self._be_there()
         self._num_before = len(self._events)
         self._total = self._make(_NUMBER, Storage(Term.COMMUNICATION, "zeros"))
@@ -158,10 +170,15 @@ class _Pass:
 
     # What a rank does
 
+    def begin(self, action: Action, arrived: Iterable[Action]) -> None:
+        """What was sent and has arrived is let go of."""
+        self._begin("forward" if action.kind == "F" else "backward")
+        for sent in arrived:
+            self._let_go(self._leaving.pop(sent, ()))
+
     def forward(self, stage: int, m: int) -> None:
         """Until what is sent on, or the loss, is there."""
         part = self._parts[stage]
-        self._begin("forward")
         known = self._known[stage] | dict(
             zip(part.received, self._arrived.pop((stage, m), ()), strict=True)
         )
@@ -183,48 +200,51 @@ class _Pass:
     def backward(self, stage: int, m: int) -> None:
         """Until the gradients of what was received are there."""
         part, flight = self._parts[stage], self._flights[stage, m]
-        self._begin("backward")
+        came = self._came_back.pop((stage, m), [])
         if (stage, m) not in self._whole:
             self._make_known(part, flight, part.returned)
-            for storage in flight.left:
+            for storage in (*flight.left, *came):
                 self._drop(storage)
+            self._let_go(flight[storage] for storage in part.sent)
             return
-        flight.known.update(zip(part.given, self._came_back.get((stage, m), ()), strict=True))
+        flight.known.update(zip(part.given, came, strict=True))
         self._play(part, flight, _BACKWARD)
+        for storage in came:
+            self._drop(storage)
+        self._let_go(flight[storage] for storage in part.sent)
         if stage == self._stages.num - 1:
             for storage in part.work.losses:
                 self._drop(flight[storage])
 
     def send_forward(self, stage: int, m: int) -> None:
-        """What is sent is held until all is played."""
-        self._send(self._flights[stage, m][s] for s in self._parts[stage].sent)
+        """What is sent is held until it has arrived, and until its backward is done."""
+        storages = [self._flights[stage, m][s] for s in self._parts[stage].sent]
+        self._leaving[Action("SEND_F", stage, m)] = storages
+        self._holders.update(storages)
 
     def receive_forward(self, stage: int, m: int) -> None:
         """Room for what comes."""
         self._arrived[stage, m] = self._receive(stage, self._parts[stage].received)
 
     def send_backward(self, stage: int, m: int) -> None:
-        """The gradients are held until all is played, what they are of no longer."""
+        """The gradients are held until they have arrived, what they are of no longer."""
         part, flight = self._parts[stage], self._flights[stage, m]
-        self._send(flight[s] for s in part.returned)
+        self._leaving[Action("SEND_B", stage, m)] = [flight[s] for s in part.returned]
         for storage in part.received:
             self._drop(flight[storage])
 
     def receive_backward(self, stage: int, m: int) -> None:
-        """Room for the gradients, which are held until the step is done."""
+        """Room for the gradients, which are held until their backward is done."""
         self._came_back[stage, m] = self._receive(stage, self._parts[stage].given)
 
     def end(self) -> Work:
-        """All was played: what was sent goes, then what came back."""
+        """All was played: what is still held of what was sent goes."""
         self._begin("backward")
-        for storage in self._leaving:
-            self._drop(storage)
+        for storages in self._leaving.values():
+            self._let_go(storages)
         self._drop(self._make(_NUMBER, Storage(Term.COMMUNICATION, "_to_copy")))
         self._marks.append(Mark(len(self._events), Moment.SHARING, ""))
         loss = self._make(_NUMBER, Storage(Term.LOSS, "div"))
-        for came in self._came_back.values():
-            for storage in came:
-                self._drop(storage)
         self._drop(self._total)
         return Work(
             log=EventLog(tuple(self._storages), tuple(self._events), tuple(self._phases)),
@@ -266,8 +286,13 @@ class _Pass:
         made = Storage(Term.COMMUNICATION, "empty")
         return [self._make(sizes[storage], made) for storage in storages]
 
-    def _send(self, storages: Iterable[int]) -> None:
-        self._leaving.extend(storages)
+    def _let_go(self, storages: Iterable[int]) -> None:
+        """One holder less; the last one's ends them."""
+        for storage in storages:
+            if self._holders[storage]:
+                self._holders[storage] -= 1
+            else:
+                self._drop(storage)
 
     def _play(self, part: StageWork, flight: _Flight, moments: tuple[Moment, ...]) -> None:
         """One half of a stage's work."""

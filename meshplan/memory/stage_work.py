@@ -64,17 +64,21 @@ class StageWork:
 
     @cached_property
     def changes(self) -> Mapping[str, int]:
-        """By the kind of an action, how many bytes more there are after it."""
+        """By the kind of an action, how many bytes more there are after it.
+
+        And once what was sent back is known to have arrived.
+        """
 
         def total(storages: Iterable[int]) -> int:
             return sum(self.sizes[storage] for storage in storages)
 
         return {
             "F": total((*self.left, *self.sent)),
-            "B": total(self.returned) - total(self.left),
+            "B": total(self.returned) - total((*self.left, *self.sent, *self.given)),
             "RECV_F": total(self.received),
             "RECV_B": total(self.given),
             "SEND_B": -total(self.received),
+            "arrived": -total(self.returned),
         }
 
     @cached_property

@@ -16,7 +16,7 @@ from meshplan.memory.stage_tape import StageTape, cut
 from meshplan.memory.stage_work import StageWork, play_stage
 from meshplan.memory.tape import Tape
 from meshplan.plan import Plan
-from meshplan.schedules import SCHEDULES, actions
+from meshplan.schedules import SCHEDULES, actions, released
 
 _MOST: Final = 40_000
 """Operations of a step up to which every microbatch is written out, on all ranks."""
@@ -66,6 +66,7 @@ class StageWorks:
                 parts,
                 self._stages,
                 self._orders[place],
+                released=released(self._orders, place),
                 takes_gradients=bool(self._plan.assignment.units),
                 in_brief=in_brief,
             )

@@ -23,7 +23,7 @@ from meshplan.runtime.pipeline.program import make_program
 from meshplan.runtime.pipeline.run import Form, Part, Run, Told, end_split_backward
 from meshplan.runtime.pipeline.shared import SharedTensors
 from meshplan.runtime.pretend import numbers
-from meshplan.schedules import SCHEDULES, actions, forward_only
+from meshplan.schedules import SCHEDULES, actions, forward_only, released
 
 
 class PipelinedModule(nn.Module):
@@ -63,7 +63,8 @@ class PipelinedModule(nn.Module):
         along = (mesh.mesh_dim_names or ()).index("pp")
         self._peers = tuple(mesh.mesh.select(along, self._place).flatten().tolist())
         ranks, virtual = stages.num_ranks, stages.virtual
-        self._train = actions(self._schedule, ranks, virtual, stages.microbatches)[self._place]
+        orders = actions(self._schedule, ranks, virtual, stages.microbatches)
+        self._train, self._released = orders[self._place], released(orders, self._place)
         self._eval = forward_only(self._schedule, ranks, virtual)[self._place]
         self._forms: dict[Any, Form] = {}
         self.shared = SharedTensors(plan, mesh, {s: p.module for s, p in parts.items()})
@@ -140,6 +141,7 @@ class PipelinedModule(nn.Module):
             microbatches=[as_arguments(part) for part in cut],
             finish=finish,
             sync=lambda part, is_last_here: self._sync(part, is_last and is_last_here),
+            released=self._released,
         )
         run.play(self._train)
         self._agree(run, form)

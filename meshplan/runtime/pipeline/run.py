@@ -9,10 +9,11 @@ schedule it plays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -84,6 +85,7 @@ class Run:
         microbatches: Arguments and keyword arguments of each.
         finish: (output, microbatch) -> what backward starts from; only called in the last stage.
         sync: (part, is last) -> says whether the coming backward is the last of its part.
+        released: By a step, what was sent and has arrived before it; the rest is kept to the end.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Run:
         microbatches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
         finish: Callable[[Any, int], torch.Tensor | None],
         sync: Callable[[Part, bool], None] = lambda part, is_last: None,
+        released: Mapping[Action, tuple[Action, ...]] = MappingProxyType({}),
     ) -> None:
         self.parts, self.schedule, self.group, self.form = parts, schedule, group, form
         self.microbatches, self.finish, self.sync = microbatches, finish, sync
@@ -107,7 +110,8 @@ class Run:
         self._size = dist.get_world_size(group)
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._arriving: dict[tuple[str, int, int], list[dist.Work]] = {}
-        self._leaving: list[tuple[list[dist.Work], list[torch.Tensor]]] = []
+        self._leaving: dict[Action, tuple[list[dist.Work], list[torch.Tensor]]] = {}
+        self._released = released
         self._backwards: dict[int, int] = dict.fromkeys(parts, 0)
 
     def play(self, actions: Sequence[Action]) -> None:
@@ -128,7 +132,7 @@ class Run:
                     step(action.stage, action.microbatch)
                 except Exception as error:  # The user's forward and loss may raise anything.
                     self._fail(error)
-        for works in (*self._arriving.values(), *(works for works, _ in self._leaving)):
+        for works in (*self._arriving.values(), *(works for works, _ in self._leaving.values())):
             for work in works:
                 work.wait()
         self._arriving.clear()
@@ -152,6 +156,7 @@ class Run:
                 leaf = tensor.detach().requires_grad_(tensor.requires_grad)
                 flight.received[value] = leaf
         self._wait("F", stage, m)
+        self._release(Action("F", stage, m))
         replay = part.replay
         replay.program, replay.received = program, flight.received
         args, kwargs = self.microbatches[m]
@@ -171,31 +176,35 @@ class Run:
             )
 
     def _backward(self, stage: int, m: int) -> None:
-        flight = self._before_backward(stage, m)
+        flight = self._before_backward("B", stage, m)
         outputs, gradients = self._roots(stage, flight)
         if outputs:
             torch.autograd.backward(outputs, gradients)
-        flight.outputs = []
+        flight.outputs, flight.gradients = [], []
 
     def _backward_inputs(self, stage: int, m: int) -> None:
-        flight, weights = self._before_backward(stage, m), self.parts[stage].module.parameters()
+        flight, weights = (
+            self._before_backward("I", stage, m),
+            self.parts[stage].module.parameters(),
+        )
         outputs, gradients = self._roots(stage, flight)
         leaves = self._leaves(flight)
         if self.form.is_new and m == 0:
             check_weights(outputs, leaves, self.parts[stage].module.parameters())
         flight.halves = first_half(outputs, gradients, leaves, weights)
-        flight.outputs = []
+        flight.outputs, flight.gradients = [], []
 
     def _backward_weights(self, stage: int, m: int) -> None:
         flight = self._flight(stage, m)
         second_half(flight.halves, self.parts[stage].module.parameters())
         flight.halves = Halves()
 
-    def _before_backward(self, stage: int, m: int) -> _Flight:
+    def _before_backward(self, kind: Literal["B", "I"], stage: int, m: int) -> _Flight:
         flight = self._flight(stage, m)
         if stage < self.last and self._peer(stage + 1) is None:
             flight.gradients = self._gradients(self._flight(stage + 1, m))
         self._wait("B", stage, m)
+        self._release(Action(kind, stage, m))
         self._backwards[stage] += 1
         is_last = self._backwards[stage] == len(self.microbatches)
         self.sync(self.parts[stage], is_last)
@@ -248,7 +257,7 @@ class Run:
             )
             self._fail(ApplyError(changed))
             tensors = [torch.zeros(meta[0], dtype=meta[1], device=device()) for meta in known]
-        self._send(tensors, peer)
+        self._send(tensors, peer, Action("SEND_F", stage, m))
 
     def _receive_forward(self, stage: int, m: int) -> None:
         peer = self._peer(stage - 1)
@@ -286,7 +295,8 @@ class Run:
         peer = self._peer(stage - 1)
         assert peer is not None
         self._wait("F", stage, m)  # After a failure nobody has.
-        self._send(self._gradients(self._flight(stage, m)), peer)
+        gradients = self._gradients(self._flight(stage, m))
+        self._send(gradients, peer, Action("SEND_B", stage, m))
 
     def _receive_backward(self, stage: int, m: int) -> None:
         peer = self._peer(stage + 1)
@@ -300,11 +310,18 @@ class Run:
         ]
         self._arriving["B", stage, m] = self._receive(flight.gradients, peer)
 
-    def _send(self, tensors: list[torch.Tensor], peer: int) -> None:
+    def _send(self, tensors: list[torch.Tensor], peer: int, action: Action) -> None:
         whole = [t.detach().contiguous() for t in tensors if t.numel()]
         ops = [dist.P2POp(dist.isend, t, peer, self.group) for t in whole]
         if ops:
-            self._leaving.append((dist.batch_isend_irecv(ops), whole))
+            self._leaving[action] = (dist.batch_isend_irecv(ops), whole)
+
+    def _release(self, step: Action) -> None:
+        """Let go of what was sent and is known to have arrived."""
+        for sent in self._released.get(step, ()):
+            works, _ = self._leaving.pop(sent, ((), ()))
+            for work in works:
+                work.wait()
 
     def _receive(self, tensors: list[torch.Tensor], peer: int) -> list[dist.Work]:
         ops = [dist.P2POp(dist.irecv, t, peer, self.group) for t in tensors if t.numel()]
