@@ -22,7 +22,7 @@ from meshplan.memory import EventLog, stage_pass, stage_tape, stage_work
 from meshplan.memory.log import Term
 from meshplan.memory.replay import main, replay
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.told import _told_work, told_estimate, told_log
+from meshplan.memory.told import BRIEF_ERROR, _told_work, told_estimate, told_log
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from meshplan.schedules import Action
@@ -229,7 +229,7 @@ def test_gradients_of_a_tied_table_are_added_up(monkeypatch: pytest.MonkeyPatch)
     {"schedule": "Interleaved1F1B", "virtual": 2}, {"schedule": "1F1B", "strategy": "zero1"},
 ])  # fmt: skip
 def test_in_brief_a_rank_needs_as_much(more: dict[str, Any]) -> None:
-    """What is left out of a long step makes no peak, nor is anything left of it at the end."""
+    """What is left out of a long step hardly makes a peak, and nothing is left of it at the end."""
     given = dict(more)
     plan = decided(DEEP, plan_of(given.pop("schedule"), 2, 24, **given, **MIXED))
     works = _told_work(plan, 48, told.LENGTH)
@@ -239,7 +239,8 @@ def test_in_brief_a_rank_needs_as_much(more: dict[str, Any]) -> None:
             for in_brief in (False, True)
         )
         assert len(brief.events) < 0.6 * len(whole.events)
-        assert brief.peak.live_bytes == whole.peak.live_bytes
+        assert brief.peak.live_bytes <= whole.peak.live_bytes
+        assert brief.peak.live_bytes >= whole.peak.live_bytes * (1 - BRIEF_ERROR)
         assert brief.by_phase["step"] == whole.by_phase["step"]
         assert brief.phase_at_peak == whole.phase_at_peak
 
@@ -248,7 +249,7 @@ def test_a_pipeline_is_told_without_torch() -> None:
     script = (
         "import sys\n"
         "from meshplan.blueprint import from_mapping\n"
-        "from meshplan.memory.told import told_log\n"
+        "from meshplan.memory.told import BRIEF_ERROR, told_log\n"
         "from meshplan.plan import make_plan\n"
         "from meshplan.reader import load_spec\n"
         "graph = from_mapping({'model_type': 'llama', 'num_hidden_layers': 8})\n"
