@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from meshplan.blueprint.config import Facts, read_json
-from meshplan.blueprint.families import FAMILIES, GPT2_DEFAULTS, GPT2_EMBEDDING_DROPOUT
+from meshplan.blueprint.families import FAMILIES, GPT2_DEFAULTS
 from meshplan.blueprint.modules import Builder, build_decoder, build_gpt2
 from meshplan.blueprint.outline import decoder_outline, gpt2_outline
 from meshplan.errors import Origin, Problem, SpecError
@@ -103,6 +103,6 @@ def _outline(graph: ModelGraph, config: Mapping[str, Any]) -> Flow | None:
     if any(config.get(key) for key in _KEEPING):
         return None
     if "transformer" in graph.modules:
-        drops = config.get("embd_pdrop", GPT2_EMBEDDING_DROPOUT) != 0
+        drops = graph.config["embd_pdrop"] != 0
         return gpt2_outline(graph.modules, graph.tensors, drops=drops)
     return decoder_outline(graph.modules, graph.tensors)

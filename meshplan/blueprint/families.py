@@ -151,6 +151,3 @@ GPT2_DEFAULTS: Final = MappingProxyType(
     }
 )
 """GPT-2's sizes under the names that the other families use."""
-
-GPT2_EMBEDDING_DROPOUT: Final = 0.1
-"""What GPT-2 drops of its embeddings when the config is silent."""
