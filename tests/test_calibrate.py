@@ -101,7 +101,7 @@ def test_other_files_are_refused(tmp_path):
 def test_this_machine_is_timed(monkeypatch):
     from meshplan.runtime import calibrate
 
-    monkeypatch.setattr(calibrate, "REPEATS", 1)
+    monkeypatch.setattr(calibrate, "ROUNDS", 1)
     told = calibrate.measure(large=False)
     for samples in (told.products, told.attention, told.moves):
         assert len(samples) > 2
