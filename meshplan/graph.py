@@ -7,6 +7,7 @@ everybody else. Refuses to know torch.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -26,6 +27,18 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
     }
 )  # fmt: skip
 """Bytes per element by dtype name (torch's names without `torch.`)."""
+
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+def pattern_of(fqn: str) -> str:
+    """A name with `*` for the numbers in it.
+
+    >>> pattern_of("model.layers.12.mlp")
+    'model.layers.*.mlp'
+    """
+    return _NUMBER.sub(".*", fqn)
 
 
 def is_inside(fqn: str, around: str) -> bool:
@@ -127,6 +140,8 @@ class ModelGraph:
         flow: One recorded forward pass; None where nothing was recorded.
         tp_preset: transformers' own tp plan of this model: its words by name of a module or a
             parameter, with `*` for the numbers of layers. Empty where it has none.
+        tp_derived: Likewise, the styles that `tp_plan: auto` reads from the data flow of this
+            model, where that is known without one. Empty where it is not.
     """
 
     name: str
@@ -135,6 +150,7 @@ class ModelGraph:
     config: Mapping[str, int] = field(default_factory=dict)
     flow: Flow | None = field(default=None, repr=False, compare=False)
     tp_preset: Mapping[str, str] = field(default_factory=dict)
+    tp_derived: Mapping[str, str] = field(default_factory=dict, compare=False)
     _owned: Mapping[str, tuple[TensorInfo, ...]] = field(init=False, repr=False, compare=False)
     _first_name: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
@@ -147,6 +163,10 @@ class ModelGraph:
                 owned.setdefault(module, []).append(tensor)
         by_module = {module: tuple(tensors) for module, tensors in owned.items()}
         object.__setattr__(self, "_owned", by_module)
+
+    def word_of(self, fqn: str, words: Mapping[str, str]) -> str | None:
+        """What `tp_preset` or `tp_derived` says of a module or a parameter."""
+        return words.get(pattern_of(fqn)) if words else None
 
     @property
     def parameters(self) -> Iterator[TensorInfo]:

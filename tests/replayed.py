@@ -126,7 +126,7 @@ def figures(log: EventLog) -> Figures:
 
     What DeviceMesh takes on the host to find itself in a list of ranks is no memory of a device.
     """
-    kept = [e for e in log.events if not _is_on_host(log.storages[e.storage])]
+    kept = [e for e in log.events if not is_on_host(log.storages[e.storage])]
     turns, live, grows = [], 0, True
     for delta, _, phase in kept:
         if phase and (delta > 0) != grows:
@@ -136,7 +136,7 @@ def figures(log: EventLog) -> Figures:
     return [*turns, live], EventLog(log.storages, tuple(kept), log.phases).by_phase
 
 
-def _is_on_host(storage: Storage) -> bool:
+def is_on_host(storage: Storage) -> bool:
     return not storage.module and storage.op in ("aten.eq.Scalar", "aten.nonzero.default")
 
 

@@ -246,8 +246,6 @@ def test_a_told_step_is_the_traced_one(apart: ProcessPoolExecutor, case: str) ->
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"mesh": {"dp_shard": 2, "tp": 2}, "tp_plan": "hf"}, "tensor parallelism"),
-        ({"mesh": {"dp_shard": 4}, "activation_checkpointing": "selective"}, "selective"),
         ({"mesh": {"pp": 2, "dp_shard": 2}, "pipeline": {"microbatches": 2}}, "a pipeline"),
     ],
 )

@@ -72,6 +72,21 @@ class Facts:
             return frozenset()
         return frozenset(value)
 
+    def window(self, is_used: bool) -> None:
+        """Note how far back attention sees, where it does not see everything."""
+        is_off = "sliding_window" in self.config and self.config["sliding_window"] is None
+        if is_used and not is_off:
+            self.size("sliding_window", 4096)
+
+    def dropout(self, key: str, default: float) -> None:
+        """Note whether something is dropped: 1 or 0, under the key's own name."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            self.problem(key, f"{value!r} is not a probability", "write a number from 0 to 1")
+            value = 0
+        self.sizes[key] = int(value > 0)
+
     def finish(self) -> None:
         """Raise what was found, before anything is built on it."""
         if self.problems:

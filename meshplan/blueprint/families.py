@@ -28,6 +28,8 @@ class Family:
         mixes_dense: Whether some layers may be dense and experts have a width of their own.
         activation: Key of the activation's name.
         embedding: Class of the token embedding.
+        window: Whether attention sees the last `sliding_window` tokens only; a key names the
+            config's own switch.
         ties: Whether input and output embeddings are one tensor when the config is silent.
     """
 
@@ -42,7 +44,13 @@ class Family:
     mixes_dense: bool = False
     activation: str = "hidden_act"
     embedding: str = "Embedding"
+    window: bool | str = False
     ties: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its code computes what Llama's does, and what `auto` derives of it is known."""
+        return not self.moe and len(self.norms) == 2
 
     @property
     def has_dense(self) -> bool:
@@ -77,11 +85,13 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         "mistral": Family(
             prefix="Mistral",
             defaults=_sizes(32000, 4096, 14336, 32, 32, num_key_value_heads=8),
+            window=True,
         ),
         "qwen2": Family(
             prefix="Qwen2",
             defaults=_sizes(151936, 4096, 22016, 32, 32, num_key_value_heads=32),
             qkv_bias=True,
+            window="use_sliding_window",
         ),
         "qwen3": Family(
             prefix="Qwen3",
@@ -89,6 +99,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             qkv_bias=_BIAS_KEY,
             o_bias=_BIAS_KEY,
             qk_norm=True,
+            window="use_sliding_window",
         ),
         "gemma2": Family(
             prefix="Gemma2",

@@ -48,6 +48,7 @@ class Builder:
         self.parameters: dict[str, TensorInfo] = {}
         self.buffers: dict[str, TensorInfo] = {}
         self.tp_preset: dict[str, str] = {}
+        self.tp_derived: dict[str, str] = {}
 
     def graph(self, name: str, config: dict[str, int]) -> ModelGraph:
         tensors = self.parameters | self.buffers
@@ -57,6 +58,7 @@ class Builder:
             tensors=MappingProxyType(tensors),
             config=MappingProxyType(config),
             tp_preset=MappingProxyType(self.tp_preset),
+            tp_derived=MappingProxyType(self.tp_derived),
         )
 
     def module(self, fqn: str, type: str, kind: str = "other", **facts: Any) -> None:
@@ -141,6 +143,7 @@ def build_decoder(family: Family, facts: Facts, build: Builder) -> None:
     qkv_bias, o_bias = facts.flag(family.qkv_bias), facts.flag(family.o_bias)
     mlp_bias = facts.flag(family.mlp_bias)
     tied = facts.flag("tie_word_embeddings", family.ties)
+    facts.window(facts.flag(family.window))
     default_act = "gelu_pytorch_tanh" if family.activation == "hidden_activation" else "silu"
     act = facts.config.get(family.activation) or default_act
     facts.finish()
@@ -197,6 +200,9 @@ def build_decoder(family: Family, facts: Facts, build: Builder) -> None:
         build.buffer(f"model.rotary_emb.{name}", (-(-head_dim // 2),))
     _lm_head(build, vocab, hidden, tied)
     build.tp_preset = _preset(family)
+    if family.is_plain:
+        ends = dict.fromkeys(("lm_head", "model.embed_tokens"), "vocab")
+        build.tp_derived = build.tp_preset | ends
 
 
 def _preset(family: Family) -> dict[str, str]:
@@ -228,6 +234,8 @@ def build_gpt2(facts: Facts, build: Builder) -> None:
     heads, _, head_dim = attention_sizes(facts)
     mlp = facts.size("n_inner", 4 * hidden)
     tied = facts.flag("tie_word_embeddings", True)
+    facts.dropout("embd_pdrop", 0.1)
+    facts.dropout("resid_pdrop", 0.1)
     if facts.flag("add_cross_attention"):
         facts.problem("add_cross_attention", "cross attention is not supported", "remove the key")
     act = facts.config.get("activation_function") or "gelu_new"
@@ -263,6 +271,10 @@ def build_gpt2(facts: Facts, build: Builder) -> None:
         build.module(f"{layer}.mlp.dropout", "Dropout")
     build.norm("transformer.ln_f", hidden, "LayerNorm", bias=True)
     _lm_head(build, vocab, hidden, tied)
+    words = {"attn.c_attn": "packed_colwise", "attn.c_proj": "rowwise"}
+    words |= {"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
+    build.tp_derived = {f"transformer.h.*.{name}": word for name, word in words.items()}
+    build.tp_derived |= dict.fromkeys(("transformer.wte", "lm_head"), "vocab")
 
 
 def _lm_head(build: Builder, vocab: int, hidden: int, tied: bool) -> None:

@@ -5,16 +5,20 @@ The same interface as a traced model gives, so that the wrappers' rules act on e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from meshplan.graph import ModelGraph
 from meshplan.memory.blocks import Part, gpt2_block, llama_block, rms_norm
+from meshplan.memory.cut_loss import cross_entropy_of_parts
 from meshplan.memory.log import Term
-from meshplan.memory.rows import Writer
+from meshplan.memory.rows import PRODUCTS, Writer
 from meshplan.memory.shape import Shape, shape_of
+from meshplan.memory.styled import Entered, Styled, look_up, project
 from meshplan.memory.tape import Grad, Tape, play
 from meshplan.memory.work import Work
+from meshplan.styles import LOGITS
 
 _ID: Final = 8
 _FP32: Final = 4
@@ -30,7 +34,10 @@ class Run:
         element_bytes: Of the dtype that is computed in.
         tp, is_sequence, caches: As in `blocks.Part`.
         recomputed: The numbers of the blocks that backward runs again.
-        keeps_chosen: Whether those are spared what `Row.is_kept` marks.
+        keeps_chosen: Whether those are spared the products and attention.
+        styled: Which modules tp cuts; None for those that `Shape.styles` names.
+        lays_itself: Parameters whose gradients no unit reduces.
+        saves: By number of a block, the words of `save:` that it is spared instead of these.
         is_cuda: Whether CUDA's kernels run.
         in_place: Whether gradients that meet are added up in place; see `tape.play`.
     """
@@ -45,6 +52,13 @@ class Run:
     keeps_chosen: bool = False
     is_cuda: bool = True
     in_place: bool = True
+    styled: Styled | None = None
+    lays_itself: frozenset[str] = frozenset()
+    saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
+
+    def saved(self, number: int) -> frozenset[str]:
+        """The words of `save:` that a block is spared when it runs again."""
+        return self.saves.get(number, PRODUCTS if self.keeps_chosen else frozenset())
 
 
 def work_of(graph: ModelGraph, run: Run) -> Work:
@@ -59,8 +73,8 @@ def work_of(graph: ModelGraph, run: Run) -> Work:
 def tape_of(shape: Shape, run: Run) -> Tape:
     """The operations of a causal language model of transformers, loss included."""
     tape = Tape()
-    w = Writer(tape, run.element_bytes, run.element_bytes, run.is_cuda)
     tokens = run.batch * run.seq_len
+    w = Writer(tape, run.element_bytes, run.element_bytes, run.is_cuda, tokens=tokens)
     ids, targets = tape.value(tokens * _ID), tape.value(tokens * _ID)
     tape.before |= {ids: Term.INPUTS, targets: Term.INPUTS}
     is_llama = not shape.positions
@@ -70,22 +84,28 @@ def tape_of(shape: Shape, run: Run) -> Tape:
     block, blocks = (llama_block, "layers") if is_llama else (gpt2_block, "h")
     for number in range(shape.layers):
         start, fqn = len(tape.rows), f"{body.module}.{blocks}.{number}"
-        x = block(w.at(fqn), shape, x, part)
+        saved = run.saved(number)
+        x = block(replace(w.at(fqn), saves=saved or PRODUCTS), shape, x, part)
         tape.units.append((fqn, start, len(tape.rows)))
         if number in run.recomputed:
-            w.recomputed(start, keeps_chosen=run.keeps_chosen)
+            w.recomputed(start, keeps_chosen=bool(saved), given=part.given)
     last = x
     if is_llama:
         x = rms_norm(body, x, shape.hidden, "norm")
     else:
         x = body.layer_norm(x, shape.hidden, "ln_f")
     w.touch(last, *held)
-    logits = w.linear(x, shape.hidden, shape.vocab, "lm_head")
-    if shape.tied:
-        _tie(tape, f"{body.module}.{'embed_tokens' if is_llama else 'wte'}.weight")
+    tied = f"{body.module}.{'embed_tokens' if is_llama else 'wte'}.weight" if shape.tied else ""
+    logits = project(
+        w, part.styled, Entered(), x, shape.hidden, shape.vocab, "lm_head", weight=tied
+    )
     tape.loss_start = len(tape.rows)
-    w.cross_entropy(logits, targets, run.element_bytes)
+    if part.styled.of("lm_head") == LOGITS:
+        cross_entropy_of_parts(w, logits, targets)
+    else:
+        w.cross_entropy(logits, targets, run.element_bytes)
     tape.hold(logits)
+    tape.lays_itself |= run.lays_itself
     return tape
 
 
@@ -93,29 +113,35 @@ def _rotary(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tup
     """Words; the angles that every block rotates by."""
     frequencies = w.tape.value(2 * -(-shape.head_dim // 2) * _FP32)
     w.tape.before[frequencies] = Term.BUFFERS
-    x = w.embedding(ids, shape.vocab, shape.hidden, "embed_tokens")
+    part = _part(shape, run)
+    x = look_up(w, part.styled, ids, shape.vocab, shape.hidden, "embed_tokens")
     positions = w.row("arange", (), run.seq_len * _ID)
     at, size = w.at(f"{w.module}.rotary_emb"), run.seq_len * shape.head_dim
     cos, sin = (at.row(name, (positions,), size * run.element_bytes) for name in ("cos", "sin"))
-    part = Part(tp=run.tp, is_sequence=run.is_sequence, cos=cos, sin=sin, caches=run.caches)
+    part = replace(part, cos=cos, sin=sin, given=(positions,))
     return x, part, (positions, cos, sin, x)
 
 
 def _learned(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tuple[int, ...]]:
     """Words and their places; the gradient of places is summed over the batch."""
-    words = w.embedding(ids, shape.vocab, shape.hidden, "wte")
+    part = _part(shape, run)
+    words = look_up(w, part.styled, ids, shape.vocab, shape.hidden, "wte")
     positions = w.row("arange", (), run.seq_len * _ID)
-    places = w.embedding(positions, shape.positions, shape.hidden, "wpe")
+    places = look_up(w, part.styled, positions, shape.positions, shape.hidden, "wpe")
     total = w.row(
         "add", (words, places), w.size(words),
         grads=(Grad(words, 0), Grad(places, w.size(places) if run.batch > 1 else 0)),
     )  # fmt: skip
-    part = Part(tp=run.tp, is_sequence=run.is_sequence, caches=run.caches)
-    x = w.at(f"{w.module}.drop").dropout(total, shape.dropout)
+    x = w.at(f"{w.module}.drop").dropout(total, shape.embed_dropout)
     return x, part, (words, positions, places)
 
 
-def _tie(tape: Tape, name: str) -> None:
-    """The last operation reads the embedding's table."""
-    row = tape.rows[-1]
-    tape.rows[-1] = row._replace(parameters=((name, row.parameters[0][1]),))
+def _part(shape: Shape, run: Run) -> Part:
+    styled = run.styled or Styled(run.tp, shape.styles)
+    return Part(
+        tp=styled.tp,
+        is_sequence=run.is_sequence,
+        caches=run.caches,
+        styled=styled,
+        seq_len=run.seq_len,
+    )

@@ -8,11 +8,12 @@ Source: transformers 5.23, models/<family>/modeling_*.py, activations.py, cache_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from meshplan.memory.rows import Writer
 from meshplan.memory.shape import Shape
+from meshplan.memory.styled import Entered, Styled, cut_otherwise, project
 from meshplan.memory.tape import Grad
 
 _FP32: Final = 4
@@ -23,11 +24,14 @@ class Part:
     """What one rank computes of a block.
 
     Args:
-        tp: Ranks that heads and feed-forward are cut over.
+        tp: Ranks that heads and feed-forward are cut over, where no style says so.
         is_sequence: Whether the parts between them are cut over the same ranks by tokens.
         cos, sin: Values of the rotation; -1 where positions are learned.
         caches: Whether keys and values are copied into a cache, as transformers does
             unless `use_cache` is off.
+        given: What every block is called with and does not read.
+        styled: Which modules tp cuts.
+        seq_len: Tokens of a sequence that attention sees.
     """
 
     tp: int = 1
@@ -35,6 +39,9 @@ class Part:
     cos: int = -1
     sin: int = -1
     caches: bool = False
+    given: tuple[int, ...] = ()
+    styled: Styled = field(default_factory=Styled)
+    seq_len: int = 1
 
 
 def enter(w: Writer, x: int, part: Part) -> int:
@@ -94,37 +101,80 @@ def activate(w: Writer, x: int, name: str) -> int:
 
 def attend(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
     """Attention by torch's fused kernel, with a copy of keys and values in a cache before it."""
+    is_cut = w.size(q) < w.tokens * shape.q_width * w.element_bytes
+    # Ranks whose queries need the same keys and values all compute them.
+    kv_width = shape.kv_width // (min(part.styled.tp, shape.kv_heads) if is_cut else 1)
+    if not w.size(k) == w.size(v) == w.tokens * kv_width * w.element_bytes:
+        raise cut_otherwise(w.module)
     if part.caches:
         k, v = w.cat(k), w.cat(v)
-    return w.attention(q, k, v, shape.heads // part.tp, shape.head_dim)
+    takes_back = _flash_backward(w, shape, q, k, part) if w.is_cuda else 0
+    return w.attention(q, k, v, shape.heads, shape.head_dim, takes_back=takes_back)
+
+
+def _flash_backward(w: Writer, shape: Shape, q: int, k: int, part: Part) -> int:
+    """Sums of rows, a gradient of queries in fp32, and those of keys and values for every query.
+
+    In fp32 memory-efficient attention runs instead, which takes the sums.
+
+    Source: aten/native/transformers/cuda: flash_attn/flash_api.cpp, `mha_bwd`, and
+    attention_backward.cu.
+    """
+    rows = w.size(q) // (shape.head_dim * w.element_bytes)
+    if w.element_bytes == _FP32:
+        return rows // part.seq_len * _up(part.seq_len, 32) * _FP32
+    sums = rows // part.seq_len * _up(part.seq_len, 128) * _FP32
+    width = _up(shape.head_dim, 32 if shape.head_dim <= 128 else 64)
+    repeated = 2 * w.size(q) if w.size(k) != w.size(q) else 0
+    return sums + sums * width + repeated
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def llama_attention(w: Writer, shape: Shape, x: int, part: Part) -> int:
     """`LlamaAttention`, with norms of queries and keys where the family has them."""
-    q_width, kv_width = shape.q_width // part.tp, shape.kv_width // part.tp
-    q = w.linear(x, shape.hidden, q_width, "q_proj", bias=shape.qkv_bias)
-    if shape.qk_norm:
-        q = rms_norm(w, q, shape.head_dim, "q_norm")
-    k = w.linear(x, shape.hidden, kv_width, "k_proj", bias=shape.qkv_bias)
-    if shape.qk_norm:
-        k = rms_norm(w, k, shape.head_dim, "k_norm")
-    v = w.linear(x, shape.hidden, kv_width, "v_proj", bias=shape.qkv_bias)
+    entered, hidden = Entered(), shape.hidden
+
+    def made(width: int, name: str, norm: str = "") -> int:
+        out = project(w, part.styled, entered, x, hidden, width, name, bias=shape.qkv_bias)
+        if not norm or not shape.qk_norm:
+            return out
+        return head_norm(w, part, out, shape.head_dim, norm)
+
+    q = made(shape.q_width, "q_proj", "q_norm")
+    k = made(shape.kv_width, "k_proj", "k_norm")
+    v = made(shape.kv_width, "v_proj")
     turned_q = rotate(w, q, part)
     turned_k = rotate(w, k, part)
     w.touch(q, k)
     out = attend(w, shape, turned_q, turned_k, v, part)
-    out = w.linear(out, q_width, shape.hidden, "o_proj", bias=shape.o_bias)
+    out = project(w, part.styled, entered, out, shape.q_width, hidden, "o_proj", bias=shape.o_bias)
     w.touch(turned_q, turned_k, v)
+    return out
+
+
+def head_norm(w: Writer, part: Part, x: int, width: int, name: str) -> int:
+    """Of every head. Where ranks have parts of the heads, its gradients are added up over them."""
+    out = rms_norm(w, x, width, name)
+    if part.styled.adds_up(f"{w.module}.{name}"):
+        w.tape.lay(f"{w.module}.{name}.weight", width * w.parameter_bytes)
     return out
 
 
 def gated_mlp(w: Writer, shape: Shape, x: int, part: Part) -> int:
     """`LlamaMLP`."""
-    mlp = shape.mlp // part.tp
-    gate = w.linear(x, shape.hidden, mlp, "gate_proj", bias=shape.mlp_bias)
+    entered, bias = Entered(), shape.mlp_bias
+    gate = project(w, part.styled, entered, x, shape.hidden, shape.mlp, "gate_proj", bias=bias)
     bent = activate(w.at(f"{w.module}.act_fn"), gate, shape.activation)
-    up = w.linear(x, shape.hidden, mlp, "up_proj", bias=shape.mlp_bias)
-    return w.linear(w.mul(bent, up), mlp, shape.hidden, "down_proj", bias=shape.mlp_bias)
+    up = project(w, part.styled, entered, x, shape.hidden, shape.mlp, "up_proj", bias=bias)
+    if w.size(bent) != w.size(up):
+        raise cut_otherwise(w.module)
+    product = w.mul(bent, up)
+    return project(
+        w, part.styled, entered, product, shape.mlp, shape.hidden, "down_proj", bias=bias
+    )
 
 
 def llama_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
@@ -133,8 +183,8 @@ def llama_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     halves = ((llama_attention, "self_attn"), (gated_mlp, "mlp"))
     first = x
     for norm, (half, name) in zip(names, halves, strict=True):
-        normed = enter(w, rms_norm(w, x, shape.hidden, norm), part)
-        out = leave(w, half(w.at(f"{w.module}.{name}"), shape, normed, part), part)
+        normed = rms_norm(w, x, shape.hidden, norm)
+        out = half(w.at(f"{w.module}.{name}"), shape, normed, part)
         w.touch(normed)
         residual, x = x, w.add(x, out)
         w.touch(residual)
@@ -144,26 +194,29 @@ def llama_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
 
 def gpt2_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     """`GPT2Block`: one projection for queries, keys and values, LayerNorm, two dropouts."""
-    first, hidden, width = x, shape.hidden, shape.q_width // part.tp
-    normed = enter(w, w.layer_norm(x, hidden, "ln_1"), part)
-    at = w.at(f"{w.module}.attn")
-    fused = at.linear(normed, hidden, 3 * width, "c_attn", bias=True)
+    first, hidden = x, shape.hidden
+
+    def conv(at: Writer, entered: Entered, x: int, into: int, out: int, name: str) -> int:
+        return project(at, part.styled, entered, x, into, out, name, bias=True)
+
+    normed = w.layer_norm(x, hidden, "ln_1")
+    at, entered = w.at(f"{w.module}.attn"), Entered()
+    fused = conv(at, entered, normed, hidden, 3 * shape.q_width, "c_attn")
     size = at.size(fused) // 3
     q, k, v = at.chunk(fused, size, size, size)
     out = attend(at, shape, q, k, v, part)
-    out = leave(at, at.linear(out, width, hidden, "c_proj", bias=True), part)
+    out = conv(at, entered, out, shape.q_width, hidden, "c_proj")
     out = at.dropout(out, shape.dropout)
     w.touch(fused)
-    x = w.add(out, x)
-    w.touch(out)
+    x, attended = w.add(out, x), out
     w.touch(normed)
-    normed = enter(w, w.layer_norm(x, hidden, "ln_2"), part)
-    at, mlp = w.at(f"{w.module}.mlp"), shape.mlp // part.tp
-    inner = at.linear(normed, hidden, mlp, "c_fc", bias=True)
+    normed = w.layer_norm(x, hidden, "ln_2")
+    at, entered = w.at(f"{w.module}.mlp"), Entered()
+    inner = conv(at, entered, normed, hidden, shape.mlp, "c_fc")
     bent = activate(at.at(f"{at.module}.act"), inner, shape.activation)
-    out = leave(at, at.linear(bent, mlp, hidden, "c_proj", bias=True), part)
+    out = conv(at, entered, bent, shape.mlp, hidden, "c_proj")
     out = at.dropout(out, shape.dropout)
     w.touch(normed)
     x = w.add(x, out)
-    w.touch(first)
+    w.touch(first, attended)
     return x

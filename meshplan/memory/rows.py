@@ -9,12 +9,24 @@ aten/native/transformers/cuda/attention.cu and flash_attn/flash_api.cpp.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Final
 
 from meshplan.memory.tape import Grad, Row, Span, Tape
 
 _FP32: Final = 4
+_ID: Final = 8
+_ROWS_PER_THREAD: Final = 10
+_FEW_ROWS: Final = 3072
+"""Rows of a table's gradient that a thread sums, and tokens up to which nothing is sorted."""
+KERNELS: Final = frozenset({"sdpa"})
+"""What recomputation of chosen operations keeps, where nothing is said of products."""
+PRODUCTS: Final = frozenset({"mm", "bmm", "conv", "sdpa"})
+"""What a plan's `selective` keeps, if it says no words of `save:`.
+
+Source: `runtime.recompute`."""
 
 
 @dataclass(slots=True)
@@ -26,6 +38,8 @@ class Writer:
         parameter_bytes: Of the dtype that parameters, and their gradients, are seen in.
         is_cuda: Whether kernels of CUDA run, rather than those of CPUs.
         module: The fqn of the module that runs.
+        saves: Words of `save:`; the rows that they stand for are `Row.is_kept`.
+        tokens: That this rank computes at once.
     """
 
     tape: Tape
@@ -33,6 +47,8 @@ class Writer:
     parameter_bytes: int
     is_cuda: bool
     module: str = ""
+    saves: frozenset[str] = KERNELS
+    tokens: int = 0
 
     def at(self, module: str) -> Writer:
         """The same tape, in another module."""
@@ -147,31 +163,61 @@ class Writer:
     # Layers
 
     def linear(
-        self, x: int, into: int, out: int, name: str, *, bias: bool = False, is_kept: bool = False
+        self,
+        x: int,
+        into: int,
+        out: int,
+        name: str,
+        *,
+        bias: bool = False,
+        is_kept: bool = False,
+        weight: str = "",
+        parts: Mapping[str, int] = MappingProxyType({}),
+        takes: int = 0,
     ) -> int:
         """Keeps its input; the weight is a parameter's.
 
         Args:
             into, out: Features of this rank's part.
+            weight: The fqn of the weight, if it is another module's.
+            parts: By fqn of a parameter, the value that is computed with in its place.
+            takes: As in `Row`.
         """
         at = self.at(f"{self.module}.{name}" if self.module else name)
         tokens = self.size(x) // (into * self.element_bytes)
-        parameters = [(f"{at.module}.weight", into * out * self.parameter_bytes)]
+        parameters = [(weight or f"{at.module}.weight", into * out * self.parameter_bytes)]
         if bias:
             parameters.append((f"{at.module}.bias", out * self.parameter_bytes))
+        own = tuple(parts.values())
         return at.row(
-            "mm", (x,), tokens * out * self.element_bytes, keeps=(x,),
-            grads=(Grad(x, self.size(x)),), parameters=tuple(parameters), is_kept=is_kept,
+            "mm", (x, *own), tokens * out * self.element_bytes,
+            # Of the parts that are no views, a bias is not kept.
+            keeps=(x, *(value for fqn, value in parts.items() if fqn == parameters[0][0])),
+            grads=(*(Grad(each, self.size(each)) for each in own), Grad(x, self.size(x))),
+            parameters=tuple(each for each in parameters if each[0] not in parts),
+            takes=takes, is_kept=is_kept or "mm" in self.saves,
         )  # fmt: skip
 
-    def embedding(self, ids: int, vocab: int, width: int, name: str) -> int:
+    def embedding(self, ids: int, vocab: int, width: int, name: str, *, takes: int = 0) -> int:
         """The gradient of its table is dense."""
         at = self.at(f"{self.module}.{name}" if self.module else name)
-        tokens = self.size(ids) // 8
+        tokens = self.size(ids) // _ID
         return at.row(
-            "embedding", (ids,), tokens * width * self.element_bytes, keeps=(ids,),
+            "embedding", (ids,), tokens * width * self.element_bytes, keeps=(ids,), takes=takes,
+            takes_back=self._sorted(tokens, vocab, width) if self.is_cuda else 0,
             parameters=((f"{at.module}.weight", vocab * width * self.parameter_bytes),),
         )  # fmt: skip
+
+    def _sorted(self, tokens: int, vocab: int, width: int) -> int:
+        """What the gradient of a table takes: indices sorted, rows summed apart in fp32.
+
+        Source: aten/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu.
+        """
+        if tokens <= _FEW_ROWS:
+            return 0
+        segments = min(tokens, vocab)
+        parts = tokens // _ROWS_PER_THREAD + segments
+        return _ID * (2 * tokens + 3 * segments + parts) + _FP32 * parts * width
 
     def layer_norm(self, x: int, width: int, name: str) -> int:
         """Keeps its input, and mean and deviation of every row."""
@@ -209,7 +255,7 @@ class Writer:
         grads = tuple(Grad(each, self.size(each)) for each in (q, k, v))
         self.tape.add(
             Row("attention", self.module, (q, k, v), (out, logsumexp), (q, k, v, out, logsumexp),
-                grads, takes_back=takes_back, is_kept=True)
+                grads, takes_back=takes_back, is_kept="sdpa" in self.saves)
         )  # fmt: skip
         return out
 
@@ -274,6 +320,8 @@ class Writer:
             self.tape.hold(wide, outlives=True)
         return loss
 
-    def recomputed(self, start: int, *, keeps_chosen: bool = False) -> None:
+    def recomputed(
+        self, start: int, *, keeps_chosen: bool = False, given: tuple[int, ...] = ()
+    ) -> None:
         """The rows from `start` on are run again in backward."""
-        self.tape.spans.append(Span(start, len(self.tape.rows), True, keeps_chosen))
+        self.tape.spans.append(Span(start, len(self.tape.rows), True, keeps_chosen, given))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
 from meshplan.errors import PlanError, Problem
-from meshplan.graph import ModelGraph
+from meshplan.graph import ModelGraph, pattern_of
+from meshplan.styles import Style, style_for
 
 _KNOWN: Final = frozenset(
     {
@@ -43,7 +44,11 @@ class Shape:
         positions: Rows of the table of learned positions, 0 where positions are rotated in.
         qkv_bias, o_bias, mlp_bias: Whether these projections have one.
         qk_norm: Whether queries and keys are normalised per head.
-        dropout: The probability, 0 for none.
+        dropout: Whether what attention and feed-forward give is dropped in part, not 0 if so.
+        embed_dropout: Likewise of the words.
+        window: How many tokens attention looks back, 0 for all.
+        styles: What `tp_plan: auto` gives the modules where all sizes divide, with `*` for the
+            numbers of blocks.
     """
 
     layers: int
@@ -61,6 +66,9 @@ class Shape:
     mlp_bias: bool = False
     qk_norm: bool = False
     dropout: float = 0.0
+    embed_dropout: float = 0.0
+    window: int = 0
+    styles: Mapping[str, Style] = field(default_factory=dict, compare=False)
 
     @property
     def q_width(self) -> int:
@@ -114,4 +122,14 @@ def shape_of(graph: ModelGraph) -> Shape:
         o_bias=is_gpt2 or has("self_attn.o_proj.bias"),
         mlp_bias=is_gpt2 or has("mlp.up_proj.bias"),
         qk_norm=has("self_attn.q_norm.weight"),
+        dropout=sizes.get("resid_pdrop", 0),
+        embed_dropout=sizes.get("embd_pdrop", 0),
+        window=sizes.get("sliding_window", 0),
+        styles=_styles(graph),
     )
+
+
+def _styles(graph: ModelGraph) -> Mapping[str, Style]:
+    kinds = {pattern_of(fqn): info.kind for fqn, info in graph.modules.items()}
+    found = {name: style_for(word, kinds.get(name, "")) for name, word in graph.tp_derived.items()}
+    return {name: style for name, style in found.items() if style is not None}

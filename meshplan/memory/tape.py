@@ -14,126 +14,17 @@ utils/checkpoint.py (recomputation stops at the last tensor that something keeps
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from meshplan.memory.log import Event, EventLog, Storage, Term
+from meshplan.memory.row import Grad, Row, Span, Tape
 from meshplan.memory.terms import settle
 from meshplan.memory.work import Mark, Moment, Work
 
+__all__ = ["Grad", "Row", "Span", "Tape", "play"]
+
 _FORWARD, _LOSS, _BACKWARD = 1, 2, 3
 _PHASES: Final = ("before", "forward", "loss", "backward")
-
-
-class Grad(NamedTuple):
-    """The gradient of one input, as the operation's backward makes it.
-
-    Attributes:
-        value: The input.
-        nbytes: Of the new tensor; 0 where it lies in the memory of the output's gradient.
-    """
-
-    value: int
-    nbytes: int
-
-
-class Row(NamedTuple):
-    """One operation.
-
-    Attributes:
-        op: Its name.
-        module: The fqn of the module that runs it.
-        reads: Values it reads.
-        makes: Values it makes.
-        keeps: Values that live until its backward has run.
-        grads: Of those inputs that need one.
-        parameters: The fqn and the gradient's bytes of each parameter it reads.
-        takes: Bytes it takes while it runs forward.
-        takes_back: Bytes its backward takes while it runs.
-        is_sent: Whether a collective writes what it makes.
-        is_kept: Whether recomputation of chosen operations keeps what this one makes.
-    """
-
-    op: str
-    module: str
-    reads: tuple[int, ...]
-    makes: tuple[int, ...] = ()
-    keeps: tuple[int, ...] = ()
-    grads: tuple[Grad, ...] = ()
-    parameters: tuple[tuple[str, int], ...] = ()
-    takes: int = 0
-    takes_back: int = 0
-    is_sent: bool = False
-    is_kept: bool = False
-
-
-@dataclass(slots=True)
-class Span:
-    """Neighbouring rows that are recomputed together, or not at all.
-
-    Attributes:
-        end: The row after the last one.
-        recompute: Whether backward runs them forward once more.
-        keeps_chosen: Whether it is spared the rows that are `is_kept`.
-    """
-
-    start: int
-    end: int
-    recompute: bool = False
-    keeps_chosen: bool = False
-
-
-@dataclass(slots=True)
-class Tape:
-    """Rows in the order of forward, and the values that they handle.
-
-    Attributes:
-        nbytes: Of every value, by its number.
-        base: The value in whose memory each one lies; itself, unless it is a view.
-        before: Values that are there before forward, with their term.
-        last_use: The row after which forward's frames let go of a value; as many as there are rows
-            where the training loop lets go of it, before backward.
-        units: (fqn, first row, row after the last) of every unit, the root apart.
-        loss_start: The first row of the loss; its last row makes the loss itself.
-        outlive: Of the values that the training loop holds, those it holds through backward.
-    """
-
-    rows: list[Row] = field(default_factory=list)
-    nbytes: list[int] = field(default_factory=list)
-    base: list[int] = field(default_factory=list)
-    before: dict[int, Term] = field(default_factory=dict)
-    last_use: list[int] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    units: list[tuple[str, int, int]] = field(default_factory=list)
-    loss_start: int = -1
-    outlive: set[int] = field(default_factory=set)
-
-    def value(self, nbytes: int, of: int | None = None) -> int:
-        """A new value; `of` names the one that it is a view of."""
-        number = len(self.nbytes)
-        self.nbytes.append(nbytes)
-        self.base.append(number if of is None else self.base[of])
-        self.last_use.append(len(self.rows))
-        return number
-
-    def add(self, row: Row) -> None:
-        """Run an operation next."""
-        self.rows.append(row)
-        for value in row.reads:
-            self.touch(value)
-        for value in row.makes:
-            self.touch(value)
-
-    def touch(self, value: int) -> None:
-        """A frame holds the value until here."""
-        base = self.base[value]
-        self.last_use[base] = max(self.last_use[base], len(self.rows) - 1)
-
-    def hold(self, value: int, *, outlives: bool = False) -> None:
-        """The training loop holds the value until the last row has run, or backward has."""
-        self.last_use[self.base[value]] = len(self.rows)
-        if outlives:
-            self.outlive.add(self.base[value])
 
 
 def play(tape: Tape, *, sums_in_place: bool = False) -> Work:
@@ -155,6 +46,10 @@ class _Player:
         self._events: list[Event] = []
         self._marks: list[Mark] = []
         self._gradients: dict[str, int] = {}
+        self._ready: dict[str, int] = {}
+        """By fqn, the event before which autograd gives the parameter its gradient."""
+        self._unlaid: dict[str, int] = {}
+        """By fqn, gradients that are not laid as their parameter is."""
         self._sent: set[int] = set()
         self._phase = 0
         self._is_loss = False
@@ -170,6 +65,8 @@ class _Player:
         """By value, its storage that recomputation need not make again."""
         self._grads: dict[int, int] = {}
         """By value, the storage of its gradient."""
+        self._seeds: list[int] = []
+        """The scaled loss and its gradient, which `backward` holds until it returns."""
         self._dying: list[list[int]] = [[] for _ in range(len(tape.rows) + 1)]
         for value, base in enumerate(tape.base):
             if value == base and value not in tape.before:
@@ -193,13 +90,21 @@ class _Player:
         for value in tape.outlive:
             self._drop(self._env.pop(value))
         self._mark(Moment.END_OF_BACKWARD, "")
+        for storage in self._seeds:
+            self._drop(storage)
         assert not self._grads, "a gradient reached no operation"
         terms = settle(
             self._storages, self._events, _PHASES, sent=self._sent, num_before=num_before
         )
         log = EventLog(terms, tuple(self._events), _PHASES)
         loss = self._env[tape.rows[-1].makes[0]]
-        return Work(log, tuple(self._marks), self._gradients, losses=(loss,))
+        # What a unit does once it has the whole: these storages are none of the log.
+        settling = {
+            fqn: ((nbytes, -1),) for (_, fqn), nbytes in tape.laid.items() if fqn in self._unlaid
+        }
+        return Work(
+            log, tuple(self._marks), self._gradients, self._ready, (loss,), settling=settling
+        )
 
     # Memory
 
@@ -288,22 +193,33 @@ class _Player:
         for value in self._dying[len(self._tape.rows)]:
             if value not in self._tape.outlive:
                 self._drop(self._env.pop(value))
-        self._grads[loss] = self._born(self._tape.nbytes[loss], self._tape.rows[-1])
+        scaled = Row("mul", "", (loss,))
+        self._seeds = [self._born(self._tape.nbytes[loss], scaled) for _ in range(2)]
+        self._grads[loss] = self._born(self._tape.nbytes[loss], scaled)
 
     def _backward(self, span: Span) -> None:
         if span.recompute:
+            self._begin_unit(span.end - 1)  # What runs again must be gathered.
             self._recompute(span)
         for number in reversed(range(span.start, span.end)):
             self._is_loss = 0 <= self._tape.loss_start <= number
             if number == self._tape.loss_start - 1:
                 self._mark(Moment.BEFORE_BACKWARD, "")
-            if number in self._ends:
-                self._mark(Moment.BEFORE_BACKWARD, self._ends[number])
+            self._begin_unit(number)
             self._back(number)
             if number in self._starts:
                 self._mark(Moment.AFTER_BACKWARD, self._starts[number])
-        for storage in self._inputs.pop(span.start, {}).values():
-            self._drop(storage)
+        if span.recompute:
+            # With the last that it kept goes what it was called with, and what it did not need.
+            left = [v for row in self._tape.rows[span.start : span.end] for v in row.makes]
+            spared = [self._cached.pop(value) for value in left if value in self._cached]
+            for storage in (*self._inputs.pop(span.start).values(), *spared):
+                self._drop(storage)
+
+    def _begin_unit(self, number: int) -> None:
+        """A row that is the last one of a unit is the first that its backward comes to."""
+        if number in self._ends:
+            self._mark(Moment.BEFORE_BACKWARD, self._ends.pop(number))
 
     def _recompute(self, span: Span) -> None:
         """Run forward again up to the last tensor that something keeps."""
@@ -325,9 +241,6 @@ class _Player:
             self._drop(storage)
         for number in range(last, span.end):
             self._kept.setdefault(number, [])
-            for value in rows[number].makes:
-                if value in self._cached:
-                    self._drop(self._cached.pop(value))
 
     def _back(self, number: int) -> None:
         """The backward of one row: gradients of its inputs, then the end of what it used."""
@@ -337,7 +250,7 @@ class _Player:
         if given:
             took = self._born(row.takes_back, row) if row.takes_back else None
             for fqn, nbytes in row.parameters:
-                self._gradient(fqn, nbytes, row)
+                self._gradient(fqn, nbytes, number)
             for value, nbytes in row.grads:
                 if nbytes:
                     made.append((value, self._born(nbytes, row)))
@@ -352,30 +265,51 @@ class _Player:
             self._drop(storage)
         for value, storage in made:
             self._accumulate(value, storage, row)
+        for fqn, _ in row.parameters if given else ():
+            self._lay(fqn, number)
+            self._ready[fqn] = len(self._events)
 
     def _accumulate(self, value: int, storage: int, row: Row) -> None:
         known = self._grads.get(value)
         if known is None:
             self._grads[value] = storage
             return
-        if self._sums_in_place and self._uses[known] == 1:
+        if self._sums_in_place and self._uses[known] == 1 and value not in self._tape.sums_apart:
             self._drop(storage)
             return
         self._grads[value] = self._born(max(self._sizes[known], self._sizes[storage]), row)
         self._drop(known)
         self._drop(storage)
 
-    def _gradient(self, fqn: str, nbytes: int, row: Row) -> None:
+    def _lay(self, fqn: str, number: int) -> None:
+        """Where nobody does so later, and before it is added to one that is laid already."""
+        row, known, whole = self._tape.rows[number], self._gradients[fqn], self._unlaid.get(fqn)
+        if whole is None or (known == whole and fqn not in self._tape.lays_itself):
+            return
+        size = self._tape.laid[number, fqn]
+        laid = self._born(size, row, Term.GRADIENTS)
+        if known != whole:
+            total = self._born(size, row, Term.GRADIENTS)
+            self._drop(laid)
+            self._drop(known)
+            laid = total
+        self._drop(self._unlaid.pop(fqn))
+        self._gradients[fqn] = laid
+
+    def _gradient(self, fqn: str, nbytes: int, number: int) -> None:
         """A parameter that two rows read has the sum."""
-        number = self._born(nbytes, row, Term.GRADIENTS)
-        known = self._gradients.get(fqn)
-        if known is None:
-            self._gradients[fqn] = number
+        row = self._tape.rows[number]
+        storage = self._born(nbytes, row, Term.GRADIENTS)
+        is_laid = (number, fqn) not in self._tape.laid
+        if not is_laid:
+            self._unlaid[fqn] = storage
+        known = self._gradients.setdefault(fqn, storage)
+        if known == storage or not is_laid:
             return
         if not self._sums_in_place:
             self._gradients[fqn] = self._born(nbytes, row, Term.GRADIENTS)
             self._drop(known)
-        self._drop(number)
+        self._drop(storage)
 
 
 def _spans(tape: Tape) -> Iterable[Span]:
@@ -397,4 +331,4 @@ def _inputs(tape: Tape, span: Span) -> dict[int, None]:
     for row in tape.rows[span.start : span.end]:
         out |= {tape.base[value]: None for value in row.reads if tape.base[value] not in made}
         made |= {tape.base[value] for value in row.makes}
-    return out
+    return out | {tape.base[value]: None for value in span.given}

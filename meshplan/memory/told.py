@@ -21,10 +21,14 @@ from meshplan.memory.log import EventLog, Term, on_streams
 from meshplan.memory.replay import Prepared, replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.replay.shards import unit_shards
+from meshplan.memory.rows import PRODUCTS
+from meshplan.memory.shape import shape_of
+from meshplan.memory.styled import Styled
 from meshplan.plan import Plan
 
 _GATHERING: Final = 1
 _REDUCING: Final = 2
+_MOST_FLASH: Final = 256
 ERROR: Final = 0.01
 """How far a step told from a config may be from the traced one, as a share.
 Source: `tests/test_memory_tape.py`."""
@@ -130,15 +134,23 @@ def _told_work(
     plan: Plan, batch: int, seq_len: int, *, is_cuda: bool = True, in_place: bool = True
 ) -> Prepared:
     """What is the same on every rank."""
-    if problems := list(_unknown(plan)):
+    if problems := [*_unknown(plan), *_unfused(plan, seq_len, is_cuda=is_cuda)]:
         raise PlanError(problems)
+    recompute = {_number(fqn): r.policy for fqn, r in plan.assignment.recompute.items()}
     run = Run(
         batch=batch,
         seq_len=seq_len,
         element_bytes=_element_bytes(plan),
-        recomputed=frozenset(int(fqn.rpartition(".")[2]) for fqn in plan.assignment.recompute),
+        recomputed=frozenset(recompute),
+        saves={
+            number: frozenset(policy.save) or PRODUCTS
+            for number, policy in recompute.items()
+            if policy.mode == "selective"
+        },
         is_cuda=is_cuda,
         in_place=in_place,
+        styled=_styled(plan),
+        lays_itself=frozenset(f for f, p in plan.assignment.tensors.items() if p.unit is None),
     )
     return Prepared(work_of(plan.graph, run))
 
@@ -156,29 +168,76 @@ def _no_collection() -> Iterator[None]:
 
 
 def _unknown(plan: Plan) -> Iterator[Problem]:
-    """What a told step has no rules for."""
+    """What in a plan a told step has no rules for."""
     a, mesh = plan.assignment, plan.mesh
     blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
+    saved = {word for r in a.recompute.values() for word in r.policy.save}
     for is_there, what in (
-        (mesh.size("tp") > 1, "tensor parallelism"),
+        *((True, problem.what) for problem in _styled(plan).check()),
+        # Their code takes the length of a sequence, and positions, from the part that a rank has.
+        (a.sequence_parallel, "sequence_parallel, with which transformers' own code does not run"),
+        (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
         (mesh.size("cp") > 1, "context parallelism"),
         (mesh.size("ep") > 1, "expert parallelism"),
         (mesh.size("pp") > 1, "a pipeline"),
-        (any(r.policy.mode != "full" for r in a.recompute.values()), "selective recomputation"),
+        (bool(saved - PRODUCTS), f"recomputation that saves {', '.join(sorted(saved - PRODUCTS))}"),
         (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
         (bool(a.units.keys() - blocks - {""}), "units that are no blocks"),
         (_is_autocast(plan), "parameters computed with in several dtypes"),
     ):
         if is_there:
-            yield Problem(
-                f"a step told from a config has no rules for {what}",
-                fix="give the model itself (model: entry, with torch), so that it is traced",
-            )
+            yield _no_rules(what)
+
+
+def _unfused(plan: Plan, seq_len: int, *, is_cuda: bool) -> Iterator[Problem]:
+    """Attention for which torch takes other kernels than those that the rows stand for.
+
+    Source: torch 2.13, transformers/cuda/sdp_utils.cpp, `select_sdp_backend`.
+    """
+    shape = shape_of(plan.graph)
+    if 0 < shape.window < seq_len:
+        yield _no_rules(f"attention over a window of {shape.window} tokens of {seq_len}")
+    if not is_cuda or _is_autocast(plan):
+        return
+    if _element_bytes(plan) != 2:
+        if shape.kv_heads != shape.heads:
+            yield _no_rules("attention in float32 of queries that share keys and values")
+    elif shape.head_dim % 8 or shape.head_dim > _MOST_FLASH:
+        yield _no_rules(f"attention with heads of {shape.head_dim} features")
+
+
+def _no_rules(what: str) -> Problem:
+    return Problem(
+        f"a step told from a config has no rules for {what}",
+        fix="give the model itself (model: entry, with torch), so that it is traced",
+    )
 
 
 def _is_block(plan: Plan, fqn: str) -> bool:
     above, _, name = fqn.rpartition(".")
     return name.isdigit() and above in plan.graph.modules
+
+
+def _styled(plan: Plan) -> Styled:
+    a = plan.assignment
+    pieces = {fqn: use.pieces for fqn, use in a.styles.items() if use.pieces}
+    return Styled(
+        plan.mesh.size("tp"),
+        {fqn: use.style for fqn, use in a.styles.items()},
+        pieces,
+        frozenset(
+            tensor.fqn
+            for fqn in pieces
+            for tensor in plan.graph.owned(fqn)
+            if not a.tensors[tensor.fqn].computed.axes
+        ),
+        frozenset(fqn for fqn, p in a.tensors.items() if p.is_local),
+    )
+
+
+def _number(fqn: str) -> int:
+    """Of a block."""
+    return int(fqn.rpartition(".")[2])
 
 
 def _compute_dtypes(plan: Plan) -> set[str]:

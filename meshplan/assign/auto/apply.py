@@ -37,7 +37,8 @@ def apply_derived(graph: ModelGraph, derived: Derived, out: TensorParallel) -> N
     proved = {fqn.rpartition(".")[0] for fqn, said in derived.preset.items() if said.word != "R"}
     out.attributes = [a for a in out.attributes if a.module in out.styles or a.module not in proved]
     for (module, name), local in derived.attributes.items():
-        number = graph.modules[module].numbers[name]
+        info = graph.modules[module]
+        number = info.numbers[name] if name in info.numbers else info.sizes[name]
         out.attributes.append(LocalAttribute(module, name, number, local))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from meshplan.assign.auto.choose import Choice, choose, pattern
+from meshplan.assign.auto.known import SUMMED, Known, known, listed
 from meshplan.assign.auto.numbers import Rehearsals
 from meshplan.assign.auto.regions import NO_PAIR, Places, Region
 from meshplan.assign.cascade import Cascade
@@ -59,8 +60,6 @@ def derive(
         what = "sequence_parallel beside auto is not available yet in this version"
         fix = "remove one of them, or state the styles by rule"
         return Derived(problems=(Problem(what, spec.origin("sequence_parallel"), fix),))
-    if graph.flow is None or rehearse is None:
-        return Derived(problems=(_no_flow(origin),))
 
     def may_cut(module: str) -> bool:
         stated = cascade.inherited(module, _FIELD)
@@ -72,6 +71,10 @@ def derive(
         return spec.tp_plan == AUTO if stated is None else stated.value == AUTO
 
     size = mesh.size("tp")
+    if graph.flow is None and graph.tp_derived:
+        return _from_known(graph, known(graph, size, may_cut), size, origin)
+    if graph.flow is None or rehearse is None:
+        return Derived(problems=(_no_flow(origin),))
     places = Places(graph, classify(graph.flow))
     choice = choose(places, size, may_cut, Rehearsals(places, rehearse, size))
     whole = _whole(places, choice, may_cut)
@@ -85,6 +88,23 @@ def derive(
         added=MappingProxyType(dict.fromkeys(choice.proof.summed_modules, Reason(_ADDED))),
         attributes=MappingProxyType(choice.numbers),
         notes=tuple(_notes(whole, origin)),
+    )
+
+
+def _from_known(graph: ModelGraph, found: Known, size: int, origin: Origin) -> Derived:
+    """What is known of a model without its code."""
+    if found.unknown:
+        what = f"auto does not know without a live model {found.unknown}"
+        fix = "name it with --model pkg.mod:function, or say tp_plan: hf"
+        return Derived(problems=(Problem(what, origin, fix),))
+    if not found.preset:
+        return Derived(problems=(_nothing(found.whole, size, origin),))
+    whole = {fqn: Preset("R", Reason(f"auto: whole, {why}")) for fqn, why in found.whole.items()}
+    return Derived(
+        preset=MappingProxyType({**whole, **found.preset}),
+        uses=MappingProxyType(found.uses),
+        attributes=MappingProxyType(found.attributes),
+        notes=tuple(_notes(found.whole, origin)),
     )
 
 
@@ -152,7 +172,7 @@ def _why(places: Places, region: Region, fqn: str) -> str:
     names = dict.fromkeys(
         m.rpartition(".")[2] for m in partners if _common(around, m.split(".")) == near
     )
-    return f"its {_counted(places, region, fqn)} pair with {_listed(names)}"
+    return f"its {_counted(places, region, fqn)} pair with {listed(names)}"
 
 
 def _counted(places: Places, region: Region, fqn: str) -> str:
@@ -175,19 +195,13 @@ def _common(one: list[str], other: list[str]) -> int:
     return next((i for i, s in enumerate(same) if not s), min(len(one), len(other)))
 
 
-def _listed(names: Iterable[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
-
-
 def _uses(choice: Choice) -> dict[str, LocalUse]:
     parts = {
         fqn: LocalUse(dim, Reason("auto: it lies along a cut dim"))
         for region in choice.regions
         for fqn, dim in region.parts.items()
     }
-    summed = Reason("auto: whole, and it meets cut values, so its gradient is added up")
-    return parts | {fqn: LocalUse(None, summed) for fqn in choice.proof.summed}
+    return parts | {fqn: LocalUse(None, SUMMED) for fqn in choice.proof.summed}
 
 
 def _whole(places: Places, choice: Choice, may_cut: object) -> dict[str, str]:

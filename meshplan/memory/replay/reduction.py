@@ -102,9 +102,11 @@ class Reduction:
 
     def widen(self, unit: Unit) -> None:
         """Gradients that wait are summed in the dtype in which they are reduced."""
+        itemsize = unit.shards.reduce_itemsize
         for param in unit.shards.trained:
-            size = param.grad_numel * unit.shards.reduce_itemsize
-            if param.fqn in unit.grads and size != param.grad_bytes:
+            if param.fqn in unit.grads and itemsize != param.itemsize:
+                # Not as large as the parameter's part, before it is laid like that.
+                size = self._writer.size(unit.grads[param.fqn]) * itemsize // param.itemsize
                 unit.summed[param.fqn] = self._make(unit, size, Term.GRADIENTS)
                 self._writer.free(unit.grads.pop(param.fqn))
 

@@ -37,6 +37,10 @@ class Writer:
         self._sizes[number] = size
         self._holders[number] += holders
 
+    def size(self, number: int) -> int:
+        """Bytes of a storage that is there."""
+        return self._sizes[number]
+
     def hold(self, number: int) -> None:
         """One more holds it."""
         self._holders[number] += 1

@@ -1,0 +1,140 @@
+"""What `auto` derives of models that are known from a config alone, without a recorded forward.
+
+Their code is not there to be followed, so the styles are written down family by family, and tests
+hold them against what the data flow of the live model gives. What a family's styles are, the graph
+says; this room decides which of them the sizes and the rules leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from meshplan.assign.pieces import out_width
+from meshplan.assign.types import LocalUse, Preset, Reason
+from meshplan.graph import ModelGraph, ModuleInfo
+from meshplan.layout import Piece
+
+SUMMED = Reason("auto: whole, and it meets cut values, so its gradient is added up")
+
+
+@dataclass(slots=True)
+class Known:
+    """What is cut of a known model, and what is whole and why.
+
+    Attributes:
+        unknown: What a live model would have to tell, "" if it is nothing.
+    """
+
+    preset: dict[str, Preset] = field(default_factory=dict)
+    uses: dict[str, LocalUse] = field(default_factory=dict)
+    attributes: dict[tuple[str, str], int] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+    unknown: str = ""
+
+
+def known(graph: ModelGraph, size: int, may_cut: Callable[[str], bool]) -> Known:
+    """The styles of a model whose graph says what `auto` derives of it.
+
+    Args:
+        size: Ranks of tp.
+        may_cut: Whether the plan leaves a module to the data flow.
+    """
+    out = Known()
+    regions: dict[str, dict[str, str]] = {}
+    for fqn in graph.modules:
+        word = graph.word_of(fqn, graph.tp_derived)
+        if word is not None and word != "vocab":
+            regions.setdefault(fqn.rpartition(".")[0], {})[fqn] = word
+    for around, words in regions.items():
+        _take_region(graph, around, words, size, may_cut, out)
+    _take_vocabulary(graph, may_cut, out)
+    return out
+
+
+def _take_region(
+    graph: ModelGraph,
+    around: str,
+    words: Mapping[str, str],
+    size: int,
+    may_cut: Callable[[str], bool],
+    out: Known,
+) -> None:
+    """Projections that open and close, and what lies between them, or none of them."""
+    opening = {m: w for m, w in words.items() if w in ("colwise", "packed_colwise")}
+    closing = {m: w for m, w in words.items() if w == "rowwise"}
+    counts = {m: _count(graph, graph.modules[m]) for m in opening}
+    places = min(counts.values())
+    if places == 1 < max(counts.values()):
+        out.unknown = f"how {around} computes one head of keys and values for all queries"
+    if places % size:
+        why = f"its {places} places do not divide by tp {size}"
+        out.whole |= dict.fromkeys((m for m in (*opening, *closing) if may_cut(m)), why)
+        return
+    if not all(may_cut(fqn) for fqn in words):
+        why = "a rule decides a part of what would be cut"
+        out.whole |= dict.fromkeys((m for m in (*opening, *closing) if may_cut(m)), why)
+        return
+    for fqn, word in words.items():
+        info = graph.modules[fqn]
+        if word == "replicated_with_grad_allreduce":
+            out.uses |= {t.fqn: LocalUse(None, SUMMED) for t in graph.owned(fqn)}
+            continue
+        partners = closing if fqn in opening else opening
+        names = listed(dict.fromkeys(m.rpartition(".")[2] for m in partners))
+        count = counts.get(fqn, max(counts.values()))
+        fused = f"{info.packed} x " if word == "packed_colwise" else ""
+        noun = "heads" if info.head_dim else "features"
+        reason = Reason(f"auto: its {fused}{count} {noun} pair with {names}")
+        pieces = tuple(Piece(n, size) for n in info.pieces) if word == "packed_colwise" else ()
+        out.preset[fqn] = Preset(word, reason, is_proved=True, pieces=pieces)
+        # Code that splits what a fused projection makes counts its features.
+        if pieces and "split_size" in graph.modules[around].sizes:
+            whole = graph.modules[around].sizes["split_size"]
+            out.attributes[around, "split_size"] = whole // size
+
+
+def _count(graph: ModelGraph, info: ModuleInfo) -> int:
+    """Heads of a projection, or features where it has none."""
+    return (out_width(graph, info) or 1) // info.packed // (info.head_dim or 1)
+
+
+def _take_vocabulary(graph: ModelGraph, may_cut: Callable[[str], bool], out: Known) -> None:
+    """The table of tokens by its rows, and the head that scores them."""
+    tables = [m for m in graph.modules.values() if m.kind == "embedding"]
+    rows: set[int] = set()
+    for info in tables:
+        (weight,) = graph.owned(info.fqn)
+        owners = {name.rpartition(".")[0] for name in weight.names}
+        is_token = graph.word_of(info.fqn, graph.tp_derived) == "vocab"
+        if not is_token or weight.shape[0] <= weight.shape[1]:
+            out.whole |= {info.fqn: "its table is small"} if may_cut(info.fqn) else {}
+        elif not all(may_cut(owner) for owner in owners):
+            why = "a rule decides a part of what would be cut"
+            out.whole |= {info.fqn: why} if may_cut(info.fqn) else {}
+        else:
+            rows.add(weight.shape[0])
+            for owner in owners:
+                _gather(graph, owner, out)
+    for fqn, info in graph.modules.items():
+        if info.kind != "linear" or graph.word_of(fqn, graph.tp_derived) != "vocab":
+            continue
+        if fqn in out.preset or not may_cut(fqn):
+            continue
+        if graph.owned(fqn)[0].shape[0] in rows:
+            _gather(graph, fqn, out)
+        elif not any(fqn in (n.rpartition(".")[0] for n in t.names) for i in tables
+                     for t in graph.owned(i.fqn)):  # fmt: skip
+            out.whole[fqn] = "the table of its tokens is whole"
+
+
+def _gather(graph: ModelGraph, fqn: str, out: Known) -> None:
+    is_table = graph.modules[fqn].kind == "embedding"
+    why = "its rows are the vocabulary" if is_table else "it scores the vocabulary"
+    out.preset[fqn] = Preset("vocab", Reason(f"auto: {why}"), is_proved=True)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Such as "q_proj, k_proj and v_proj"."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,0 +1,136 @@
+"""Operations as rows of data: what each reads, makes and keeps, and the tape that they stand on.
+
+What they do to memory, `memory.tape` plays; which rows a model is made of, `memory.rows` and
+`memory.blocks` know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from meshplan.memory.log import Term
+
+
+class Grad(NamedTuple):
+    """The gradient of one input, as the operation's backward makes it.
+
+    Attributes:
+        value: The input.
+        nbytes: Of the new tensor; 0 where it lies in the memory of the output's gradient.
+    """
+
+    value: int
+    nbytes: int
+
+
+class Row(NamedTuple):
+    """One operation.
+
+    Attributes:
+        op: Its name.
+        module: The fqn of the module that runs it.
+        reads: Values it reads.
+        makes: Values it makes.
+        keeps: Values that live until its backward has run.
+        grads: Of those inputs that need one.
+        parameters: The fqn and the gradient's bytes of each parameter it reads.
+        takes: Bytes it takes while it runs forward.
+        takes_back: Bytes its backward takes while it runs.
+        is_sent: Whether a collective writes what it makes.
+        is_kept: Whether recomputation of chosen operations keeps what this one makes.
+    """
+
+    op: str
+    module: str
+    reads: tuple[int, ...]
+    makes: tuple[int, ...] = ()
+    keeps: tuple[int, ...] = ()
+    grads: tuple[Grad, ...] = ()
+    parameters: tuple[tuple[str, int], ...] = ()
+    takes: int = 0
+    takes_back: int = 0
+    is_sent: bool = False
+    is_kept: bool = False
+
+
+@dataclass(slots=True)
+class Span:
+    """Neighbouring rows that are recomputed together, or not at all.
+
+    Attributes:
+        end: The row after the last one.
+        recompute: Whether backward runs them forward once more.
+        keeps_chosen: Whether it is spared the rows that are `is_kept`.
+        given: What it is called with beside what its rows read.
+    """
+
+    start: int
+    end: int
+    recompute: bool = False
+    keeps_chosen: bool = False
+    given: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Tape:
+    """Rows in the order of forward, and the values that they handle.
+
+    Attributes:
+        nbytes: Of every value, by its number.
+        base: The value in whose memory each one lies; itself, unless it is a view.
+        before: Values that are there before forward, with their term.
+        last_use: The row after which forward's frames let go of a value; as many as there are rows
+            where the training loop lets go of it, before backward.
+        units: (fqn, first row, row after the last) of every unit, the root apart.
+        loss_start: The first row of the loss; its last row makes the loss itself.
+        outlive: Of the values that the training loop holds, those it holds through backward.
+        laid: By a row and a parameter whose gradient it does not lay out as the parameter is, the
+            bytes that it has once it is.
+        lays_itself: Parameters that no unit reduces: their gradients are laid when they are there.
+        sums_apart: Values of which every sum of gradients is a new tensor.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    base: list[int] = field(default_factory=list)
+    before: dict[int, Term] = field(default_factory=dict)
+    last_use: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    units: list[tuple[str, int, int]] = field(default_factory=list)
+    loss_start: int = -1
+    outlive: set[int] = field(default_factory=set)
+    laid: dict[tuple[int, str], int] = field(default_factory=dict)
+    lays_itself: set[str] = field(default_factory=set)
+    sums_apart: set[int] = field(default_factory=set)
+
+    def value(self, nbytes: int, of: int | None = None) -> int:
+        """A new value; `of` names the one that it is a view of."""
+        number = len(self.nbytes)
+        self.nbytes.append(nbytes)
+        self.base.append(number if of is None else self.base[of])
+        self.last_use.append(len(self.rows))
+        return number
+
+    def add(self, row: Row) -> None:
+        """Run an operation next."""
+        self.rows.append(row)
+        for value in row.reads:
+            self.touch(value)
+        for value in row.makes:
+            self.touch(value)
+
+    def lay(self, fqn: str, nbytes: int) -> None:
+        """The last row lays out the gradient of this parameter otherwise than the parameter."""
+        self.laid[len(self.rows) - 1, fqn] = nbytes
+
+    def touch(self, value: int) -> None:
+        """A frame holds the value until here."""
+        base = self.base[value]
+        self.last_use[base] = max(self.last_use[base], len(self.rows) - 1)
+
+    def hold(self, value: int, *, outlives: bool = False) -> None:
+        """The training loop holds the value until the last row has run, or backward has."""
+        self.last_use[self.base[value]] = len(self.rows)
+        if outlives:
+            self.outlive.add(self.base[value])

@@ -1,0 +1,222 @@
+"""Modules that tp cuts, as rows: what enters one, the part it computes, what leaves it.
+
+Two tables follow `styles.STYLES`: how a layout outside becomes the one computed with, and back.
+What is in neither is refused by name.
+
+Source: `runtime.shard`, whose hooks these rows are; torch 2.13, distributed/tensor/_redistribute.py
+and placement_types.py; for tables cut by rows _ops/_mask_buffer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+from meshplan.errors import PlanError, Problem
+from meshplan.graph import pattern_of
+from meshplan.layout import Piece
+from meshplan.memory.row import Grad
+from meshplan.memory.rows import Writer
+from meshplan.styles import LOGITS, Style
+
+_ID: Final = 8
+_WHOLE: Final = "R"
+HEAD_NORMS: Final = ("q_norm", "k_norm")
+"""Of every head: parts of the heads are normalised as the whole is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Styled:
+    """What tp does to the modules of a model.
+
+    Args:
+        tp: Ranks that styles cut over.
+        styles: By fqn, or by fqn with `*` for the numbers of blocks.
+        pieces: Of modules whose output falls into several, by fqn.
+        whole: Parameters of these that every rank holds whole, and takes its parts of.
+        added: Parameters that plain code computes with beside parts: their gradients are addends.
+    """
+
+    tp: int = 1
+    styles: Mapping[str, Style] = field(default_factory=dict)
+    pieces: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
+    whole: frozenset[str] = frozenset()
+    added: frozenset[str] = frozenset()
+
+    def of(self, fqn: str) -> Style | None:
+        """The style of a module, if it has one that cuts something."""
+        if self.tp == 1:
+            return None
+        return self.styles.get(fqn) or self.styles.get(pattern_of(fqn))
+
+    def check(self) -> Iterator[Problem]:
+        """What no row stands for."""
+        told: set[str] = set()
+        for fqn, style in self.styles.items() if self.tp > 1 else ():
+            known = _spelled(style.input) in _ENTERS and _spelled(style.output) in _LEAVES
+            known = known and not style.gradient and style.kind != "mha"
+            if style.kind == "norm":
+                known = known and fqn.rpartition(".")[2] in HEAD_NORMS
+            if not known and style != LOGITS and style.name not in told:
+                told.add(style.name)
+                yield Problem(f"the style '{style.name}' (of {fqn})")
+        for fqn in self.added if self.tp > 1 else ():
+            if fqn.split(".")[-2] not in HEAD_NORMS:
+                yield Problem(f"{fqn}, which plain code computes with beside parts")
+                return
+
+    def adds_up(self, fqn: str) -> bool:
+        """Whether every rank has an addend of the gradients of a norm."""
+        return self.of(fqn) is not None or f"{fqn}.weight" in self.added
+
+
+def _spelled(flow: tuple[str, str]) -> tuple[str, str]:
+    """With what activations look like between modules: whole."""
+    first, second = (_WHOLE if word == "outside" else word for word in flow)
+    return first, second
+
+
+@dataclass(slots=True)
+class Entered:
+    """What entered the styled modules of one module around them: each tensor enters once."""
+
+    known: dict[int, int] = field(default_factory=dict)
+
+    def all_reduced(self, w: Writer, x: int, tp: int) -> int:
+        """Whole; its gradients are added up, then over the ranks."""
+        if x not in self.known:
+            self.known[x] = w.enter(x, tp)
+            # Torch adds up in place only what is no DTensor.
+            w.tape.sums_apart.add(self.known[x])
+        return self.known[x]
+
+
+def _as_it_is(w: Writer, x: int, tp: int) -> int:
+    return x
+
+
+def _all_gather(w: Writer, x: int, tp: int) -> int:
+    """Parts of features put side by side: gathered along the first dim, then laid out anew.
+
+    Its gradient is this rank's part of everyone's.
+    """
+    size = w.size(x) * tp
+    return w.row("all_gather", (x,), size, takes=size, is_sent=True, grads=(Grad(x, w.size(x)),))
+
+
+def _all_reduce(w: Writer, x: int, tp: int) -> int:
+    return w.all_reduce(x, tp)
+
+
+_ENTERS: Final = frozenset({("R", "R"), ("S(-1)", "S(-1)"), ("S(-2)", "S(-2)")})
+_LEAVES: Final[Mapping[tuple[str, str], Callable[[Writer, int, int], int]]] = MappingProxyType(
+    {
+        ("S(-1)", "S(-1)"): _as_it_is,
+        ("S(-2)", "S(-2)"): _as_it_is,
+        ("S(-1)", "R"): _all_gather,
+        ("P", "R"): _all_reduce,
+    }
+)
+
+
+def project(
+    w: Writer,
+    styled: Styled,
+    entered: Entered,
+    x: int,
+    into: int,
+    out: int,
+    name: str,
+    *,
+    bias: bool = False,
+    weight: str = "",
+) -> int:
+    """A linear module.
+
+    Args:
+        into, out: Features of the whole module.
+        weight: The fqn of its weight, if it is another module's.
+    """
+    fqn = f"{w.module}.{name}" if w.module else name
+    style, tp = styled.of(fqn), styled.tp
+    if style is None:
+        return w.linear(_of_width(w, x, into, fqn), into, out, name, bias=bias, weight=weight)
+    pieces = styled.pieces.get(fqn, ())
+    if style.input[1] == "S(-1)":
+        into = _part(into, tp, fqn)
+    if style.output[0] == "S(-1)":
+        out = sum(piece.part for piece in pieces) or _part(out, tp, fqn)
+    x = _of_width(w, x, into, fqn)
+    if _spelled(style.input) == ("R", "R"):
+        x = entered.all_reduced(w, x, tp)
+    parts = {}
+    for leaf, size in (("weight", into * out), ("bias", out)):
+        if f"{fqn}.{leaf}" in styled.whole:
+            parts[f"{fqn}.{leaf}"] = _own_part(w.at(fqn), leaf, size, pieces)
+    # Of a bias each rank adds its share, so that the sum has it once.
+    share = out * w.parameter_bytes if bias and style.output[0] == "P" else 0
+    y = w.linear(x, into, out, name, bias=bias, weight=weight, parts=parts, takes=share)
+    if style != LOGITS:
+        y = _LEAVES[_spelled(style.output)](w, y, tp)
+        w.touch(x)  # The call that made y holds it until its hooks are done.
+    return y
+
+
+def _own_part(w: Writer, leaf: str, numel: int, pieces: tuple[Piece, ...]) -> int:
+    """This rank's rows of every piece, side by side.
+
+    Their gradients, each one of the whole with zeros elsewhere, are added up, then over the ranks.
+    """
+    part, fqn = numel * w.parameter_bytes, f"{w.module}.{leaf}"
+    whole = part // sum(p.part for p in pieces) * sum(p.size for p in pieces)
+    own = w.row(
+        "cat", (), part, parameters=((fqn, whole),),
+        takes_back=2 * whole if len(pieces) > 1 else 0,
+    )  # fmt: skip
+    w.tape.lay(fqn, whole)
+    return own
+
+
+def look_up(w: Writer, styled: Styled, ids: int, vocab: int, width: int, name: str) -> int:
+    """An embedding: cut by rows, where other ranks' rows are masked out, or by features."""
+    fqn = f"{w.module}.{name}" if w.module else name
+    style, tp = styled.of(fqn), styled.tp
+    if style is None:
+        return w.embedding(ids, vocab, width, name)
+    if style.cut_dim != "vocab":
+        own = w.embedding(ids, vocab, _part(width, tp, fqn), name)
+        return _LEAVES[_spelled(style.output)](w, own, tp)
+    tokens = w.size(ids) // _ID
+    # Which ids are other ranks', and the places of the others.
+    out = w.embedding(ids, vocab, width, name, takes=tokens * (1 + _ID))
+    # Backward fills a table of all rows, of which a rank then takes its own.
+    w.tape.lay(f"{fqn}.weight", _part(vocab, tp, fqn) * width * w.parameter_bytes)
+    return _LEAVES[_spelled(style.output)](w, out, tp)
+
+
+def _part(size: int, tp: int, fqn: str) -> int:
+    """What each rank has of a dim, where all have as much."""
+    if size % tp:
+        what = f"{fqn} is cut into parts of several sizes: {size} does not divide by tp {tp}"
+        fix = "pad it to a multiple, or give the model itself (model: entry, with torch)"
+        raise PlanError(Problem(what, fix=fix))
+    return size // tp
+
+
+def _of_width(w: Writer, x: int, width: int, fqn: str) -> int:
+    """Refuse what the model's own code would fail on, or compute something else from."""
+    if w.size(x) != w.tokens * width * w.element_bytes:
+        raise cut_otherwise(fqn)
+    return x
+
+
+def cut_otherwise(fqn: str) -> PlanError:
+    """Styles of neighbours that do not fit."""
+    return PlanError(
+        Problem(
+            f"what arrives at {fqn} is cut otherwise than its tp style computes with",
+            fix="give the projections around it styles that belong together, as tp_plan: hf does",
+        )
+    )

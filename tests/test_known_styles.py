@@ -1,0 +1,99 @@
+"""`tp_plan: auto` of a config is what the data flow of the live model gives.
+
+Which seeded bug would this catch? A style of the wrong module, a count of heads read off another
+projection, a rule that takes one module out of a pair and leaves the other cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from meshplan.blueprint import from_mapping
+from meshplan.errors import PlanError
+from meshplan.plan import Plan, make_plan
+from meshplan.reader import load_spec
+from meshplan.runtime.record import record
+from meshplan.runtime.rehearse import rehearser
+from meshplan.runtime.trace import graph_of
+from tests.test_told import GPT2, LLAMA, QWEN3
+
+TWO = {"num_hidden_layers": 2}
+CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "qwen3, tied": (QWEN3 | TWO | {"tie_word_embeddings": True}, 2, {}),
+    "gpt2": (GPT2 | {"n_layer": 2}, 2, {}),
+    "llama, a rule takes one of a pair": (
+        LLAMA | TWO, 2,
+        {"rules": [{"match": "{lm_head,model.layers.1.*.q_proj}", "place": {"tp": "R"}}]}),
+    "llama": (LLAMA | TWO, 2, {}),
+    "llama with biases": (LLAMA | TWO | {"attention_bias": True, "mlp_bias": True}, 2, {}),
+    "llama, heads of its own": (LLAMA | TWO | {"num_key_value_heads": 4}, 4, {}),
+    "llama, too few heads": (LLAMA | TWO, 4, {}),
+    "llama, odd heads": (
+        LLAMA | TWO | {"num_key_value_heads": 3, "num_attention_heads": 12}, 2, {}),
+    "llama, odd feed-forward": (LLAMA | TWO | {"intermediate_size": 111}, 2, {}),
+    "llama, few words": (LLAMA | TWO | {"vocab_size": 40}, 2, {}),
+    "llama, words whole": (
+        LLAMA | TWO, 2, {"rules": [{"match": "model.embed_tokens", "place": {"tp": "R"}}]}),
+    "llama, only feed-forward": (
+        LLAMA | TWO, 2,
+        {"tp_plan": "none", "rules": [{"match": "**.mlp.*_proj", "place": {"tp": "auto"}}]}),
+    "mistral": (LLAMA | TWO | {"model_type": "mistral"}, 2, {}),
+    "qwen2, tied": (LLAMA | TWO | {"model_type": "qwen2", "tie_word_embeddings": True}, 2, {}),
+    "qwen3, too few heads": (QWEN3 | TWO, 4, {}),
+    "gpt2, odd heads": (GPT2 | {"n_layer": 2, "n_head": 3}, 2, {}),
+    "gpt2, odd words": (
+        GPT2 | {"n_layer": 2, "vocab_size": 161, "tie_word_embeddings": False}, 2, {}),
+}  # fmt: skip
+DEFAULT = ("qwen3, tied", "gpt2", "llama, a rule takes one of a pair")
+
+
+def decided(config: dict[str, Any], size: int, more: dict[str, Any]) -> tuple[Plan, Plan]:
+    """What the live model and its config give."""
+    spec = load_spec({"version": 1, "mesh": {"tp": size}, "tp_plan": "auto"} | more)
+    made = AutoConfig.for_model(**config)
+    model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
+    ids = (torch.zeros(2, 16, dtype=torch.long),)
+    live = make_plan(spec, graph_of(model, record(model, ids)), rehearse=rehearser(model, ids))
+    return live, make_plan(spec, from_mapping(config))
+
+
+def styles(plan: Plan) -> dict[str, Any]:
+    return {
+        fqn: (use.style, use.pieces, use.is_proved, str(use.reason))
+        for fqn, use in plan.assignment.styles.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in DEFAULT else [pytest.mark.wide]) for c in CASES]
+)
+def test_a_config_gives_what_the_data_flow_gives(case: str) -> None:
+    live, told = decided(*CASES[case])
+    assert styles(told) == styles(live)
+    assert told.digest() == live.digest()
+    matrices = {f for f, p in told.assignment.tensors.items() if len(p.info.shape) > 1}
+    whole = [{f for f in matrices if not p.assignment.tensors[f].computed.axes}
+             for p in (live, told)]  # fmt: skip
+    assert whole[0] == whole[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (LLAMA | {"num_key_value_heads": 1}, "auto does not know without a live model how"),
+        (LLAMA | {"model_type": "gemma2"}, "there is no live model"),
+        (
+            LLAMA | {"num_key_value_heads": 3, "num_attention_heads": 3, "vocab_size": 40,
+                     "intermediate_size": 111},
+            "auto finds nothing that tp 2 can cut",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_config_does_not_tell_is_refused(config: dict[str, Any], what: str) -> None:
+    spec = load_spec({"version": 1, "mesh": {"tp": 2}, "tp_plan": "auto"})
+    with pytest.raises(PlanError, match=what):
+        make_plan(spec, from_mapping(config))
