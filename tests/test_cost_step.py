@@ -46,9 +46,8 @@ COUNTING = replace(
 )  # fmt: skip
 """Nothing takes time but bytes on the wire, a second each: seconds are bytes."""
 SETTLING = ("the loss and the number", "whether", "which parameters", "the norm",
-            "the loss of", "float32 buffers", "model.")  # fmt: skip
-"""Scalars that ranks settle, DDP's broadcast of buffers, and gradients of norms that are summed
-over tp: their bytes are not charged."""
+            "the loss of", "float32 buffers")  # fmt: skip
+"""Scalars that ranks settle, and DDP's broadcast of buffers: their bytes are not charged."""
 
 
 def row(**sizes):
@@ -122,18 +121,12 @@ def live():
     return LlamaForCausalLM(LlamaConfig(**facts, bos_token_id=1, eos_token_id=2, pad_token_id=0))
 
 
-NORMS = {"match": "**.{*_layernorm,norm}", "place": {"tp": "sequence_parallel"}}
 OTHERS = {
     "tp": ({"tp": 2}, {}),
     "tp, recomputed": ({"tp": 2}, {"activation_checkpointing": "full"}),
     "tp, recomputed but for products": ({"tp": 2}, {"activation_checkpointing": "selective"}),
     "tp and full_shard": ({"dp_shard": 2, "tp": 2}, {"strategy": "full_shard"}),
     "tp, cut loss": ({"tp": 2}, {"loss_parallel": True}),
-    "sequence parallel": ({"tp": 2}, {"sequence_parallel": True}),
-    "sequence parallel, recomputed": (
-        {"tp": 2},
-        {"sequence_parallel": True, "activation_checkpointing": "full"},
-    ),
     "cp": ({"cp": 2}, {"strategy": "full_shard"}),
     "cp, recomputed": (
         {"cp": 2},
@@ -156,16 +149,15 @@ def test_tp_and_cp_are_charged_what_is_forecast(name, live):
 
     sizes, more = OTHERS[name]
     tp, cp = sizes.get("tp", 1), sizes.get("cp", 1)
-    is_sequence = bool(more.get("sequence_parallel"))
     rules = (models.tp_rules("hf_llama") or []) if tp > 1 else []
-    plan = {"version": 1, "mesh": sizes, "rules": rules + [NORMS] * is_sequence, **more}
+    plan = {"version": 1, "mesh": sizes, "rules": rules, **more}
     decided = make_plan(load_spec(plan), graph_of(live))
     ids = torch.zeros(2, LENGTH // cp, dtype=torch.int64)
     forward = record_forward(live, decided, {"input_ids": ids}, ids, loss)
     told = forecast(decided, forward)
     assert not told.unknown
     chain = chain_of(
-        from_mapping(LLAMA), seq_len=LENGTH, element_bytes=4, tp=tp, is_sequence=is_sequence,
+        from_mapping(LLAMA), seq_len=LENGTH, element_bytes=4, tp=tp,
         cuts_loss=bool(more.get("loss_parallel")),
     )  # fmt: skip
     again = {"full": 2, "selective": 1}.get(more.get("activation_checkpointing", ""), 0)

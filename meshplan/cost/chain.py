@@ -18,8 +18,9 @@ from meshplan.cost.types import Sent as Sent
 from meshplan.cost.types import Tally as Tally
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
-from meshplan.memory.analytic import Run
+from meshplan.memory.analytic import Run, tape_of
 from meshplan.memory.shape import shape_of
+from meshplan.memory.styled import Styled
 from meshplan.memory.tape import Row, Tape
 
 _SHOWN: Final = 3
@@ -37,6 +38,7 @@ def chain_of(
     is_sequence: bool = False,
     is_cuda: bool = True,
     cuts_loss: bool = False,
+    styled: Styled | None = None,
 ) -> Chain:
     """A decoder of a known family, as one rank of tp computes it.
 
@@ -47,6 +49,7 @@ def chain_of(
         is_sequence: Whether activations between blocks are cut along the sequence over tp.
         is_cuda: Whether CUDA's kernels run.
         cuts_loss: Whether the loss is computed on logits that stay cut.
+        styled: Which modules tp cuts, as a plan has it; None cuts all that can be cut.
 
     Raises:
         PlanError: The model's operations are not known, or tp does not divide its sizes.
@@ -69,6 +72,8 @@ def chain_of(
     def write(layers: int, batch: int) -> Tape:
         run = Run(batch=batch, seq_len=seq_len, element_bytes=element_bytes, tp=tp,
                   is_sequence=is_sequence and tp > 1, is_cuda=is_cuda)  # fmt: skip
+        if styled is not None:
+            return tape_of(replace(shape, layers=layers), replace(run, styled=styled))
         return decoder_tape(replace(shape, layers=layers), run, cuts_loss=cuts_loss)
 
     return chain_of_tapes(
@@ -83,21 +88,19 @@ def chain_of_tapes(
     seq_len: int,
     element_bytes: int,
     keeps: Callable[[Row], bool] = is_chosen,
-    is_alone: bool = True,
 ) -> Chain:
     """The chain of a model of equal blocks whose tapes somebody writes.
 
     Args:
         write: (blocks, samples) -> the tape of a microbatch, its blocks in `units`.
         num_blocks: Of the model.
-        keeps, is_alone: As in `reading.Reading`.
+        keeps: As in `reading.Reading`.
 
     Assumes: blocks between the first and the last one are alike.
     """
     shown = min(num_blocks, _SHOWN)
     one, two = (
-        Reading(write(shown, batch), seq_len, element_bytes, keeps=keeps, is_alone=is_alone)
-        for batch in (1, 2)
+        Reading(write(shown, batch), seq_len, element_bytes, keeps=keeps) for batch in (1, 2)
     )
     places = list(zip(one.places(), two.places(), strict=True))
     found = _fold([_kind(*pair) for pair in places])

@@ -196,8 +196,7 @@ def _one_stage(chain: Chain) -> tuple[tuple[int, ...], ...]:
 def _chain(key: tuple[Any, ...], layers: int, seq_len: int) -> Chain:
     """Chains are dear to read; `key` begins with the name of a writer."""
     write, keeps = _WRITERS[key[0]](*key[1:], seq_len)
-    return chain_of_tapes(write, num_blocks=layers, seq_len=seq_len, element_bytes=2, keeps=keeps,
-                          is_alone=False)  # fmt: skip
+    return chain_of_tapes(write, num_blocks=layers, seq_len=seq_len, element_bytes=2, keeps=keeps)
 
 
 def _kept(row: TapeRow) -> bool:
