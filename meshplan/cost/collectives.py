@@ -46,9 +46,9 @@ def group(ranks: Array, stride: Array, gpus_per_node: int) -> Group:
         ranks: Along the axes of the group.
         stride: Product of the axes further in.
     """
-    room = np.maximum(1, gpus_per_node // np.minimum(stride, gpus_per_node))
+    room = np.maximum(1.0, np.floor(gpus_per_node / np.minimum(stride, gpus_per_node)))
     per_node = np.minimum(ranks, room)
-    return Group(ranks, per_node, -(-ranks // per_node))
+    return Group(ranks, per_node, np.ceil(ranks / per_node))
 
 
 def _bandwidth(of: Group, profile: Profile) -> Array:
