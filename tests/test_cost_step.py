@@ -34,6 +34,7 @@ LLAMA = {
     "use_cache": False, "tie_word_embeddings": False, "head_dim": 12,
 }  # fmt: skip
 FP32, BF16 = Precision(), Precision(param="bfloat16", reduce="float32")
+ALL_BF16 = Precision(param="bfloat16", reduce="bfloat16")
 H100 = Cluster(
     device=find_device("h100-sxm-80gb"), nodes=4, gpus_per_node=8, inter=Link("stated", 50e9)
 )
@@ -80,7 +81,7 @@ def wire(told, mesh, skips=SETTLING):
     return out
 
 
-@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [FP32, BF16, ALL_BF16], ids=["fp32", "bf16", "all bf16"])
 @pytest.mark.parametrize(
     ("strategy", "sizes", "mode"),
     [
@@ -94,10 +95,10 @@ def wire(told, mesh, skips=SETTLING):
 def test_data_ranks_are_charged_what_is_forecast(strategy, sizes, mode, precision):
     graph = from_mapping(LLAMA)
     plan = {"version": 1, "mesh": sizes, "strategy": strategy, "batch": {"accumulate": 3}}
-    if precision is BF16:
-        plan["precision"] = {"param": "bfloat16", "reduce": "float32"}
+    if precision is not FP32:
+        plan["precision"] = {"param": precision.param, "reduce": precision.reduce}
     decided = make_plan(load_spec(plan), graph)
-    width = 2 if precision is BF16 else 4
+    width = 4 if precision is FP32 else 2
     chain = chain_of(graph, seq_len=LENGTH, element_bytes=width)
     grid = row(mode=mode, microbatches=3, **sizes)
     reshard = int(strategy in ("full_shard", "hybrid_shard"))
@@ -261,6 +262,7 @@ def test_an_update_moves_what_is_held():
     shard = terms(row(dp_shard=4, cp=2), block, REAL, 8, BF16).update_s[0]
     numel = sum(block.numels)
     assert whole == 8 * shard
+    assert terms(row(mode="ddp", cp=2), block, REAL, 8, BF16).update_s[0] == whole
     assert whole == pytest.approx(numel * 4 * REAL.optimizer_bytes / REAL.memory_bytes_per_s)
 
 
