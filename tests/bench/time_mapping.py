@@ -125,6 +125,8 @@ def _framework(row: Row) -> Callable[[Row], Case]:
         if impl in (None, "FSDP2", "FSDP2 eager"):
             return _titan
         raise SkipError(f"parallel.impl {impl!r} is not modelled")
+    if precision.startswith("PURE bf16") and impl == "FSDP2 + DTensor TP":
+        return partial(_titan, is_kempner=True)
     is_half = precision in ("fp16 mixed", "fp16/bf16 mixed", "mixed")
     if is_half and impl is None and "Adam" in str(training.get("optimizer")):
         return partial(_megatron, framework="megatron")
@@ -207,12 +209,13 @@ def _kept(row: TapeRow) -> bool:
 
 
 def _write_titan(
-    shape: Shape, tp: int, is_compiled: bool, chunks: int, seq_len: int
+    shape: Shape, tp: int, is_compiled: bool, chunks: int, cuts_loss: bool, seq_len: int
 ) -> tuple[Write, Callable[[TapeRow], bool]]:
     def write(layers: int, batch: int) -> Tape:
         how = torchtitan.Training(
             batch=batch, tokens=seq_len, tp=tp,
             is_compiled=is_compiled, chunks=chunks,
+            cuts_loss=cuts_loss,
         )  # fmt: skip
         return torchtitan.tape_of(replace(shape, layers=layers), how)
 
@@ -236,7 +239,8 @@ _TITAN_RECOMPUTE: Final[Mapping[str, tuple[tuple[int, float], ...]]] = {
 }
 
 
-def _titan(row: Row) -> Case:
+def _titan(row: Row, *, is_kempner: bool = False) -> Case:
+    """Args: is_kempner: KempnerForge: pure bf16, whole logits, gradients summed at the last."""
     training, parallel, model = row["training"], row["parallel"], row["model"]
     for where, key in ((training, "float8"), (parallel, "async_tp")):
         if where.get(key):
@@ -251,23 +255,25 @@ def _titan(row: Row) -> Case:
         raise SkipError("torchtitan's pipeline is not modelled")
     chunks = 8 if str(training.get("loss", "")).startswith("chunked") else 1
     compiled = bool(training["compile"])
-    key = ("titan", _shape(model), sizes["tp"], compiled, chunks)
+    key = ("titan", _shape(model), sizes["tp"], compiled, chunks, not is_kempner)
     chain = _chain(key, model["layers"], model["seq_len"])
     count = int(training.get("grad_accum") or 1)
     ranks = sizes["dp_shard"] * sizes["dp_replicate"]
     tokens = micro * count * ranks * model["seq_len"]
     return Case(
         id=str(row["id"]), group=str(row["group"]),
-        key=(_TITAN_NAMES[parallel.get("impl")] + "-compiled" * compiled, cluster.device.name,
-             "bfloat16"),
+        key=("kempnerforge" if is_kempner else _TITAN_NAMES[parallel.get("impl")]
+             + "-compiled" * compiled, cluster.device.name, "bfloat16"),
         work=key + (model["seq_len"],), chain=chain, cluster=cluster,
-        grid=_grid(mode="shard", dp_shard=sizes["dp_shard"], dp_replicate=sizes["dp_replicate"],
-                   cp=sizes["cp"], tp=sizes["tp"], micro=micro, microbatches=count),
+        grid=_grid(mode="zero1" if is_kempner else "shard", dp_shard=sizes["dp_shard"],
+                   dp_replicate=sizes["dp_replicate"], cp=sizes["cp"], tp=sizes["tp"],
+                   micro=micro, microbatches=count),
         stages=_one_stage(chain),
         options=tuple((OPTIONS.index((again, 1)), share)
                       for again, share in _TITAN_RECOMPUTE[recompute]),
         awaited=frozenset({chain.order[0]}),
-        precision=Precision(param="bfloat16", reduce="float32"), dtype="float32",
+        precision=Precision(param="bfloat16", reduce="float32"),
+        dtype="bfloat16" if is_kempner else "float32",
         tokens=tokens, real_s=_real_s(row, tokens),
     )  # fmt: skip
 
