@@ -380,4 +380,7 @@ def test_what_crosses_leaves_the_node_where_stages_do():
                           ({"pp": 4, "tp": 2}, True)):  # fmt: skip
         told = crossing_seconds(row(micro=2, **sizes), size, COUNTING, 8)[0]
         assert told == (2e9 if inside else 2.0)
+    # Of three cuts one lies between nodes.
+    told = crossing_seconds(row(pp=4, dp_shard=4, micro=2), size, COUNTING, 8)[0]
+    assert told == pytest.approx((2 * 2e9 + 2) / 3)
     assert crossing_seconds(row(dp_shard=8), size, COUNTING, 8)[0] == 0

@@ -94,7 +94,9 @@ def all_to_all(num_bytes: Array, of: Group, profile: Profile, count: Array | int
     return np.where(of.ranks > 1, count * latency + np.maximum(within, out), 0.0)
 
 
-def send(num_bytes: Array, crosses: Array, profile: Profile, count: Array | int = 1) -> Array:
+def send(
+    num_bytes: Array, crosses: Array | bool, profile: Profile, count: Array | int = 1
+) -> Array:
     """From one rank to another.
 
     Args:

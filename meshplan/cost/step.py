@@ -253,17 +253,20 @@ class Rows:
 
 
 def crossing_seconds(grid: Array, num_bytes: float, profile: Profile, gpus_per_node: int) -> Array:
-    """To hand one microbatch, or its gradient, to the next stage.
+    """To hand one microbatch, or its gradient, to the next stage: the mean over all cuts.
 
     Args:
         num_bytes: `Kind.boundary_bytes` of what lies before the cut.
     """
-    inner = grid["dp_replicate"] * grid["dp_shard"] * grid["cp"] * grid["tp"]
+    pp = grid["pp"].astype(np.float64)
+    inner = (grid["dp_replicate"] * grid["dp_shard"] * grid["cp"] * grid["tp"]).astype(np.float64)
     samples = grid["micro"] / grid["cp"]
-    # Ranks of neighbouring stages are `inner` apart: on one node only if a node holds both.
-    crosses = inner * 2 > gpus_per_node
-    sent = send(samples * num_bytes, crosses, profile) + profile.crossing_s
-    return np.where(grid["pp"] > 1, sent, 0.0)
+    cuts = np.maximum(1.0, pp - 1)
+    nodes = np.ceil(pp * inner / gpus_per_node)
+    far = np.where(inner < gpus_per_node, np.minimum(nodes - 1, cuts), cuts) / cuts
+    outside, inside = (send(samples * num_bytes, crosses, profile) for crosses in (True, False))
+    each = far * outside + (1 - far) * inside + profile.crossing_s
+    return np.where(pp > 1, each, 0.0)
 
 
 def pipeline_seconds(
