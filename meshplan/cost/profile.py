@@ -194,10 +194,32 @@ def _unknown(cluster: Cluster, dtype: str) -> list[Problem]:
     if cluster.gpus_per_node > 1 and cluster.intra is None and device.intra_bytes_per_s is None:
         what = f"how fast {device.name}s of one node are connected is not known"
         out.append(Problem(what, fix="add intra: 25GB/s (per GPU, one way) to hardware:"))
-    if cluster.nodes > 1 and cluster.inter is None:
-        what = "how fast the nodes are connected is not known"
-        out.append(Problem(what, fix="add inter: 50GB/s (per GPU, one way) to hardware:"))
-    return out
+    return [*out, *_unknown_network(cluster)]
+
+
+def _unknown_network(cluster: Cluster) -> list[Problem]:
+    if cluster.nodes == 1 or cluster.inter is not None:
+        return []
+    what = "how fast the nodes are connected is not known"
+    return [Problem(what, fix="add inter: 50GB/s (per GPU, one way) to hardware:")]
+
+
+def on_cluster(profile: Profile, cluster: Cluster) -> Profile:
+    """A profile that was measured on one machine, for a cluster of such machines.
+
+    Raises:
+        PlanError: It is of another device, or nothing says how fast the nodes are connected.
+    """
+    problems = _unknown_network(cluster)
+    if profile.device != cluster.device.name:
+        what = f"the profile is of {profile.device}, and the plan runs on {cluster.device.name}"
+        problems.insert(0, Problem(what, fix="run meshplan calibrate on such a machine"))
+    if problems:
+        raise PlanError(problems)
+    if cluster.inter is None:
+        return profile
+    reached = cluster.inter.bytes_per_s * GENERIC["inter_share"]
+    return replace(profile, inter_bytes_per_s=reached)
 
 
 def without(profile: Profile, *, network: bool) -> Profile:
