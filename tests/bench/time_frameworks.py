@@ -197,6 +197,8 @@ def megatron_case(row: Row, framework: str) -> Case:
     key = ("megatron", shape, tp, bool(parallel.get("sp")))
     chain = _chain(key, model["layers"], model["seq_len"])
     samples = training["global_batch"]
+    if samples % (micro * dp):
+        raise SkipError(f"{dp} ranks cannot cut {samples} samples into microbatches of {micro}")
     count = samples // (micro * dp)
     tokens = samples * model["seq_len"]
     each = model["layers"] // pp
