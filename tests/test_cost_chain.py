@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshplan.blueprint import from_config
+from meshplan.blueprint import from_config, from_mapping
 from meshplan.cost.chain import Chain, chain_of
 from meshplan.cost.grid import RECOMPUTE
 from meshplan.errors import PlanError
@@ -144,6 +144,14 @@ def test_tp_cuts_the_work_and_sends_whole_activations(graphs, tp):
 def test_a_vocabulary_that_does_not_divide_stays_whole(graphs):
     chain = chain_of(graphs["gpt2"], seq_len=LENGTH, element_bytes=2, tp=2)
     assert 97 * HIDDEN in chain.kinds[chain.order[0]].numels
+
+
+def test_a_tied_table_is_cut_once():
+    tied = from_mapping(LLAMA | {"tie_word_embeddings": True})
+    chain = chain_of(tied, seq_len=LENGTH, element_bytes=2, tp=2)
+    assert chain.tied_numel == VOCAB * HIDDEN // 2
+    assert chain.kinds[chain.order[0]].numels == (VOCAB * HIDDEN // 2,)
+    assert chain.kinds[chain.order[-1]].numels == (HIDDEN,)
 
 
 def test_sizes_that_tp_does_not_divide_are_refused(graphs):

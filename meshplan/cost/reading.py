@@ -117,11 +117,7 @@ class Reading:
         out = []
         for number, (name, start, end) in enumerate(self._units):
             rows = range(start, end)
-            parameters = {
-                f: self._tape.laid.get((n, f), b)
-                for n in rows
-                for f, b in self._tape.rows[n].parameters
-            }
+            parameters = self._parameters(start, end)
             numels = tuple(b // self._element_bytes for f, b in parameters.items() if f not in seen)
             seen |= parameters.keys()
             out.append(
@@ -145,6 +141,15 @@ class Reading:
                 )
             )  # fmt: skip
         return out
+
+    def _parameters(self, start: int, end: int) -> dict[str, int]:
+        """Bytes of each, as this rank of tp holds it."""
+        tape = self._tape
+        return {
+            fqn: tape.laid.get((n, fqn), nbytes)
+            for n in range(start, end)
+            for fqn, nbytes in tape.rows[n].parameters
+        }
 
     def _owner(self, start: int, end: int) -> str:
         """The module with the most parameters among what is in no block."""
@@ -298,8 +303,8 @@ class Reading:
         return sum(tape.nbytes[value] for value in made & read)
 
     def _tied(self) -> int:
-        first, last = ({f: b for n in range(start, end) for f, b in self._tape.rows[n].parameters}
-                       for _, start, end in (self._units[0], self._units[-1]))  # fmt: skip
+        (_, *first_rows), (_, *last_rows) = self._units[0], self._units[-1]
+        first, last = self._parameters(*first_rows), self._parameters(*last_rows)
         both = first.keys() & last.keys() if len(self._units) > 1 else set()
         return sum(first[fqn] for fqn in both) // self._element_bytes
 
