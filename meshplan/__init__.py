@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshplan.api import calibrate as calibrate
     from meshplan.api import check_plan as check_plan
     from meshplan.api import decide as decide
     from meshplan.api import estimate_memory as estimate_memory
@@ -44,6 +45,7 @@ _ROOMS = {
     "estimate_states": "meshplan.api",
     "estimate_memory": "meshplan.api",
     "check_plan": "meshplan.api",
+    "calibrate": "meshplan.api",
     "decide": "meshplan.api",
     "load_spec": "meshplan.reader",
     "make_plan": "meshplan.plan",

@@ -368,10 +368,13 @@ def estimate_memory(
     return with_fixes(question, estimate, fixes, told, time.monotonic() - began)
 
 
-def calibrate(out: str | os.PathLike[str]) -> Profile:
+def calibrate(out: str | os.PathLike[str]) -> Profile | None:
     """Time this machine and write what it reaches as a profile, for `read_profile` to take.
 
     Under torchrun every rank times what the ranks send to each other, and the first one writes.
+
+    Returns:
+        None on any other rank.
 
     Raises:
         PlanError: The times are too noisy to follow from any constants.
@@ -380,10 +383,12 @@ def calibrate(out: str | os.PathLike[str]) -> Profile:
     from meshplan.runtime.calibrate import measure, together
 
     with together() as is_first:
-        profile = profile_from(measure())
-        if is_first:
-            write_profile(profile, Path(out))
-    return profile
+        measured = measure()
+        if not is_first:
+            return None
+        profile = profile_from(measured)
+        write_profile(profile, Path(out))
+        return profile
 
 
 def _find_model(

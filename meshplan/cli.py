@@ -294,6 +294,8 @@ def _calibrate(args: argparse.Namespace) -> int:
 
     _print_notes(args, ["this takes about a minute"])
     profile = api.calibrate(args.out)
+    if profile is None:
+        return YES
     if args.json:
         print(envelope("calibrate/1", dataclasses.asdict(profile), []))
     else:

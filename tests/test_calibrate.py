@@ -16,8 +16,9 @@ from meshplan.cost.calibration import (
     read_profile,
     write_profile,
 )
+from meshplan.cost.profile import GENERIC, on_cluster
 from meshplan.errors import PlanError
-from meshplan.hardware import Device, find_device
+from meshplan.hardware import Cluster, Device, Link, find_device
 
 H100 = find_device("h100-sxm-80gb")
 
@@ -66,6 +67,17 @@ def test_a_device_that_is_not_in_the_table_is_its_own_peak():
     assert told.intra_bytes_per_s == told.memory_bytes_per_s
 
 
+def test_what_one_machine_shows_is_taken_to_a_cluster_of_such():
+    told = profile_from(MADE)
+    nodes = Cluster(device=H100, nodes=4, gpus_per_node=8, inter=Link("", 50e9))
+    assert on_cluster(told, nodes).inter_bytes_per_s == 50e9 * GENERIC["inter_share"]
+    assert on_cluster(told, replace(nodes, nodes=1, inter=None)) == told
+    with pytest.raises(PlanError, match="add inter"):
+        on_cluster(told, replace(nodes, inter=None))
+    with pytest.raises(PlanError, match="is of h100-sxm-80gb, and the plan runs on a100"):
+        on_cluster(told, replace(nodes, device=find_device("a100-sxm-80gb")))
+
+
 @pytest.mark.parametrize("name", ["products", "attention", "moves", "copies", "collectives"])
 def test_noise_is_refused_by_name(name):
     noisy = [
@@ -101,7 +113,7 @@ def test_other_files_are_refused(tmp_path):
 def test_this_machine_is_timed(monkeypatch):
     from meshplan.runtime import calibrate
 
-    monkeypatch.setattr(calibrate, "REPEATS", 1)
+    monkeypatch.setattr(calibrate, "ROUNDS", 1)
     told = calibrate.measure(large=False)
     for samples in (told.products, told.attention, told.moves):
         assert len(samples) > 2

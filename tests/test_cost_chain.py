@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshplan.blueprint import from_config
+from meshplan.blueprint import from_config, from_mapping
 from meshplan.cost.chain import Chain, chain_of
 from meshplan.cost.grid import RECOMPUTE
 from meshplan.errors import PlanError
@@ -119,38 +119,26 @@ def test_recomputation_stops_at_the_last_tensor_that_is_kept(graphs):
     assert none_saved > selective_saved > full_saved == LENGTH * HIDDEN * 2
 
 
-@pytest.mark.parametrize("is_sequence", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_tp_cuts_the_work_and_sends_whole_activations(graphs, tp, is_sequence):
+def test_tp_cuts_the_work_and_sends_whole_activations(graphs, tp):
     whole = chain_of(graphs["llama"], seq_len=LENGTH, element_bytes=2)
-    part = chain_of(
-        graphs["llama"], seq_len=LENGTH, element_bytes=2, tp=tp, is_sequence=is_sequence
-    )
+    part = chain_of(graphs["llama"], seq_len=LENGTH, element_bytes=2, tp=tp)
     assert total(part, lambda k: k.forward.flops) * tp == total(whole, lambda k: k.forward.flops)
     (block,) = [kind for kind in part.kinds if kind.has_options]
-    size = LENGTH * HIDDEN * 2
-    sent = block.sent_forward
-    if is_sequence:
-        # Five projections gather, two scatter.
-        assert (sent.all_reduces, sent.gathers) == (0, 7)
-        assert sent.gather_bytes == 7 * size
-        norms = block.sent_backward.all_reduces
-        assert block.sent_backward == replace(sent, all_reduces=norms)
-        assert norms == 2
-        assert block.boundary_bytes * tp == size
-    else:
-        assert (sent.all_reduces, sent.gathers) == (2, 0)
-        assert sent.all_reduce_bytes == 2 * size
-        assert block.boundary_bytes == size
-        assert block.sent_backward == sent
+    size, sent = LENGTH * HIDDEN * 2, block.sent_forward
+    assert (sent.all_reduces, sent.gathers) == (2, 0)
+    assert sent.all_reduce_bytes == 2 * size
+    assert block.boundary_bytes == size
+    assert block.sent_backward == sent
     head = part.kinds[part.order[-1]]
     logits = LENGTH * VOCAB * 2
-    assert head.sent_forward.gather_bytes == logits + (size if is_sequence else 0)
+    assert head.sent_forward.gather_bytes == logits
     assert sum(head.numels) == VOCAB * HIDDEN // tp + HIDDEN
-    cut = chain_of(graphs["llama"], seq_len=LENGTH, element_bytes=2, tp=tp,
-                   is_sequence=is_sequence, cuts_loss=True)  # fmt: skip
-    assert cut.kinds[-1].sent_forward.gather_bytes == (size if is_sequence else 0)
-    assert head.saved_bytes[0] - cut.kinds[-1].saved_bytes[0] >= (tp - 1) * 2 * logits // tp
+    assert sum(part.kinds[part.order[0]].numels) == VOCAB * HIDDEN // tp
+    cut = chain_of(graphs["llama"], seq_len=LENGTH, element_bytes=2, tp=tp, cuts_loss=True)
+    assert cut.kinds[-1].sent_forward.gather_bytes == 0
+    assert cut.kinds[-1].sent_forward.all_reduce_bytes == 4 * LENGTH * 4
+    assert head.saved_bytes[0] - cut.kinds[-1].saved_bytes[0] >= (tp - 1) * logits // tp
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole(graphs):
@@ -158,11 +146,19 @@ def test_a_vocabulary_that_does_not_divide_stays_whole(graphs):
     assert 97 * HIDDEN in chain.kinds[chain.order[0]].numels
 
 
+def test_a_tied_table_is_cut_once():
+    tied = from_mapping(LLAMA | {"tie_word_embeddings": True})
+    chain = chain_of(tied, seq_len=LENGTH, element_bytes=2, tp=2)
+    assert chain.tied_numel == VOCAB * HIDDEN // 2
+    assert chain.kinds[chain.order[0]].numels == (VOCAB * HIDDEN // 2,)
+    assert chain.kinds[chain.order[-1]].numels == (HIDDEN,)
+
+
 def test_sizes_that_tp_does_not_divide_are_refused(graphs):
     with pytest.raises(PlanError, match=r"4 key/value heads do not divide by tp 8"):
         chain_of(graphs["llama"], seq_len=LENGTH, element_bytes=2, tp=8)
-    with pytest.raises(PlanError, match=r"tokens do not divide"):
-        chain_of(graphs["llama"], seq_len=50, element_bytes=2, tp=4, is_sequence=True)
+    with pytest.raises(PlanError, match="sequence_parallel does not run"):
+        chain_of(graphs["llama"], seq_len=LENGTH, element_bytes=2, tp=4, is_sequence=True)
 
 
 def test_few_blocks(graphs):

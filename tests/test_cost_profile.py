@@ -151,6 +151,7 @@ def test_every_field_that_matters_changes_the_prediction(row, fields):
         (MEGATRON, {"inter": "not stated"}, "hardware.inter"),
         (MEGATRON, {"zero_stage": 3}, "ZeRO-3"),
         (MEGATRON, {"pp": 3}, "stages is not stated"),
+        (MEGATRON, {"micro_batch": 32}, "cannot cut 32 samples"),
     ],
 )
 def test_what_is_not_modelled_is_skipped_with_its_reason(row, fields, reason):
@@ -166,7 +167,7 @@ def test_a_fit_finds_the_constants_that_made_the_runs():
     sizes = [(mb, tp, pp) for mb in (1, 2, 8) for tp in (1, 4, 8) for pp in (1, 2)]
     cases = [
         case_of(changed(MEGATRON, micro_batch=mb, tp=tp, pp=pp, dp=16 // (tp * pp),
-                        hidden=4096, ffn=16384, heads=32))
+                        hidden=4096, ffn=16384, heads=32, global_batch=256))
         for mb, tp, pp in sizes
     ]  # fmt: skip
     made = Fit(cases)

@@ -88,21 +88,19 @@ def chain_of_tapes(
     seq_len: int,
     element_bytes: int,
     keeps: Callable[[Row], bool] = is_chosen,
-    is_alone: bool = True,
 ) -> Chain:
     """The chain of a model of equal blocks whose tapes somebody writes.
 
     Args:
         write: (blocks, samples) -> the tape of a microbatch, its blocks in `units`.
         num_blocks: Of the model.
-        keeps, is_alone: As in `reading.Reading`.
+        keeps: As in `reading.Reading`.
 
     Assumes: blocks between the first and the last one are alike.
     """
     shown = min(num_blocks, _SHOWN)
     one, two = (
-        Reading(write(shown, batch), seq_len, element_bytes, keeps=keeps, is_alone=is_alone)
-        for batch in (1, 2)
+        Reading(write(shown, batch), seq_len, element_bytes, keeps=keeps) for batch in (1, 2)
     )
     places = list(zip(one.places(), two.places(), strict=True))
     found = _fold([_kind(*pair) for pair in places])

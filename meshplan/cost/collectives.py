@@ -46,9 +46,9 @@ def group(ranks: Array, stride: Array, gpus_per_node: int) -> Group:
         ranks: Along the axes of the group.
         stride: Product of the axes further in.
     """
-    room = np.maximum(1, gpus_per_node // np.minimum(stride, gpus_per_node))
+    room = np.maximum(1.0, np.floor(gpus_per_node / np.minimum(stride, gpus_per_node)))
     per_node = np.minimum(ranks, room)
-    return Group(ranks, per_node, -(-ranks // per_node))
+    return Group(ranks, per_node, np.ceil(ranks / per_node))
 
 
 def _bandwidth(of: Group, profile: Profile) -> Array:
@@ -94,7 +94,9 @@ def all_to_all(num_bytes: Array, of: Group, profile: Profile, count: Array | int
     return np.where(of.ranks > 1, count * latency + np.maximum(within, out), 0.0)
 
 
-def send(num_bytes: Array, crosses: Array, profile: Profile, count: Array | int = 1) -> Array:
+def send(
+    num_bytes: Array, crosses: Array | bool, profile: Profile, count: Array | int = 1
+) -> Array:
     """From one rank to another.
 
     Args:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from meshplan.cost.tapes import GATHER_ONLY
 from meshplan.cost.types import Sent, Tally
 from meshplan.memory.log import Term
 from meshplan.memory.tape import Row, Span, Tape, play
@@ -33,10 +32,10 @@ _SENT: Final = {
     "reduce_scatter": ("gather", "gather"),
     "all_reduce": ("all_reduce", ""),
     "all_reduce_back": ("", "all_reduce"),
-    GATHER_ONLY: ("gather", ""),
-    "split_tokens": ("", "gather"),
 }
 """By operation, the collective of its forward and of its backward."""
+_SUMMED: Final = frozenset({"amax", "stack"})
+"""What ranks sum of a loss over parts of the vocabulary. Source: `runtime.loss`."""
 
 
 class Numbers(NamedTuple):
@@ -90,8 +89,6 @@ class Reading:
     Args:
         seq_len: Keys that the last token attends to.
         keeps: Whether selective recomputation keeps what a row makes.
-        is_alone: Whether each projection gathers for itself what it is given, and each norm that
-            sees a part of the sequence sums its gradient, as `runtime.shard` has it.
     """
 
     def __init__(
@@ -101,7 +98,6 @@ class Reading:
         element_bytes: int,
         *,
         keeps: Callable[[Row], bool] = is_chosen,
-        is_alone: bool = True,
     ) -> None:
         self._tape, self._seq_len, self._element_bytes = tape, seq_len, element_bytes
         rows = [row._replace(is_kept=keeps(row)) for row in tape.rows]
@@ -112,10 +108,6 @@ class Reading:
         marked = [(f"@{n}", start, end) for n, (_, start, end) in enumerate(self._units)]
         self._marked = replace(tape, rows=rows, units=marked, spans=[])
         self._readers = Counter(grad.value for row in rows for grad in row.grads)
-        self._products = Counter(
-            value for row in rows if is_alone and row.op == "mm" for value in row.reads
-        )
-        self._has_parts = is_alone and any(row.op == "reduce_scatter" for row in rows)
         self.tied_numel = self._tied()
 
     def places(self) -> list[Place]:
@@ -125,11 +117,7 @@ class Reading:
         out = []
         for number, (name, start, end) in enumerate(self._units):
             rows = range(start, end)
-            parameters = {
-                f: self._tape.laid.get((n, f), b)
-                for n in rows
-                for f, b in self._tape.rows[n].parameters
-            }
+            parameters = self._parameters(start, end)
             numels = tuple(b // self._element_bytes for f, b in parameters.items() if f not in seen)
             seen |= parameters.keys()
             out.append(
@@ -153,6 +141,15 @@ class Reading:
                 )
             )  # fmt: skip
         return out
+
+    def _parameters(self, start: int, end: int) -> dict[str, int]:
+        """Bytes of each, as this rank of tp holds it."""
+        tape = self._tape
+        return {
+            fqn: tape.laid.get((n, fqn), nbytes)
+            for n in range(start, end)
+            for fqn, nbytes in tape.rows[n].parameters
+        }
 
     def _owner(self, start: int, end: int) -> str:
         """The module with the most parameters among what is in no block."""
@@ -218,8 +215,7 @@ class Reading:
         if kind == "gather":  # What is whole: made, or given.
             size = max(size, float(self._size(row.reads[0])))
         if kind == "gather":
-            times = max(1, self._products[row.makes[0]]) if row.op == "all_gather" else 1
-            return Numbers(gathers=times, gather_bytes=times * size)
+            return Numbers(gathers=1, gather_bytes=size)
         return Numbers(all_reduces=1, all_reduce_bytes=size) if kind else Numbers()
 
     def _forward(self, number: int) -> Numbers:
@@ -235,7 +231,11 @@ class Reading:
         if row.op in _PRODUCTS and row.parameters:
             work = self._work(row, 1, self._given(row) + self._made(row), weights)
             return work.plus(self._fused(row, 0))
-        return self._work(row, 1, self._sizes(row.reads) + made, weights)
+        work = self._work(row, 1, self._sizes(row.reads) + made, weights)
+        if row.op in _SUMMED:
+            sent = Numbers(all_reduces=1, all_reduce_bytes=float(self._size(row.makes[0])))
+            return work.plus(sent)
+        return work
 
     def _work(
         self, row: Row, kernels: int, moved: float, weights: float, times: float = 1.0
@@ -269,8 +269,6 @@ class Reading:
         given = self._sizes(row.makes) if row.op == "split" else self._size(row.makes[0])
         moved = given + self._sizes(row.keeps) + new + 2 * row.takes_back
         kernels = 1 + bool(row.parameters)
-        if row.parameters and self._has_parts:
-            added = added.plus(Numbers(all_reduces=1))  # So small that only its latency counts.
         return self._work(row, kernels, moved, 2 * weights, _ATTENTION_BACK).plus(added)
 
     def _added(self, row: Row) -> Numbers:
@@ -305,8 +303,8 @@ class Reading:
         return sum(tape.nbytes[value] for value in made & read)
 
     def _tied(self) -> int:
-        first, last = ({f: b for n in range(start, end) for f, b in self._tape.rows[n].parameters}
-                       for _, start, end in (self._units[0], self._units[-1]))  # fmt: skip
+        (_, *first_rows), (_, *last_rows) = self._units[0], self._units[-1]
+        first, last = self._parameters(*first_rows), self._parameters(*last_rows)
         both = first.keys() & last.keys() if len(self._units) > 1 else set()
         return sum(first[fqn] for fqn in both) // self._element_bytes
 

@@ -114,6 +114,7 @@ def terms(
     *,
     dtype: str = "float32",
     is_awaited: bool | None = None,
+    rows: Rows | None = None,
 ) -> Terms:
     """Seconds for each microbatch of one block.
 
@@ -130,7 +131,7 @@ def terms(
     if np.any(grid["ep"] > 1):
         what = f"what '{kind.name}' sends along ep is not known"
         raise PlanError(Problem(what, fix="leave ep out of the mesh"))
-    rows = _Rows(grid, profile, gpus_per_node, widths_of(precision, dtype))
+    rows = rows or Rows(grid, profile, gpus_per_node, widths_of(precision, dtype))
     is_awaited = not kind.has_options if is_awaited is None else is_awaited
     join = (lambda a, b: a + b) if is_awaited else partial(hidden, profile=profile)
     forward_c, backward_c = rows.compute(kind.forward), rows.compute(kind.backward)
@@ -141,32 +142,37 @@ def terms(
     numel = float(sum(kind.numels))
     gathered, reduced, summed, whole = rows.data(numel)
     is_whole, is_at_once = rows.mode == _DDP, rows.mode == _SHARD
-    gathers = np.where(is_whole, 0.0, gathered)
-    is_after = (rows.mode == _ZERO1) & profile.gathers_once
-    forward_s = join(forward, np.where(is_after, 0.0, gathers))
+    gathers = gathered if whole is None else np.where(is_whole, 0.0, gathered)
+    after = np.zeros_like(gathered)
+    if profile.gathers_once:
+        after = np.where(rows.mode == _ZERO1, gathered, 0.0)
+    forward_s = join(forward, gathers - after)
     first, last = [], []
     backwards = []
     for again, (work, sent) in enumerate(zip(kind.again, kind.sent_again, strict=True)):
         device = rows.compute(work) + rows.tp(sent) + keys * (1 + (again > 0))
         process = host(kind.backward, kind.sent_backward) + host(work, sent)
         backwards.append(np.maximum(backward_c + backward_t + device, process))
+    at_once = np.where(is_at_once, reduced, 0.0)
+    later = reduced - at_once + summed
     for again, reshard in OPTIONS:
         backward = backwards[again]
-        each = (gathers if reshard else 0.0) + np.where(is_at_once, reduced, 0.0)
-        at_last = each + np.where(is_at_once, 0.0, reduced) + summed
-        # DDP knows no root: buckets leave whatever they are of.
-        whole_last = hidden(backward, whole, profile)
-        usual = np.where(is_whole, backward, join(backward, each))
+        each = at_once + gathers if reshard else at_once
+        usual, end = join(backward, each), join(backward, each + later)
+        if whole is not None:
+            usual = np.where(is_whole, backward, usual)
+            # DDP knows no root: buckets leave whatever they are of.
+            end = np.where(is_whole, hidden(backward, whole, profile), end)
         first.append(usual)
-        last.append(np.where(is_whole, whole_last, join(backward, at_last)) - usual)
+        last.append(end - usual)
     missing = OPTION_RESHARD[None] & ~is_at_once[:, None]
     backward_s, settle_s = np.stack(first, axis=1), np.stack(last, axis=1)
-    update = rows.update(numel) + np.where(is_after, gathered, 0.0)
+    update = rows.update(numel) + after
     once = (settle_s + update[:, None]) / rows.microbatches[:, None]
     seconds = forward_s[:, None] + backward_s + once
     return Terms(
         seconds=np.where(missing, np.inf, seconds),
-        forward_s=np.repeat(forward_s[:, None], len(OPTIONS), axis=1),
+        forward_s=np.broadcast_to(forward_s[:, None], backward_s.shape),
         backward_s=backward_s,
         settle_s=settle_s,
         update_s=update,
@@ -175,8 +181,8 @@ def terms(
     )
 
 
-class _Rows:
-    """A grid with its groups of ranks."""
+class Rows:
+    """A grid with its groups of ranks, for all kinds of blocks of one tp."""
 
     def __init__(self, grid: Array, profile: Profile, gpus_per_node: int, widths: Widths) -> None:
         self.profile, self.widths = profile, widths
@@ -194,7 +200,8 @@ class _Rows:
         self.along_cp = near(cp, tp)
         self.along_shards = near(self.shards, tp)
         self.along_replicas = near(replicate, tp * self.shards)
-        self.along_all = near(self.shards * replicate, tp)
+        has_whole = bool((self.mode == _DDP).any())
+        self.along_all = near(self.shards * replicate, tp) if has_whole else None
 
     def compute(self, tally: Tally) -> Array:
         return compute_seconds(tally, self.samples, self.profile)
@@ -222,12 +229,12 @@ class _Rows:
             return np.zeros_like(self.samples)
         return all_gather(self.micro * num_bytes, self.along_cp, self.profile, _CACHED_KV)
 
-    def data(self, numel: float) -> tuple[Array, Array, Array, Array]:
+    def data(self, numel: float) -> tuple[Array, Array, Array, Array | None]:
         """Seconds that parameters and gradients take.
 
         Returns:
             To gather parameters, to scatter gradients over shards, to sum these over replicas, and
-            to sum gradients that are not cut at all.
+            to sum gradients that are not cut at all; None where no row is of that mode.
         """
         profile, widths = self.profile, self.widths
         ones = np.full_like(self.samples, numel)
@@ -235,6 +242,8 @@ class _Rows:
         reduced = all_gather(ones * widths.reduce, self.along_shards, profile)
         shard = ones * widths.reduce / self.shards
         summed = all_reduce(shard, self.along_replicas, profile)
+        if self.along_all is None:
+            return gathered, reduced, summed, None
         return gathered, reduced, summed, all_reduce(ones * widths.stored, self.along_all, profile)
 
     def update(self, numel: float) -> Array:
@@ -244,17 +253,20 @@ class _Rows:
 
 
 def crossing_seconds(grid: Array, num_bytes: float, profile: Profile, gpus_per_node: int) -> Array:
-    """To hand one microbatch, or its gradient, to the next stage.
+    """To hand one microbatch, or its gradient, to the next stage: the mean over all cuts.
 
     Args:
         num_bytes: `Kind.boundary_bytes` of what lies before the cut.
     """
-    inner = grid["dp_replicate"] * grid["dp_shard"] * grid["cp"] * grid["tp"]
+    pp = grid["pp"].astype(np.float64)
+    inner = (grid["dp_replicate"] * grid["dp_shard"] * grid["cp"] * grid["tp"]).astype(np.float64)
     samples = grid["micro"] / grid["cp"]
-    # Ranks of neighbouring stages are `inner` apart: on one node only if a node holds both.
-    crosses = inner * 2 > gpus_per_node
-    sent = send(samples * num_bytes, crosses, profile) + profile.crossing_s
-    return np.where(grid["pp"] > 1, sent, 0.0)
+    cuts = np.maximum(1.0, pp - 1)
+    nodes = np.ceil(pp * inner / gpus_per_node)
+    far = np.where(inner < gpus_per_node, np.minimum(nodes - 1, cuts), cuts) / cuts
+    outside, inside = (send(samples * num_bytes, crosses, profile) for crosses in (True, False))
+    each = far * outside + (1 - far) * inside + profile.crossing_s
+    return np.where(pp > 1, each, 0.0)
 
 
 def pipeline_seconds(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -16,39 +17,27 @@ import torch.nn.functional as F
 from meshplan.cost.calibration import Measured, Sample
 from meshplan.errors import SpecError
 from meshplan.hardware import Device, find_device
+from meshplan.runtime.mesh import gather_into
 
-REPEATS: Final = 7
-_WARM_UP: Final = 2
+ROUNDS: Final = 30
 _HEADS, _WIDTH = 16, 128
 _LAUNCHES: Final = 200
 
 
-class _Stopwatch:
-    """Times of one device."""
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Something to time; `amount` and `hops` as in `Sample`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def settle(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-
-    def seconds(self, run: Callable[[], object]) -> float:
-        """The median: what disturbs a run now and then is none of its own."""
-        for _ in range(_WARM_UP):
-            run()
-        times = []
-        for _ in range(REPEATS):
-            self.settle()
-            begin = time.perf_counter()
-            run()
-            self.settle()
-            times.append(time.perf_counter() - begin)
-        return statistics.median(times)
+    amount: float
+    run: Callable[[], object]
+    hops: int = 0
 
 
 def measure(*, large: bool | None = None) -> Measured:
     """Time this machine; with a process group of several ranks, what these send as well.
+
+    Everything is run in turn, round by round, and the least time of each counts: what disturbs a
+    run makes it longer, and lasts longer than a run.
 
     Args:
         large: Whether sizes are those of training; None where there is an accelerator.
@@ -57,19 +46,29 @@ def measure(*, large: bool | None = None) -> Measured:
     """
     device = _device()
     is_large = device.type != "cpu" if large is None else large
-    watch = _Stopwatch(device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with torch.no_grad():
-        return Measured(
-            device=_facts(device),
-            dtype=str(dtype).removeprefix("torch."),
-            launch_s=_launch(watch),
-            products=tuple(_products(watch, dtype, is_large)),
-            attention=tuple(_attention(watch, dtype, is_large)),
-            moves=tuple(_moves(watch, is_large)),
-            copies=tuple(_copies(watch)) if device.type == "cuda" else (),
-            collectives=tuple(_collectives(watch, is_large)) if _world() > 1 else (),
-        )
+        works = {
+            "launch": list(_launches(device)),
+            "products": list(_products(device, dtype, is_large)),
+            "attention": list(_attention(device, dtype, is_large)),
+            "moves": list(_moves(device, is_large)),
+            "copies": list(_copies(device)) if device.type == "cuda" else [],
+            "collectives": list(_collectives(device, is_large)) if _world() > 1 else [],
+        }
+        everything = [work for group in works.values() for work in group]
+        least = _least(device, everything)
+    samples = {
+        name: tuple(Sample(work.amount, least[id(work)], work.hops) for work in group)
+        for name, group in works.items()
+    }
+    (launch,) = samples.pop("launch")
+    return Measured(
+        device=_facts(device),
+        dtype=str(dtype).removeprefix("torch."),
+        launch_s=launch.seconds / launch.amount,
+        **samples,
+    )
 
 
 @contextmanager
@@ -85,6 +84,26 @@ def together() -> Iterator[bool]:
         yield dist.get_rank() == 0
     finally:
         dist.destroy_process_group()
+
+
+def _least(device: torch.device, works: list[_Work]) -> dict[int, float]:
+    """Seconds by `id`."""
+    least: dict[int, float] = {}
+    for number in range(ROUNDS + 1):
+        for work in works:
+            _settle(device)
+            begin = time.perf_counter()
+            work.run()
+            _settle(device)
+            if number:  # The first round loads libraries and makes plans.
+                seconds = time.perf_counter() - begin
+                least[id(work)] = min(seconds, least.get(id(work), seconds))
+    return least
+
+
+def _settle(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
 
 
 def _device() -> torch.device:
@@ -108,61 +127,53 @@ def _world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _launch(watch: _Stopwatch) -> float:
-    """Of one of many small kernels, which the process starts faster than they run or not."""
-    x = torch.zeros(1, device=watch.device)
+def _launches(device: torch.device) -> Iterator[_Work]:
+    """Many small kernels, one after the other."""
+    x = torch.zeros(1, device=device)
 
     def run() -> None:
         for _ in range(_LAUNCHES):
             x.add_(1)
 
-    return watch.seconds(run) / _LAUNCHES
+    yield _Work(_LAUNCHES, run)
 
 
-def _products(watch: _Stopwatch, dtype: torch.dtype, is_large: bool) -> Iterator[Sample]:
-    sizes = (2048, 4096, 8192) if is_large else (256, 384, 512)
+def _products(device: torch.device, dtype: torch.dtype, is_large: bool) -> Iterator[_Work]:
+    sizes = (2048, 4096, 8192) if is_large else (512, 768, 1024)
     for m in sizes:
         for n in sizes:
-            a = torch.randn(m, sizes[1], device=watch.device, dtype=dtype)
-            b = torch.randn(sizes[1], n, device=watch.device, dtype=dtype)
-            yield Sample(2.0 * m * n * sizes[1], watch.seconds(lambda a=a, b=b: a @ b))  # type: ignore[misc]
+            a = torch.randn(m, sizes[1], device=device, dtype=dtype)
+            b = torch.randn(sizes[1], n, device=device, dtype=dtype)
+            yield _Work(2.0 * m * n * sizes[1], partial(torch.matmul, a, b))
 
 
-def _attention(watch: _Stopwatch, dtype: torch.dtype, is_large: bool) -> Iterator[Sample]:
-    for length in (2048, 4096, 8192) if is_large else (256, 384, 512):
+def _attention(device: torch.device, dtype: torch.dtype, is_large: bool) -> Iterator[_Work]:
+    for length in (2048, 4096, 8192) if is_large else (512, 768, 1024):
         shape = (1, _HEADS, length, _WIDTH)
-        q, k, v = (torch.randn(shape, device=watch.device, dtype=dtype) for _ in range(3))
-
-        def run(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> torch.Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-        yield Sample(2.0 * _HEADS * _WIDTH * length**2, watch.seconds(run))
+        q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
+        run = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+        yield _Work(2.0 * _HEADS * _WIDTH * length**2, run)
 
 
-def _moves(watch: _Stopwatch, is_large: bool) -> Iterator[Sample]:
-    for power in (24, 26, 28, 30) if is_large else (22, 23, 24, 25):
-        x = torch.zeros(2**power // 4, device=watch.device)
-        out = torch.empty_like(x)
-        seconds = watch.seconds(lambda x=x, out=out: torch.mul(x, 1.5, out=out))  # type: ignore[misc]
-        yield Sample(2.0 * 2**power, seconds)
+def _moves(device: torch.device, is_large: bool) -> Iterator[_Work]:
+    """Of more than any cache holds."""
+    for power in (27, 28, 29, 30) if is_large else (25, 26, 27):
+        x = torch.zeros(2**power // 4, device=device)
+        yield _Work(2.0 * 2**power, partial(torch.mul, x, 1.5, out=torch.empty_like(x)))
 
 
-def _copies(watch: _Stopwatch) -> Iterator[Sample]:
+def _copies(device: torch.device) -> Iterator[_Work]:
     for power in (24, 26, 28):
         host = torch.empty(2**power, dtype=torch.uint8, pin_memory=True)
-        there = torch.empty(2**power, dtype=torch.uint8, device=watch.device)
-        seconds = watch.seconds(lambda a=host, b=there: b.copy_(a, non_blocking=True))  # type: ignore[misc]
-        yield Sample(float(2**power), seconds)
+        there = torch.empty(2**power, dtype=torch.uint8, device=device)
+        yield _Work(float(2**power), partial(there.copy_, host, non_blocking=True))
 
 
-def _collectives(watch: _Stopwatch, is_large: bool) -> Iterator[Sample]:
-    ranks = _world()
-    for power in (20, 22, 24, 26, 28) if is_large else (16, 18, 20, 22):
-        part = torch.zeros(2**power // (4 * ranks), device=watch.device)
-        whole = torch.empty(part.numel() * ranks, device=watch.device)
-
-        def run(whole: torch.Tensor = whole, part: torch.Tensor = part) -> None:
-            dist.all_gather_into_tensor(whole, part)
-
+def _collectives(device: torch.device, is_large: bool) -> Iterator[_Work]:
+    ranks, group = _world(), dist.group.WORLD
+    assert group is not None
+    for power in (22, 24, 26, 28) if is_large else (20, 22, 24):
+        part = torch.zeros(2**power // (4 * ranks), device=device)
+        whole = torch.empty(ranks, part.numel(), device=device)
         passing = whole.numel() * 4.0 * (ranks - 1) / ranks
-        yield Sample(passing, watch.seconds(run), hops=ranks - 1)
+        yield _Work(passing, partial(gather_into, whole, part, group), ranks - 1)

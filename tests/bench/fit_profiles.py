@@ -199,14 +199,19 @@ def _cost(residuals: Array) -> float:
     return float(np.sum(np.log1p((residuals / _ROBUST) ** 2)))
 
 
+def _model(case: Case) -> tuple[int, int]:
+    """Blocks and features: a model of another length is no other model."""
+    shape = case.work[1]
+    return shape.layers, shape.hidden
+
+
 def left_out(fit: Fit, best: Array) -> Array:
     """Errors of each run when its group is not fitted."""
     cases = fit.cases
     groups: dict[Any, list[int]] = defaultdict(list)
-    models = {case.chain for case in cases}
+    models = {_model(case) for case in cases}
     for place, case in enumerate(cases):
-        by_model = (case.group, *case.work[1:2]) if len(models) > 1 else case.cluster.nodes
-        groups[by_model].append(place)
+        groups[_model(case) if len(models) > 1 else case.cluster.nodes].append(place)
     out = np.full(len(cases), np.nan)
     if len(groups) < 2:
         return out
@@ -272,10 +277,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(*key, len(cases), told["constants"])
         print("    fitted", told["fitted"], " left out", told["left_out"], flush=True)
     if options.write:
-        kept = [each for each in profiles if each["residual"] <= WORST_RESIDUAL]
-        for path, rows in ((SHIPPED, kept), (ALL, profiles)):
-            path.write_text(json.dumps({"profiles": rows}, indent=1) + "\n")
+        write(profiles)
     return 0
+
+
+def write(profiles: Sequence[Mapping[str, Any]]) -> None:
+    """Beside those of other keys that the files have."""
+    known = {_key(row): row for row in json.loads(ALL.read_text())["profiles"]}
+    rows = sorted((known | {_key(row): row for row in profiles}).values(), key=_key)
+    kept = [row for row in rows if row["residual"] <= WORST_RESIDUAL]
+    for path, chosen in ((SHIPPED, kept), (ALL, rows)):
+        path.write_text(json.dumps({"profiles": chosen}, indent=1) + "\n")
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return row["framework"], row["device"], row["dtype"]
 
 
 if __name__ == "__main__":

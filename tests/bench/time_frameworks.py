@@ -1,0 +1,307 @@
+"""What the frameworks of published runs compute and send, one function for each.
+
+Source: pytorch/torchtitan, torchtitan/models/llama3/infra/parallelize.py; mosaicml/llm-foundry with
+Composer's FSDP; NVIDIA/Megatron-LM; huggingface/nanotron; KempnerForge, distributed/parallel.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, Final
+
+from meshplan.cost.chain import Chain, chain_of_tapes
+from meshplan.cost.grid import OPTIONS
+from meshplan.cost.reading import is_chosen
+from meshplan.cost.tapes import decoder_tape
+from meshplan.memory.analytic import Run
+from meshplan.memory.frameworks import nanotron, torchtitan
+from meshplan.memory.shape import Shape
+from meshplan.memory.tape import Row as TapeRow
+from meshplan.memory.tape import Tape
+from meshplan.spec import Precision
+from tests.bench.mapping import Row, SkipError
+from tests.bench.time_case import (
+    Case,
+    Write,
+    cluster_of,
+    grid_of,
+    micro_of,
+    one_stage,
+    real_seconds,
+    shape_of_row,
+    sizes_of,
+)
+from tests.bench.time_tapes import CORE, megatron_tape
+
+
+@cache
+def _chain(key: tuple[Any, ...], layers: int, seq_len: int) -> Chain:
+    """Chains are dear to read; `key` begins with the name of a writer."""
+    write, keeps = _WRITERS[key[0]](*key[1:], seq_len)
+    return chain_of_tapes(write, num_blocks=layers, seq_len=seq_len, element_bytes=2, keeps=keeps)
+
+
+def _kept(row: TapeRow) -> bool:
+    return row.is_kept
+
+
+# torchtitan
+
+
+def _write_titan(
+    shape: Shape, tp: int, is_compiled: bool, chunks: int, cuts_loss: bool, seq_len: int
+) -> tuple[Write, Callable[[TapeRow], bool]]:
+    def write(layers: int, batch: int) -> Tape:
+        how = torchtitan.Training(
+            batch=batch, tokens=seq_len, tp=tp,
+            is_compiled=is_compiled, chunks=chunks,
+            cuts_loss=cuts_loss,
+        )  # fmt: skip
+        return torchtitan.tape_of(replace(shape, layers=layers), how)
+
+    return write, _kept
+
+
+_TITAN_NAMES: Final = {
+    None: "torchtitan", "FSDP2": "torchtitan", "FSDP2 eager": "torchtitan-2025",
+}  # fmt: skip
+"""As `mapping` tells memory: the kernels of autumn 2025 are others."""
+
+_TITAN_RECOMPUTE: Final[Mapping[str, tuple[tuple[int, float], ...]]] = {
+    "none": ((0, 1.0),),
+    "full": ((2, 1.0),),
+    "selective": ((1, 1.0),),
+    "selective op": ((1, 1.0),),
+    "selective op (config default)": ((1, 1.0),),
+    "selective op (per-op SAC)": ((1, 1.0),),
+    "selective op (config default; PR does not state)": ((1, 1.0),),
+    "selective layer (every 2nd)": ((0, 0.5), (2, 0.5)),
+}
+
+
+def titan_case(row: Row, *, is_kempner: bool = False) -> Case:
+    """Args: is_kempner: KempnerForge: pure bf16, whole logits, gradients summed at the last."""
+    training, parallel, model = row["training"], row["parallel"], row["model"]
+    for where, key in ((training, "float8"), (parallel, "async_tp")):
+        if where.get(key):
+            raise SkipError(f"{key} is not modelled")
+    if training.get("compile") not in (True, False):
+        raise SkipError(f"training.compile {training.get('compile')!r} is not modelled")
+    recompute = training.get("activation_checkpointing")
+    if recompute not in _TITAN_RECOMPUTE:
+        raise SkipError(f"training.activation_checkpointing {recompute!r} is not modelled")
+    sizes, cluster, micro = sizes_of(row), cluster_of(row), micro_of(row)
+    if sizes["pp"] > 1 or sizes["dp"] > 1:
+        raise SkipError("torchtitan's pipeline is not modelled")
+    chunks = 8 if str(training.get("loss", "")).startswith("chunked") else 1
+    compiled = bool(training["compile"])
+    key = ("titan", shape_of_row(model), sizes["tp"], compiled, chunks, not is_kempner)
+    chain = _chain(key, model["layers"], model["seq_len"])
+    count = int(training.get("grad_accum") or 1)
+    ranks = sizes["dp_shard"] * sizes["dp_replicate"]
+    tokens = micro * count * ranks * model["seq_len"]
+    return Case(
+        id=str(row["id"]), group=str(row["group"]),
+        key=("kempnerforge" if is_kempner else _TITAN_NAMES[parallel.get("impl")]
+             + "-compiled" * compiled, cluster.device.name, "bfloat16"),
+        work=key + (model["seq_len"],), chain=chain, cluster=cluster,
+        grid=grid_of(mode="zero1" if is_kempner else "shard", dp_shard=sizes["dp_shard"],
+                   dp_replicate=sizes["dp_replicate"], cp=sizes["cp"], tp=sizes["tp"],
+                   micro=micro, microbatches=count),
+        stages=one_stage(chain),
+        options=tuple((OPTIONS.index((again, 1)), share)
+                      for again, share in _TITAN_RECOMPUTE[recompute]),
+        awaited=frozenset({chain.order[0]}),
+        precision=Precision(param="bfloat16", reduce="float32"),
+        dtype="bfloat16" if is_kempner else "float32",
+        tokens=tokens, real_s=real_seconds(row, tokens),
+    )  # fmt: skip
+
+
+# llm-foundry: MPT under PyTorch's FSDP1
+
+
+def _write_foundry(shape: Shape, seq_len: int) -> tuple[Write, Callable[[TapeRow], bool]]:
+    def write(layers: int, batch: int) -> Tape:
+        run = Run(batch=batch, seq_len=seq_len, element_bytes=2)
+        return decoder_tape(replace(shape, layers=layers), run)
+
+    return write, is_chosen
+
+
+_FOUNDRY_PRECISION: Final = {
+    "amp_bf16": Precision(param="bfloat16", reduce="float32"),
+    "bf16": Precision(param="bfloat16", reduce="bfloat16"),
+}
+
+
+def foundry_case(row: Row) -> Case:
+    training, parallel, model = row["training"], row["parallel"], row["model"]
+    precision = training.get("precision")
+    if precision not in _FOUNDRY_PRECISION:
+        raise SkipError(f"training.precision {precision!r} is not modelled")
+    if training.get("activation_cpu_offload") or training.get("compile"):
+        raise SkipError("offload and compilation are not modelled for Composer")
+    recompute = {"none": 0, "full": 2}[training["activation_checkpointing"]]
+    reshard = {"FULL_SHARD": 1, "SHARD_GRAD_OP": 0}[parallel["fsdp"]]
+    cluster, sizes, micro = cluster_of(row), sizes_of(row), micro_of(row)
+    shape = shape_of_row(model, positions=model["seq_len"], activation="gelu")
+    key = ("foundry", shape)
+    chain = _chain(key, model["layers"], model["seq_len"])
+    count = int(training.get("grad_accum") or 1)
+    tokens = micro * count * sizes["dp_shard"] * model["seq_len"]
+    return Case(
+        id=str(row["id"]), group=str(row["group"]),
+        key=("llm-foundry", cluster.device.name, "bfloat16"), work=key + (model["seq_len"],),
+        chain=chain, cluster=cluster,
+        grid=grid_of(mode="shard", dp_shard=sizes["dp_shard"], micro=micro, microbatches=count),
+        stages=one_stage(chain), options=((OPTIONS.index((recompute, reshard)), 1.0),),
+        awaited=frozenset({chain.order[0], chain.order[-1]}),
+        precision=_FOUNDRY_PRECISION[precision], dtype="float32",
+        tokens=tokens, real_s=real_seconds(row, tokens),
+    )  # fmt: skip
+
+
+# Megatron
+
+
+def _write_megatron(
+    shape: Shape, tp: int, is_sequence: bool, seq_len: int
+) -> tuple[Write, Callable[[TapeRow], bool]]:
+    def write(layers: int, batch: int) -> Tape:
+        return megatron_tape(replace(shape, layers=layers), batch=batch, seq_len=seq_len, tp=tp,
+                             is_sequence=is_sequence)  # fmt: skip
+
+    return write, lambda row: row.op not in CORE
+
+
+_MEGATRON_RECOMPUTE: Final = {"none": 0, "selective (attention core)": 1, "full": 2}
+
+
+def megatron_case(row: Row, framework: str) -> Case:
+    training, parallel, model = row["training"], row["parallel"], row["model"]
+    cluster, sizes, micro = cluster_of(row), sizes_of(row), micro_of(row)
+    recompute = training.get("activation_checkpointing")
+    if recompute not in _MEGATRON_RECOMPUTE:
+        raise SkipError(f"training.activation_checkpointing {recompute!r} is not modelled")
+    if model["layers"] < 2 or parallel.get("zero_stage") == 3:
+        raise SkipError("a single layer, or DeepSpeed's ZeRO-3, is not modelled")
+    if model["layers"] % sizes["pp"]:
+        raise SkipError("how blocks are spread over stages is not stated")
+    tp, pp, dp = sizes["tp"], sizes["pp"], sizes["dp"]
+    virtual = int(parallel.get("vpp") or 1)
+    vocab = -(-model["vocab"] // (128 * tp)) * 128 * tp
+    shape = replace(shape_of_row(model), vocab=vocab, tied=True)
+    key = ("megatron", shape, tp, bool(parallel.get("sp")))
+    chain = _chain(key, model["layers"], model["seq_len"])
+    samples = training["global_batch"]
+    if samples % (micro * dp):
+        raise SkipError(f"{dp} ranks cannot cut {samples} samples into microbatches of {micro}")
+    count = samples // (micro * dp)
+    tokens = samples * model["seq_len"]
+    each = model["layers"] // pp
+    first, block, last = chain.order[0], chain.order[1], chain.order[-1]
+    stages = []
+    for rank in range(pp):
+        held = [0] * len(chain.kinds)
+        held[block] += each
+        held[first] += rank == 0
+        held[last] += rank == pp - 1
+        stages.append(tuple(held))
+    is_zero = parallel.get("zero_stage") == 1
+    schedule = ("Interleaved1F1B" if virtual > 1 else "1F1B") if pp > 1 else ""
+    return Case(
+        id=str(row["id"]), group=str(row["group"]),
+        key=(framework, cluster.device.name, "bfloat16"), work=key + (model["seq_len"],),
+        chain=chain, cluster=cluster,
+        grid=grid_of(mode="zero1" if is_zero else "ddp", tp=tp, pp=pp, micro=micro,
+                   microbatches=count, virtual=virtual, schedule=schedule,
+                   **({"dp_shard": dp} if is_zero else {"dp_replicate": dp})),
+        stages=tuple(stages), options=((OPTIONS.index((_MEGATRON_RECOMPUTE[recompute], 0)), 1.0),),
+        awaited=frozenset(),
+        precision=Precision(param="bfloat16", reduce="bfloat16"), dtype="bfloat16",
+        tokens=tokens,
+        real_s=_flops_s(row, samples) if _flops(row) else real_seconds(row, tokens),
+    )  # fmt: skip
+
+
+def _flops(row: Row) -> bool:
+    m = row["measured"]
+    return bool(m.get("tflops_per_gpu")) and not m.get("iter_time_s")
+
+
+def _flops_s(row: Row, samples: int) -> float:
+    """Source: Narayanan et al. 2021, equation 3: with full recomputation."""
+    m = row["model"]
+    s, layers, h, v = m["seq_len"], m["layers"], m["hidden"], m["vocab"]
+    if row["training"].get("activation_checkpointing") != "full":
+        raise SkipError("of what its TFLOP/s count is not stated")
+    flops = 96 * samples * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+    return float(flops / (row["measured"]["tflops_per_gpu"] * 1e12 * row["hardware"]["gpus"]))
+
+
+# nanotron
+
+
+def _write_nanotron(shape: Shape, tp: int, seq_len: int) -> tuple[Write, Callable[[TapeRow], bool]]:
+    def write(layers: int, batch: int) -> Tape:
+        stage = nanotron.Stage(layers, True, True)
+        tape = nanotron.tape_of(replace(shape, layers=layers), stage, batch, seq_len, tp)
+        for number in range(layers):
+            name = f"model.decoder.{number}"
+            rows = [n for n, row in enumerate(tape.rows) if f"{row.module}.".startswith(f"{name}.")]
+            tape.units.append((name, rows[0], rows[-1] + 1))
+        return tape
+
+    return write, _kept
+
+
+def nanotron_case(row: Row) -> Case:
+    training, parallel, model = row["training"], row["parallel"], row["model"]
+    cluster, sizes, micro, shape = (
+        cluster_of(row),
+        sizes_of(row),
+        micro_of(row),
+        shape_of_row(row["model"]),
+    )
+    if parallel.get("zero_stage") not in (0, 1):
+        raise SkipError(f"parallel.zero_stage {parallel.get('zero_stage')!r} is not modelled")
+    if training.get("activation_checkpointing") != "none" or sizes["cp"] > 1:
+        raise SkipError("recomputation and cp are not modelled for nanotron")
+    tp, pp, dp = sizes["tp"], sizes["pp"], sizes["dp"]
+    if shape.heads % tp or shape.kv_heads % tp:
+        raise SkipError(f"tp {tp} does not divide the heads")
+    key = ("nanotron", shape, tp)
+    chain = _chain(key, model["layers"], model["seq_len"])
+    first, block, last = chain.order[0], chain.order[1], chain.order[-1]
+    stages = []
+    for stage in nanotron.stages(shape, pp):
+        held = [0] * len(chain.kinds)
+        held[block] += stage.layers
+        held[first] += stage.first
+        held[last] += stage.last
+        stages.append(tuple(held))
+    is_zero = parallel["zero_stage"] == 1
+    count = int(training.get("grad_accum") or 1)
+    tokens = micro * count * dp * model["seq_len"]
+    return Case(
+        id=str(row["id"]), group=str(row["group"]),
+        key=("nanotron", cluster.device.name, "bfloat16"), work=key + (model["seq_len"],),
+        chain=chain, cluster=cluster,
+        grid=grid_of(mode="zero1" if is_zero else "ddp", tp=tp, pp=pp, micro=micro,
+                   microbatches=count, schedule="1F1B" if pp > 1 else "",
+                   **({"dp_shard": dp} if is_zero else {"dp_replicate": dp})),
+        stages=tuple(stages), options=((0, 1.0),), awaited=frozenset(),
+        precision=Precision(param="bfloat16", reduce="float32"), dtype="float32",
+        tokens=tokens, real_s=real_seconds(row, tokens),
+    )  # fmt: skip
+
+
+_WRITERS: Final[Mapping[str, Callable[..., tuple[Write, Callable[[TapeRow], bool]]]]] = {
+    "titan": _write_titan,
+    "foundry": _write_foundry,
+    "megatron": _write_megatron,
+    "nanotron": _write_nanotron,
+}
