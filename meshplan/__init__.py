@@ -8,7 +8,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshplan.api import calibrate as calibrate
     from meshplan.api import check_plan as check_plan
     from meshplan.api import decide as decide
     from meshplan.api import estimate_memory as estimate_memory
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from meshplan.mesh import Mesh as Mesh
     from meshplan.plan import Plan as Plan
     from meshplan.plan import make_plan as make_plan
+    from meshplan.planning import calibrate as calibrate
     from meshplan.reader import load_spec as load_spec
     from meshplan.runtime.guard import guarded as guarded
     from meshplan.runtime.parallelize import parallelize as parallelize
@@ -45,7 +45,7 @@ _ROOMS = {
     "estimate_states": "meshplan.api",
     "estimate_memory": "meshplan.api",
     "check_plan": "meshplan.api",
-    "calibrate": "meshplan.api",
+    "calibrate": "meshplan.planning",
     "decide": "meshplan.api",
     "load_spec": "meshplan.reader",
     "make_plan": "meshplan.plan",

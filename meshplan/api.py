@@ -26,10 +26,8 @@ from meshplan.solve import (
 from meshplan.spec import Spec
 
 if TYPE_CHECKING:
-    from meshplan.cost.profile import Profile
     from meshplan.memory import MemoryEstimate
     from meshplan.plan import Plan
-    from meshplan.planner.decision import Decision
     from meshplan.rehearsal import Rehearse
     from meshplan.verdict import Verdict
 
@@ -210,41 +208,6 @@ def _whole(
     return whole_spec(plan, lambda more: load_spec(plan, [*overrides, *more]), graph, told)
 
 
-def search_plan(
-    plan: PlanSource,
-    overrides: Sequence[str] = (),
-    *,
-    config: str | Path | None = None,
-    gpu: str | None = None,
-    memory: str | int | None = None,
-    told: Callable[[str], None] = lambda text: None,
-) -> Decision:
-    """The fastest plan for all that a plan file leaves open, proved, and what was left out.
-
-    Args:
-        plan, config: As for `check_plan`.
-        gpu, memory: As for `estimate_memory`.
-        told: Is told of each better plan.
-
-    Raises:
-        SpecError: The plan or the model cannot be read.
-        PlanError: The plan contradicts itself, or says too little.
-    """
-    from meshplan.planner.decide import decide as search
-    from meshplan.planner.whole import question_of_file
-
-    return search(question_of_file(plan, overrides, config, gpu, memory), told)
-
-
-def lock_plan(
-    plan: str | os.PathLike[str], decision: Decision, path: str | Path | None = None
-) -> Path:
-    """Write a decision beside its plan file; returns where."""
-    from meshplan.planner.locking import write_lock
-
-    return write_lock(plan, decision, path)
-
-
 def decide(
     plan: PlanSource,
     overrides: Sequence[str] = (),
@@ -366,29 +329,6 @@ def estimate_memory(
     began = time.monotonic()
     estimate = foretell(question, told, notes)
     return with_fixes(question, estimate, fixes, told, time.monotonic() - began)
-
-
-def calibrate(out: str | os.PathLike[str]) -> Profile | None:
-    """Time this machine and write what it reaches as a profile, for `read_profile` to take.
-
-    Under torchrun every rank times what the ranks send to each other, and the first one writes.
-
-    Returns:
-        None on any other rank.
-
-    Raises:
-        PlanError: The times are too noisy to follow from any constants.
-    """
-    from meshplan.cost.calibration import profile_from, write_profile
-    from meshplan.runtime.calibrate import measure, together
-
-    with together() as is_first:
-        measured = measure()
-        if not is_first:
-            return None
-        profile = profile_from(measured)
-        write_profile(profile, Path(out))
-        return profile
 
 
 def _find_model(

@@ -186,10 +186,11 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from meshplan import planning
     from meshplan.render.plan import decision_to_json, decision_to_text
 
     path = _plan_file(args)
-    decision = api.search_plan(
+    decision = planning.search_plan(
         path,
         args.set,
         config=args.config,
@@ -207,7 +208,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.set and not args.dry_run and args.output is None:
         _print_notes(args, ["no lock is written for a plan changed by --set; -o FILE writes one"])
     elif not args.dry_run:
-        target = api.lock_plan(path, decision, args.output)
+        target = planning.lock_plan(path, decision, args.output)
         _print_notes(args, [f"wrote {target}"])
     return YES
 
@@ -290,10 +291,11 @@ def _calibrate_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
+    from meshplan import planning
     from meshplan.render.profile import profile_to_text
 
     _print_notes(args, ["this takes about a minute"])
-    profile = api.calibrate(args.out)
+    profile = planning.calibrate(args.out)
     if profile is None:
         return YES
     if args.json:

@@ -39,7 +39,7 @@ LEVELS = [
         verdict
         planner
         render runtime
-        interop api
+        interop api planning
         cli __init__
         __main__
     """.strip().splitlines()
@@ -54,7 +54,6 @@ LATE = {"torch", "sympy", "networkx", "matplotlib", "rich", "yaml"}
 LATE_BETWEEN = {
     ("__init__", "importlib"),  # it resolves the public names when they are asked for
     ("api", "reader"),  # yaml
-    ("api", "cost"),  # numpy
     ("api", "memory"),  # what answers one question only
     ("api", "plan"),
     ("api", "planner"),
@@ -62,6 +61,8 @@ LATE_BETWEEN = {
     ("api", "verdict"),
     ("api", "interop"),
     ("runtime", "planner"),
+    ("planning", "runtime"),
+    ("cli", "planning"),
     ("cli", "memory"),
     ("cli", "reader"),
     ("cli", "render"),

@@ -19,9 +19,10 @@ from meshplan.errors import MeshplanError, SpecError
 from meshplan.planner.decide import decide_job
 from meshplan.planner.job import Job
 from meshplan.planner.lock import lock_path, read
-from meshplan.planner.search import Candidate, solve_row
+from meshplan.planner.row import Candidate, solve_row
 from meshplan.planner.settle import Block, patterns
 from meshplan.planner.whole import question_of
+from meshplan.planning import search_plan
 from meshplan.reader import load_spec
 from tests import models
 
@@ -195,16 +196,16 @@ def test_json_has_the_fields_of_the_schema(job, capsys):
 
 def test_a_pin_is_held(job):
     path = job(mesh={"dp_replicate": 2, "dp_shard": "auto"}, strategy=None)
-    chosen = api.search_plan(path).chosen
+    chosen = search_plan(path).chosen
     assert chosen is not None
     assert chosen.stated["mesh"] == {"dp_replicate": 2, "dp_shard": 4}
     path = job(strategy="zero1", activation_checkpointing="full")
-    chosen = api.search_plan(path).chosen
+    chosen = search_plan(path).chosen
     assert chosen is not None
     assert (chosen.stated["strategy"], chosen.stated["mesh"]) == ("zero1", {"dp_shard": 8})
     assert chosen.stated["activation_checkpointing"] == "full"
     path = job(batch={"global": 64, "seq_len": 1024, "micro": 4})
-    chosen = api.search_plan(path).chosen
+    chosen = search_plan(path).chosen
     assert chosen is not None
     assert chosen.stated["batch.micro"] == 4
 
@@ -216,9 +217,9 @@ def test_rules_are_pins(job):
         {"match": "model.layers.4", "reshard_after_forward": False},
     ]
     path = job(mesh={"dp_shard": 8}, strategy=None, rules=rules)
-    free = api.search_plan(job(mesh={"dp_shard": 8}, strategy=None)).best_s
+    free = search_plan(job(mesh={"dp_shard": 8}, strategy=None)).best_s
     path = job(mesh={"dp_shard": 8}, strategy=None, rules=rules)
-    decision = api.search_plan(path)
+    decision = search_plan(path)
     assert decision.chosen is not None
     a = decision.chosen.plan.assignment
     assert {f for f, r in a.recompute.items() if r.policy.mode == "full"} >= {
@@ -248,7 +249,7 @@ def test_nothing_fits(job, capsys):
 )
 def test_what_cannot_be_planned_is_said(job, fields, words):
     with pytest.raises(MeshplanError, match=words):
-        api.search_plan(job(**fields))
+        search_plan(job(**fields))
 
 
 def test_a_time_limit_gives_an_honest_answer(job, capsys):

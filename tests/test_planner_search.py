@@ -19,7 +19,8 @@ from meshplan.planner.numbers import (
     time_bounds,
     weights,
 )
-from meshplan.planner.search import Candidate, Measured, search
+from meshplan.planner.row import Candidate
+from meshplan.planner.search import Measured, search
 
 NUM_OPTIONS = len(OPTIONS)
 

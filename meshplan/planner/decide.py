@@ -17,7 +17,8 @@ from meshplan.planner.decision import Decision, Ladder, Question
 from meshplan.planner.job import Job
 from meshplan.planner.near import SLACK, Near
 from meshplan.planner.numbers import Numbers
-from meshplan.planner.search import Candidate, Found, Measured, search
+from meshplan.planner.row import Candidate
+from meshplan.planner.search import Found, Measured, search
 from meshplan.planner.space import Rejected
 
 

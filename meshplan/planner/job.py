@@ -20,7 +20,8 @@ from meshplan.planner.decision import Question, Way
 from meshplan.planner.held import element_bytes_of
 from meshplan.planner.lock import overrides
 from meshplan.planner.numbers import Numbers
-from meshplan.planner.search import Candidate, Measured
+from meshplan.planner.row import Candidate
+from meshplan.planner.search import Measured
 from meshplan.planner.settle import Block, blocks_of, statements
 from meshplan.planner.space import (
     Freedom,

@@ -16,7 +16,8 @@ from meshplan.mesh import AXES
 from meshplan.planner.decision import Way
 from meshplan.planner.job import Job
 from meshplan.planner.numbers import Numbers
-from meshplan.planner.search import Candidate, Found, solve_row
+from meshplan.planner.row import Candidate, solve_row
+from meshplan.planner.search import Found
 
 SLACK: Final = 0.02
 """How much slower a simpler plan may be, as a share."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
 from meshplan.mesh import AXES
-from meshplan.planner.search import Candidate
+from meshplan.planner.row import Candidate
 from meshplan.planner.space import Freedom, Pins
 from meshplan.spec import Spec
 
@@ -79,8 +79,8 @@ def statements(
     mode = MODES[int(row["mode"])]
     if mode == "shard":
         out["strategy"] = _UNIFORM[usual][len(data) - 1]
-    elif data:
-        out["strategy"] = mode
+    else:
+        out["strategy"] = mode if data else None  # Nothing is left for it to say.
     pp, micro, count = sizes["pp"], int(row["micro"]), int(row["microbatches"])
     out["batch.micro"] = micro * count if pp > 1 else micro
     out["batch.accumulate"] = 1 if pp > 1 else count

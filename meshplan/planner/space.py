@@ -19,7 +19,7 @@ from meshplan.cost.grid import GRID, MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
 from meshplan.mesh import AXES
-from meshplan.spec import AUTO, Spec
+from meshplan.spec import AUTO, Pipeline, Spec
 
 _DDP, _ZERO1, _SHARD = range(len(MODES))
 _MOST_MICRO: Final = 64
@@ -254,7 +254,15 @@ def with_axes(spec: Spec, sizes: Mapping[str, int], *, sequence_parallel: bool =
         sequence_parallel=sequence_parallel,
         batch=replace(spec.batch, micro=None, accumulate=None, global_=None),
         activation_checkpointing=replace(spec.activation_checkpointing, mode="none", budget=None),
+        pipeline=_as_trial(spec.pipeline) if "pp" in sizes else None,
+        # A trial may be of fewer blocks than rules speak of.
+        rules=tuple(replace(rule, optional=True) for rule in spec.rules),
     )
+
+
+def _as_trial(pipeline: Pipeline | None) -> Pipeline | None:
+    """Without what is of one number of stages."""
+    return pipeline and replace(pipeline, schedule="1F1B", virtual=1, microbatches=AUTO, split=AUTO)
 
 
 def _schedules(spec: Spec) -> tuple[int, ...]:

@@ -111,7 +111,8 @@ def decision_to_text(decision: Decision, title: str, *, colour: bool = False) ->
 def statement_lines(stated: Mapping[str, Any]) -> Iterator[str]:
     """Statements as they would stand in a plan file, one a line."""
     for path, value in stated.items():
-        yield f"{path}: {_flow(value)}"
+        if value is not None:
+            yield f"{path}: {_flow(value)}"
 
 
 def _flow(value: Any) -> str:

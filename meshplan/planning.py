@@ -1,0 +1,69 @@
+"""The verbs of planning: what `meshplan plan` and `meshplan calibrate` answer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshplan.cost.calibration import profile_from, write_profile
+from meshplan.cost.profile import Profile
+from meshplan.planner.decide import decide
+from meshplan.planner.decision import Decision
+from meshplan.planner.locking import write_lock
+from meshplan.planner.whole import question_of_file
+
+PlanSource = str | os.PathLike[str] | Mapping[str, Any]
+
+
+def search_plan(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    config: str | Path | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    told: Callable[[str], None] = lambda text: None,
+) -> Decision:
+    """The fastest plan for all that a plan file leaves open, proved, and what was left out.
+
+    Args:
+        plan, config: As for `check_plan`.
+        gpu, memory: As for `estimate_memory`.
+        told: Is told of each better plan.
+
+    Raises:
+        SpecError: The plan or the model cannot be read.
+        PlanError: The plan contradicts itself, or says too little.
+    """
+    return decide(question_of_file(plan, overrides, config, gpu, memory), told)
+
+
+def lock_plan(
+    plan: str | os.PathLike[str], decision: Decision, path: str | Path | None = None
+) -> Path:
+    """Write a decision beside its plan file; returns where."""
+    return write_lock(plan, decision, path)
+
+
+def calibrate(out: str | os.PathLike[str]) -> Profile | None:
+    """Time this machine and write what it reaches as a profile, for `read_profile` to take.
+
+    Under torchrun every rank times what the ranks send to each other, and the first one writes.
+
+    Returns:
+        None on any other rank.
+
+    Raises:
+        PlanError: The times are too noisy to follow from any constants.
+    """
+    from meshplan.runtime.calibrate import measure, together  # torch
+
+    with together() as is_first:
+        measured = measure()
+        if not is_first:
+            return None
+        profile = profile_from(measured)
+        write_profile(profile, Path(out))
+        return profile
