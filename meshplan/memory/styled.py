@@ -187,13 +187,13 @@ def look_up(w: Writer, styled: Styled, ids: int, vocab: int, width: int, name: s
         return w.embedding(ids, vocab, width, name)
     if style.cut_dim != "vocab":
         own = w.embedding(ids, vocab, _part(width, tp, fqn), name)
-        return _LEAVES[_spelled(style.output)](w, own, tp)
+        return _LEAVES[_spelled(style.output)](w.at(fqn), own, tp)
     tokens = w.size(ids) // _ID
     # Which ids are other ranks', and the places of the others.
     out = w.embedding(ids, vocab, width, name, takes=tokens * (1 + _ID))
     # Backward fills a table of all rows, of which a rank then takes its own.
     w.tape.lay(f"{fqn}.weight", _part(vocab, tp, fqn) * width * w.parameter_bytes)
-    return _LEAVES[_spelled(style.output)](w, out, tp)
+    return _LEAVES[_spelled(style.output)](w.at(fqn), out, tp)
 
 
 def _part(size: int, tp: int, fqn: str) -> int:
