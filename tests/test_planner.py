@@ -113,6 +113,7 @@ def test_nothing_that_fits_is_faster(job):
 def test_bounds_on_memory_are_below_what_is_replayed(job, size, near):
     """What rules a row out must never be above the truth, nor far below where sizes are real."""
     at = job_of(job(LLAMA | size))
+    at.capacity = float("inf")
     numbers = at.numbers(at.profile)
     rng = np.random.default_rng(0)
     shares = []

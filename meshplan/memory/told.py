@@ -67,21 +67,38 @@ class _Same:
         return self.work
 
 
+class OverError(Exception):
+    """Some ranks need more than the caller cares to know.
+
+    Attributes:
+        rank: One of them.
+        tensor_bytes: What their tensors alone are, at the peak.
+    """
+
+    def __init__(self, rank: int, tensor_bytes: int) -> None:
+        super().__init__(rank, tensor_bytes)
+        self.rank, self.tensor_bytes = rank, tensor_bytes
+
+
 def told_estimate(
     plan: Plan,
     *,
     device: str,
     limit_bytes: int | None,
     notes: Sequence[str] = (),
+    most_bytes: float = float("inf"),
 ) -> MemoryEstimate:
     """What every rank needs, without torch and in a second.
 
     Args:
         plan: Made for a graph of `blueprint`; it states batch and length.
         device, limit_bytes: As for `assemble`.
+        most_bytes: What the tensors of a rank may be at the most for the rest to be of interest.
 
     Raises:
         PlanError: The model's operations, or something in the plan, are not known.
+        OverError: Some rank's tensors are more than `most_bytes`; which, is known first where it is
+            likely: what is last in a pipeline holds the loss, what is first the most microbatches.
     """
     spec = plan.spec
     if plan.micro is None or spec.batch.seq_len is None:
@@ -93,7 +110,13 @@ def told_estimate(
     with _no_collection():
         works = _told_work(plan, plan.micro, spec.batch.seq_len)
         brief = works.in_brief
-        logs = [_log_of(works, plan, ranks[0], in_brief=brief) for ranks in groups]
+        told: dict[int, EventLog] = {}
+        for number in (len(groups) - 1, *range(len(groups) - 1)):
+            rank = groups[number][0]
+            told[number] = _log_of(works, plan, rank, in_brief=brief)
+            if told[number].peak.live_bytes > most_bytes:
+                raise OverError(rank, told[number].peak.live_bytes)
+        logs = [told[number] for number in range(len(groups))]
         most = max(log.peak.live_bytes for log in logs)
         errors = [ERROR] * len(logs)
         for number, ranks in enumerate(groups) if brief else ():
@@ -118,27 +141,6 @@ def told_estimate(
         notes=notes,
         error=errors,
     )
-
-
-def overshoot(plan: Plan, limit_bytes: float) -> tuple[tuple[int, ...], int] | None:
-    """(ranks, bytes) of the first group whose tensors alone are too many; None if none is.
-
-    Cheaper than `told_estimate`: it ends at the first, and asks no allocator. What is last along a
-    pipeline holds the loss, what is first the most microbatches: they are looked at first.
-
-    Raises:
-        PlanError: As `told_estimate`.
-    """
-    assert plan.micro is not None
-    assert plan.spec.batch.seq_len is not None
-    groups = list(equal_ranks(plan.assignment))
-    with _no_collection():
-        works = _told_work(plan, plan.micro, plan.spec.batch.seq_len)
-        for ranks in (groups[-1], *groups[:-1]):
-            log = _log_of(works, plan, ranks[0], in_brief=works.in_brief)
-            if log.peak.live_bytes > limit_bytes:
-                return ranks, log.peak.live_bytes
-    return None
 
 
 def _log_of(works: Works, plan: Plan, rank: int, *, in_brief: bool) -> EventLog:

@@ -14,7 +14,7 @@ from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
 from meshplan.memory.estimate import RESERVED_ERROR
-from meshplan.memory.told import ERROR, overshoot, refusals, styled_of, told_estimate
+from meshplan.memory.told import ERROR, OverError, refusals, styled_of, told_estimate
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.decision import Question, Way
 from meshplan.planner.held import element_bytes_of
@@ -168,11 +168,15 @@ class Job:
         question, stated = self.question, self.stated(numbers, candidate)
         try:
             plan = make_plan(question.read(overrides(stated)), self._graph)
-            over = overshoot(plan, self.capacity)
-            if over is not None:
-                ranks, tensors = over
-                return Measured(False, tensors - candidate.linear_bytes[_place(plan, ranks[0])])
-            memory = told_estimate(plan, device=question.device, limit_bytes=question.limit_bytes)
+            memory = told_estimate(
+                plan,
+                device=question.device,
+                limit_bytes=question.limit_bytes,
+                most_bytes=self.capacity,
+            )
+        except OverError as over:
+            held = candidate.linear_bytes[_place(plan, over.rank)]
+            return Measured(fits=False, excess_bytes=over.tensor_bytes - held)
         except MeshplanError as error:
             return Measured(fits=False, why=error.problems[0].what)
         excess = 0.0

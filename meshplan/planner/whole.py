@@ -18,6 +18,8 @@ from meshplan.reader import load_spec
 from meshplan.sizing import graph_of, read_limit
 from meshplan.spec import Spec
 
+TIME_LIMIT_S: Final = 30.0
+"""Where the plan states no `solve.time_limit`."""
 _FEW: Final = 4
 """Blocks that show what a model allows: the first, the last, and some between."""
 Load = Callable[[Sequence[str]], Spec]
@@ -117,7 +119,7 @@ def question_of(
         device=device,
         limit_bytes=limit,
         cluster=cluster_of(spec, device),
-        time_limit_s=float(stated) if stated is not None else None,
+        time_limit_s=float(stated) if stated is not None else TIME_LIMIT_S,
     )
 
 

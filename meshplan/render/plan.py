@@ -149,7 +149,8 @@ def _ladder(decision: Decision) -> list[str]:
         f"{ladder.plan_s / ladder.no_memory_limit_s - 1:.1%}",
         f"        {_seconds(ladder.plan_s)} the fastest of {decision.num_configs:,} "
         f"configurations, each with {decision.num_options} choices for every block "
-        f"(gap {decision.gap:.2%})",
+        + (f"(gap {decision.gap:.2%})" if decision.is_whole else "so far: the time was up"),
+        *([] if decision.is_whole else [f"        nothing is {decision.gap:.1%} faster"]),
     ]
 
 
