@@ -7,43 +7,24 @@ not answer, 130 interrupted.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from meshplan import api
+from meshplan import api, cli_planning
 from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.recipes import find_plan
 from meshplan.render.estimate import estimate_to_json, estimate_to_text
 from meshplan.render.text import envelope, wants_colour
 from meshplan.solve import STATES_ONLY
+from meshplan.verbs import COULD_NOT, NO, YES, Verb, plan_file, print_notes
 from meshplan.version import __version__
 
-YES, NO, COULD_NOT = 0, 1, 2
 INTERRUPTED = 130
 
 _DEMO_PLAN = "hybrid_2x4"
 _DEMO_STEPS = 30
-
-
-@dataclass(frozen=True, slots=True)
-class Verb:
-    """One row of the command line.
-
-    Args:
-        name: The word.
-        help: One line for `meshplan --help`.
-        add_flags: Declares its own flags; the common ones are there already.
-        run: Answers and returns the exit code.
-    """
-
-    name: str
-    help: str
-    add_flags: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
 
 
 def _estimate_flags(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +71,7 @@ def _estimate(args: argparse.Namespace) -> int:
     else:
         colour = wants_colour(no_color=args.no_color)
         print(*estimate_to_text(estimate, explain=explain, colour=colour), sep="\n")
-        _print_notes(args, [note for note in estimate.notes if note != STATES_ONLY])
+        print_notes(args, [note for note in estimate.notes if note != STATES_ONLY])
     return YES if estimate.is_possible else NO
 
 
@@ -120,14 +101,14 @@ def _estimate_peaks(args: argparse.Namespace) -> int:
         memory=args.memory,
         fixes=True if args.fixes else None,
         trace=args.trace,
-        told=lambda text: _print_notes(args, [text]),
+        told=lambda text: print_notes(args, [text]),
     )
     if args.json:
         print(envelope("memory/1", memory_to_json(estimate), estimate.notes))
     else:
         colour = wants_colour(no_color=args.no_color)
         print(*memory_to_text(estimate, str(args.file), colour=colour), sep="\n")
-        _print_notes(args, estimate.notes)
+        print_notes(args, estimate.notes)
     return NO if estimate.fits is False else YES
 
 
@@ -140,7 +121,7 @@ def _check(args: argparse.Namespace) -> int:
     from meshplan.render.findings import findings_to_json, findings_to_text
 
     try:
-        path = _plan_file(args)
+        path = plan_file(args)
         checked = api.check_plan(path, args.set, model=args.model, config=args.config)
     except SpecError as error:
         if not args.json:
@@ -157,7 +138,7 @@ def _check(args: argparse.Namespace) -> int:
         if checked.is_ok:
             plan = checked.plan
             print(f"{path}: ok" + (f", {plan.graph.name} on {plan.mesh}" if plan else ""))
-        _print_notes(args, checked.notes)
+        print_notes(args, checked.notes)
     return YES if checked.is_ok else NO
 
 
@@ -165,7 +146,7 @@ def _show(args: argparse.Namespace) -> int:
     from meshplan.render.findings import findings_to_text
     from meshplan.render.show import plan_to_json, plan_to_text
 
-    plan = api.decide(_plan_file(args), args.set, model=args.model, config=args.config)
+    plan = api.decide(plan_file(args), args.set, model=args.model, config=args.config)
     warnings = plan.assignment.warnings
     if args.json:
         print(envelope("show/1", plan_to_json(plan), [str(warning) for warning in warnings]))
@@ -174,42 +155,6 @@ def _show(args: argparse.Namespace) -> int:
     if warnings and not args.quiet:
         sys.stdout.flush()
         print(findings_to_text("warning", warnings), file=sys.stderr)
-    return YES
-
-
-def _plan_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
-    parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
-    parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
-    parser.add_argument("-o", "--output", metavar="FILE", help="the lock (default PLAN.lock.yaml)")
-    parser.add_argument("--dry-run", action="store_true", help="write no lock")
-
-
-def _plan(args: argparse.Namespace) -> int:
-    from meshplan import planning
-    from meshplan.render.plan import decision_to_json, decision_to_text
-
-    path = _plan_file(args)
-    decision = planning.search_plan(
-        path,
-        args.set,
-        config=args.config,
-        gpu=args.gpu,
-        memory=args.memory,
-        told=lambda text: _print_notes(args, [text]),
-    )
-    if args.json:
-        print(envelope("plan/1", decision_to_json(decision)))
-    else:
-        colour = wants_colour(no_color=args.no_color)
-        print(*decision_to_text(decision, path, colour=colour), sep="\n")
-    if decision.chosen is None:
-        return NO
-    if args.set and not args.dry_run and args.output is None:
-        _print_notes(args, ["no lock is written for a plan changed by --set; -o FILE writes one"])
-    elif not args.dry_run:
-        target = planning.lock_plan(path, decision, args.output)
-        _print_notes(args, [f"wrote {target}"])
     return YES
 
 
@@ -238,7 +183,7 @@ def _demo(args: argparse.Namespace) -> int:
         print(*plan_to_text(plan, colour=wants_colour(no_color=args.no_color)), "", sep="\n")
         sys.stdout.flush()
     world, steps = plan.mesh.world_size, args.steps
-    _print_notes(args, [f"{world} processes on the CPU of this machine, and gloo between them"])
+    print_notes(args, [f"{world} processes on the CPU of this machine, and gloo between them"])
     with loss_progress(f"{world} ranks", steps, is_quiet=args.quiet) as told:
         losses, live = demo.train_under_plan(plan, steps, told)
     with loss_progress("1 process", steps, is_quiet=args.quiet) as told:
@@ -262,55 +207,20 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
 def _verify(args: argparse.Namespace) -> int:
     from meshplan.render.verify import verdict_to_json, verdict_to_text
 
-    path = _plan_file(args)
+    path = plan_file(args)
     verdict = api.verify_plan(
         path,
         args.set,
         model=args.model,
         config=args.config,
         max_ranks=args.ranks,
-        told=lambda text: _print_notes(args, [text]),
+        told=lambda text: print_notes(args, [text]),
     )
     if args.json:
         print(envelope("verify/1", {"plan": path, **verdict_to_json(verdict)}))
     else:
         print(*verdict_to_text(verdict, path), sep="\n")
     return YES if verdict.is_ok else NO
-
-
-def _plan_file(args: argparse.Namespace) -> str:
-    if args.file is None:
-        raise SpecError(Problem("no plan file is given", None, "add -f plan.yaml"))
-    return str(args.file)
-
-
-def _calibrate_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out", metavar="PROFILE", default="profile.json", help="where to write the profile"
-    )
-
-
-def _calibrate(args: argparse.Namespace) -> int:
-    from meshplan import planning
-    from meshplan.render.profile import profile_to_text
-
-    _print_notes(args, ["this takes about a minute"])
-    profile = planning.calibrate(args.out)
-    if profile is None:
-        return YES
-    if args.json:
-        print(envelope("calibrate/1", dataclasses.asdict(profile), []))
-    else:
-        print(*profile_to_text(profile), f"written to {args.out}", sep="\n")
-    return YES
-
-
-def _print_notes(args: argparse.Namespace, notes: Sequence[str]) -> None:
-    """What is good to know but not the answer: on stderr, silenced by `-q`."""
-    if not args.quiet:
-        sys.stdout.flush()
-        for note in notes:
-            print(f"note: {note}", file=sys.stderr)
 
 
 VERBS: tuple[Verb, ...] = (
@@ -321,10 +231,9 @@ VERBS: tuple[Verb, ...] = (
         _estimate,
     ),
     Verb("check", "every mistake of a plan, before a process starts", _model_flags, _check),
-    Verb("plan", "decide all that a plan leaves open: the fastest that fits", _plan_flags, _plan),
+    *cli_planning.VERBS,
     Verb("show", "every layout of a plan, with the line that decided it", _model_flags, _show),
     Verb("verify", "run a plan, made small, beside one process", _verify_flags, _verify),
-    Verb("calibrate", "time this machine, for the planner", _calibrate_flags, _calibrate),
     Verb("demo", "train under a plan on this machine, beside one process", _demo_flags, _demo),
 )
 """Every verb, in the order of `meshplan --help`."""

@@ -9,8 +9,11 @@ from typing import Any
 
 from meshplan.cost.calibration import profile_from, write_profile
 from meshplan.cost.profile import Profile
+from meshplan.errors import Origin, Problem, SpecError
 from meshplan.planner.decide import decide
 from meshplan.planner.decision import Decision
+from meshplan.planner.explain import WhyNot, settings_of, why_not
+from meshplan.planner.job import Job
 from meshplan.planner.locking import write_lock
 from meshplan.planner.whole import question_of_file
 
@@ -38,6 +41,37 @@ def search_plan(
         PlanError: The plan contradicts itself, or says too little.
     """
     return decide(question_of_file(plan, overrides, config, gpu, memory), told)
+
+
+def explain(
+    plan: PlanSource,
+    words: Sequence[str],
+    overrides: Sequence[str] = (),
+    *,
+    config: str | Path | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    told: Callable[[str], None] = lambda text: None,
+) -> list[WhyNot]:
+    """Why the plan is not another.
+
+    Args:
+        plan, config, gpu, memory: As for `search_plan`.
+        words: "why-not" and a setting such as "mesh.tp=8", or "why" and a field such as "mesh.tp",
+            which asks of each of its values.
+
+    Raises:
+        SpecError: The words ask nothing that is planned, or something cannot be read.
+        PlanError: The plan contradicts itself, or says too little.
+    """
+    question = question_of_file(plan, overrides, config, gpu, memory)
+    if len(words) == 2 and words[0] == "why-not":
+        return [why_not(question, words[1], told)]
+    if len(words) == 2 and words[0] == "why":
+        free = Job(question).free
+        return [why_not(question, each, told) for each in settings_of(free, words[1])]
+    what = f"'{' '.join(words)}' is no question"
+    raise SpecError(Problem(what, Origin("explain"), "ask why FIELD, or why-not FIELD=VALUE"))
 
 
 def lock_plan(

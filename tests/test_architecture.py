@@ -39,7 +39,8 @@ LEVELS = [
         verdict
         planner
         render runtime
-        interop api planning
+        interop api planning verbs
+        cli_planning
         cli __init__
         __main__
     """.strip().splitlines()
@@ -62,7 +63,8 @@ LATE_BETWEEN = {
     ("api", "interop"),
     ("runtime", "planner"),
     ("planning", "runtime"),
-    ("cli", "planning"),
+    ("cli_planning", "planning"),  # numpy
+    ("cli_planning", "render"),
     ("cli", "memory"),
     ("cli", "reader"),
     ("cli", "render"),

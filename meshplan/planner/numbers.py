@@ -8,7 +8,7 @@ rule out is out; what a plan really takes, `settle` asks of the memory room.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -33,6 +33,9 @@ class Numbers:
         top: [rows] bytes that the last stage holds in the loss, beside what is saved.
         floor: [rows] bytes of all blocks together that the optimizer's step takes at least.
         once_s: [rows] seconds of a step beside what blocks take: what stages hand on.
+        compute_s: [rows, kinds], of `seconds` what the model's own operations take.
+        tensor_s: [rows, kinds], of `seconds` what tp sends.
+        again_s: [rows, kinds, options], of `seconds` what runs again takes.
     """
 
     grid: NDArray[np.void]
@@ -44,6 +47,9 @@ class Numbers:
     top: Floats
     floor: Floats
     once_s: Floats
+    compute_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
+    tensor_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
+    again_s: Floats = field(default_factory=lambda: np.zeros((0, 0, 0)))
 
     @cached_property
     def counts(self) -> Counts:

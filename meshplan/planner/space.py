@@ -24,7 +24,7 @@ from meshplan.spec import AUTO, Pipeline, Spec
 _DDP, _ZERO1, _SHARD = range(len(MODES))
 _MOST_MICRO: Final = 64
 _KNOWN_SCHEDULES: Final = ("1F1B", "GPipe")
-_STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
+STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "ddp": ((_DDP,), (0,)),
     "zero1": ((_ZERO1,), (0,)),
     "zero2": ((_SHARD,), (0,)),
@@ -147,7 +147,7 @@ def freedom_of(
     reshard: tuple[int, ...] = (0, 1)
     hybrid = None
     if spec.strategy not in (None, AUTO):
-        modes, reshard = _STRATEGIES[spec.strategy or ""]
+        modes, reshard = STRATEGIES[spec.strategy or ""]
         hybrid = spec.strategy.startswith("hybrid") if modes == (_SHARD,) else None
     return Freedom(
         world=world,

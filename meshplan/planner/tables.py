@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,9 @@ from meshplan.planner.held import ElementBytes, resident_bytes, saved_bytes, ste
 from meshplan.planner.numbers import Numbers
 from meshplan.planner.space import Pin, Pins
 from meshplan.spec import Precision
+
+_ONCE: Final = [OPTIONS.index((0, reshard)) for _, reshard in OPTIONS]
+"""By option, the one that runs nothing again and is like it otherwise."""
 
 
 def numbers_of(
@@ -41,12 +45,13 @@ def numbers_of(
         pins: What rules leave to single ones.
     """
     tps = np.unique(grid["tp"])
-    chains = {int(tp): _split(chain_of(int(tp)), pins) for tp in tps}
-    first, _ = chains[int(tps[0])]
+    chains, left = _aligned({int(tp): chain_of(int(tp)) for tp in tps}, pins)
+    first = chains[int(tps[0])]
     shape = (len(grid), len(first.kinds), len(OPTIONS))
+    compute, tensor, repeated = np.zeros(shape[:2]), np.zeros(shape[:2]), np.zeros(shape)
     seconds, saved, resident = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
     top, floor, crossing = (np.zeros(len(grid)) for _ in range(3))
-    for tp, (chain, left) in chains.items():
+    for tp, chain in chains.items():
         rows = np.flatnonzero(grid["tp"] == tp)
         part = grid[rows]
         counts = np.bincount(chain.order, minlength=len(chain.kinds))
@@ -60,6 +65,9 @@ def numbers_of(
             is_sharded = (part["mode"] == MODES.index("shard"))[:, None]
             offered = np.where(is_sharded, _options(again, back)[None], _options(again, (0,))[None])
             seconds[rows, number] = np.where(offered, found.seconds, np.inf)
+            compute[rows, number], tensor[rows, number] = found.compute_s, found.exposed_tp_s
+            there = np.where(np.isfinite(found.seconds), found.seconds, 0.0)
+            repeated[rows, number] = there - there[:, _ONCE]
             saved[rows, number] = saved_bytes(part, kind)
             resident[rows, number] = resident_bytes(part, kind, sizes)
             floor[rows] += counts[number] * step_bytes(part, kind, sizes)
@@ -77,6 +85,9 @@ def numbers_of(
         top=top,
         floor=floor,
         once_s=pipeline_seconds(grid, zero, zero, crossing),
+        compute_s=compute,
+        tensor_s=tensor,
+        again_s=repeated,
     )
 
 
@@ -84,13 +95,19 @@ def _options(recompute: tuple[int, ...], reshard: tuple[int, ...]) -> NDArray[np
     return np.array([again in recompute and back in reshard for again, back in OPTIONS])
 
 
-def _split(chain: Chain, pins: Pins) -> tuple[Chain, tuple[Pin, ...]]:
-    """The chain with a kind for each different pin of its blocks, and the pins by kind."""
+def _aligned(chains: dict[int, Chain], pins: Pins) -> tuple[dict[int, Chain], tuple[Pin, ...]]:
+    """The chains with the same kinds at the same places, and the pins by kind.
+
+    Blocks are of one kind where they are in every chain, and rules say the same of them.
+    """
+    some = next(iter(chains.values()))
     none = Pin()
-    keys = [
-        (kind, pins.get(name, none)) for kind, name in zip(chain.order, chain.names, strict=True)
-    ]
+    left = [pins.get(name, none) for name in some.names]
+    keys = list(zip(*(chain.order for chain in chains.values()), left, strict=True))
     kinds = list(dict.fromkeys(keys))
     order = tuple(kinds.index(key) for key in keys)
-    split = replace(chain, kinds=tuple(chain.kinds[kind] for kind, _ in kinds), order=order)
-    return split, tuple(pin for _, pin in kinds)
+    aligned = {
+        tp: replace(chain, kinds=tuple(chain.kinds[key[at]] for key in kinds), order=order)
+        for at, (tp, chain) in enumerate(chains.items())
+    }
+    return aligned, tuple(key[-1] for key in kinds)

@@ -1,0 +1,97 @@
+"""Why, and why not: the same search with something held."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from meshplan.cli import main
+from meshplan.planner.explain import Shares, WhyNot
+from meshplan.planning import explain, search_plan
+from meshplan.render.explain import verdict
+from tests.test_planner import PLAN, job
+
+__all__ = ["job"]
+
+
+def ask(path, *words):
+    (answer,) = explain(path, ["why-not", *words])
+    return answer
+
+
+def test_the_best_with_a_setting_is_the_plan_that_states_it(job):
+    """The answer to why not X is what planning with X gives."""
+    path = job()
+    answer = ask(path, "mesh.dp_shard=2")
+    free = search_plan(path).best_s
+    held = search_plan(
+        job(mesh={"dp_replicate": "auto", "dp_shard": 2, "pp": "auto", "tp": "auto"})
+    )
+    assert answer.base_s == pytest.approx(free)
+    assert answer.seconds == pytest.approx(held.best_s)
+    assert answer.seconds > answer.base_s
+
+
+def test_shares_add_up_to_the_step(job):
+    answer = ask(job(), "mesh.tp=2")
+    assert sum(dataclasses.astuple(answer.shares)) == pytest.approx(answer.seconds)
+    assert sum(dataclasses.astuple(answer.base_shares)) == pytest.approx(answer.base_s)
+    assert answer.shares.tensor_parallel > 0
+    assert answer.base_shares.tensor_parallel == 0
+    again = ask(job(), "activation_checkpointing=full")
+    assert again.shares.recompute > 0
+    assert again.base_shares.recompute == 0
+
+
+def test_what_is_not_in_the_space_says_why(job):
+    path = job()
+    assert "8 devices do not divide by 3" in verdict(ask(path, "mesh.tp=3"))
+    assert "no rules for context parallelism" in verdict(ask(path, "mesh.cp=2"))
+    path = job(mesh={"dp_shard": 8}, strategy=None)
+    assert "does not have that axis" in verdict(ask(path, "mesh.tp=2"))
+
+
+def test_what_does_not_fit_says_how_much_is_missing(job):
+    path = job(hardware=PLAN["hardware"] | {"headroom": 0.96})  # Leaves 3.2 GiB.
+    answer = ask(path, "strategy=ddp")
+    if answer.seconds is None:
+        assert answer.missing_bytes > 0
+        assert "missing at the least" in verdict(answer)
+    tight = ask(job(hardware=PLAN["hardware"] | {"headroom": 0.99}), "mesh.dp_shard=8")
+    assert tight.seconds is None
+    assert "are missing at the least" in verdict(tight)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["why-not", "mesh.tp"],
+        ["why", "nothing"],
+        ["what"],
+        ["why-not", "mesh.tp=x"],
+        ["why-not", "strategy=fast"],
+    ],
+)
+def test_what_is_no_question_is_refused(job, capsys, words):
+    assert main(["explain", *words, "-f", str(job())]) == 2
+    assert capsys.readouterr().err.startswith("meshplan: 1 problem")
+
+
+def test_json_and_text(job, capsys):
+    assert main(["explain", "why", "mesh.dp_shard", "-f", str(job()), "--json", "-q"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["schema"] == "explain/1"
+    answers = content["result"]["answers"]
+    assert [a["setting"] for a in answers] == [f"mesh.dp_shard={n}" for n in (1, 2, 4, 8)]
+    assert any(a["verdict"] == "it is what the plan has, or as fast" for a in answers)
+    assert main(["explain", "why-not", "mesh.tp=2", "-f", str(job()), "-q"]) == 0
+    assert capsys.readouterr().out.startswith("mesh.tp=2: +")
+
+
+def test_a_verdict_names_what_grew_most():
+    base = Shares(compute=1.0, recompute=0.0, tensor_parallel=0.0, data=0.2, pipeline=0.0)
+    more = dataclasses.replace(base, tensor_parallel=0.5, recompute=0.1)
+    answer = WhyNot(setting="x", base_s=1.2, seconds=1.8, shares=more, base_shares=base)
+    assert verdict(answer) == "+50.0%: what tp sends in the way (+41.7%)"
