@@ -237,6 +237,18 @@ def test_only_ranks_that_need_most_are_told_in_full(monkeypatch: pytest.MonkeyPa
     assert sum(a.band != b.band for a, b in zip(found.groups, full.groups, strict=True)) >= 1
 
 
+def test_of_a_very_long_step_all_ranks_are_told_in_brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = decided(FUSED, plan_of("1F1B", 2, 24, batch={"micro": 48, "seq_len": 32}, **MIXED))
+    full = told_estimate(plan, device="cuda", limit_bytes=None)
+    monkeypatch.setattr(told_stages, "_MOST", 0)
+    monkeypatch.setattr(told_stages, "_FAR_TOO_MANY", 0)
+    found = told_estimate(plan, device="cuda", limit_bytes=None)
+    assert found.certified.endswith("are told in brief")
+    for brief, whole in zip(found.groups, full.groups, strict=True):
+        assert brief.peak.requested_bytes == whole.peak.requested_bytes
+        assert brief.band[1] > whole.peak.reserved_bytes
+
+
 def test_gradients_of_a_tied_table_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end of the pass, in a tensor of their own."""
     plan = decided(*CASES["tied"])

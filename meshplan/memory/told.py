@@ -40,9 +40,6 @@ Source: `tests/test_memory_tape.py`."""
 BRIEF_ERROR: Final = 0.03
 """How much farther what is reserved may be where microbatches are written in brief.
 [Empirical]: between 1 % less and 5 % more in 27 cases; what is requested is the same in all."""
-_IN_BRIEF: Final = (
-    "; of ranks that need less than others, microbatches that make no peak are told in brief"
-)
 _NEARLY: Final = 0.96
 """Ranks that need so much of what the fullest needs are written out whole."""
 
@@ -54,6 +51,10 @@ class Works(Protocol):
     def in_brief(self) -> bool:
         """Whether there is so much that only the fullest ranks should be written out whole."""
 
+    @property
+    def only_in_brief(self) -> bool:
+        """Whether there is so much that none should be."""
+
     def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
         """Of one rank."""
 
@@ -64,6 +65,7 @@ class _Same:
 
     work: Prepared
     in_brief: bool = False
+    only_in_brief: bool = False
 
     def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
         """Of any rank."""
@@ -103,6 +105,7 @@ def told_estimate(
         fullest = [n for n, log in enumerate(logs) if log.peak.live_bytes >= _NEARLY * most]
         in_full = set() if brief else set(range(len(groups)))
         while True:
+            fullest = [] if works.only_in_brief else fullest
             for number in set(fullest) - in_full:
                 logs[number] = _log_of(works, plan, groups[number][0], in_brief=False)
             in_full.update(fullest)
@@ -113,7 +116,7 @@ def told_estimate(
                 device=device,
                 limit_bytes=limit_bytes,
                 tier=Tier.REPLAY,
-                certified=certified + (_IN_BRIEF if len(in_full) < len(groups) else ""),
+                certified=certified + _in_brief(len(in_full), len(groups)),
                 assumed=(
                     ("inputs of a rank's step", shape),
                     ("loss", "cross-entropy in float32 over the last dim of logits"),
@@ -123,8 +126,16 @@ def told_estimate(
                 error=[ERROR + BRIEF_ERROR * (n not in in_full) for n in range(len(groups))],
             )
             fullest = [groups.index(found.worst.ranks)]
-            if in_full.issuperset(fullest):
+            if works.only_in_brief or in_full.issuperset(fullest):
                 return found
+
+
+def _in_brief(num_in_full: int, num_groups: int) -> str:
+    """What is to be said of microbatches that were not written out."""
+    if num_in_full == num_groups:
+        return ""
+    where = "" if not num_in_full else ", on ranks that need less than others"
+    return f"; microbatches that make no peak are told in brief{where}"
 
 
 def _log_of(works: Works, plan: Plan, rank: int, *, in_brief: bool) -> EventLog:
