@@ -186,8 +186,7 @@ TENSOR: dict[str, Case] = {
         AUTO | {"rules": [{"match": "{lm_head,model.layers.1.*.q_proj}", "place": {"tp": "R"}}]},
         2),
 }  # fmt: skip
-DEFAULT = ("bf16, each block its own way", "qwen3, auto, tied, sharded, bf16, selective",
-           "llama, loss parallel, bf16")  # fmt: skip
+DEFAULT = ("bf16, each block its own way", "qwen3, auto, tied, sharded, bf16, selective")
 """The cases that show most; every change runs them."""
 CASES = SELECTIVE | TENSOR
 

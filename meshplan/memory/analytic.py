@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
 from meshplan.memory.blocks import Part, gpt2_block, llama_block, rms_norm
 from meshplan.memory.cut_loss import cross_entropy_of_parts
@@ -32,7 +33,10 @@ class Run:
         batch: Sequences of the microbatch.
         seq_len: Tokens of one that this rank has.
         element_bytes: Of the dtype that is computed in.
-        tp, is_sequence, caches: As in `blocks.Part`.
+        tp: Ranks that `Shape.styles` are cut over, where `styled` is None.
+        is_sequence: Whether what lies between styled modules is cut by tokens: there are no rows
+            for that, since transformers' own code computes something else from a part.
+        caches: As in `blocks.Part`.
         recomputed: The numbers of the blocks that backward runs again.
         keeps_chosen: Whether those are spared the products and attention.
         styled: Which modules tp cuts; None for those that `Shape.styles` names.
@@ -73,7 +77,14 @@ def work_of(graph: ModelGraph, run: Run) -> Work:
 
 
 def tape_of(shape: Shape, run: Run) -> Tape:
-    """The operations of a causal language model of transformers, loss included."""
+    """The operations of a causal language model of transformers, loss included.
+
+    Raises:
+        PlanError: There are no rows for what the run does.
+    """
+    if run.is_sequence:
+        what = "transformers' own code does not run with sequence_parallel"
+        raise PlanError(Problem(what, fix="leave sequence_parallel out"))
     tape = Tape()
     tokens = run.batch * run.seq_len
     w = Writer(tape, run.element_bytes, run.element_bytes, run.is_cuda, tokens=tokens)
@@ -143,7 +154,6 @@ def _part(shape: Shape, run: Run) -> Part:
     styled = run.styled or Styled(run.tp, shape.styles)
     return Part(
         tp=styled.tp,
-        is_sequence=run.is_sequence,
         caches=run.caches,
         styled=styled,
         seq_len=run.seq_len,
