@@ -69,7 +69,7 @@ def test_stages_are_listed_by_hand(case: str) -> None:
 
 
 def test_more_stages_than_modules_open_a_block() -> None:
-    """An outline does not show what is inside of a block; the order of definition does."""
+    """An outline does not show what is inside of one: the order of definition counts."""
     graph = from_mapping(CASES["llama"] | {"num_hidden_layers": 2})
     found = _decided({"version": 1, "mesh": {"pp": 8}}, graph).assignment
     assert found.stages is not None

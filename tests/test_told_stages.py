@@ -18,7 +18,7 @@ import pytest
 
 from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
-from meshplan.memory import EventLog, stage_pass, stage_tape, stage_work
+from meshplan.memory import EventLog, stage_pass, stage_tape, stage_work, told_stages
 from meshplan.memory.log import Term
 from meshplan.memory.replay import main, replay
 from meshplan.memory.replay.optimizer import is_uniform
@@ -34,8 +34,12 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 64, "use_cache": False, "tie_word_embeddings": False,
     "head_dim": 12,
 }  # fmt: skip
+NUMBERS = 64
+"""Bytes: single numbers that loops and stand-ins make, which are not told one by one."""
 TABLE = "model.embed_tokens"
 DEEP = LLAMA | {"num_hidden_layers": 8}
+FUSED = DEEP | {"head_dim": 16}
+"""As CUDA's kernels of attention want it."""
 GPT2: dict[str, Any] = {
     "model_type": "gpt2", "vocab_size": 160, "n_embd": 48, "n_layer": 4, "n_head": 4,
     "n_positions": 64, "use_cache": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
@@ -54,6 +58,7 @@ def plan_of(schedule: str, pp: int = 2, microbatches: int = 4, **more: Any) -> d
 
 MIXED = {"precision": "bf16-mixed"}
 AGAIN = {"activation_checkpointing": "full"}
+CUT = {"dp_shard": 2, "tp": 2}
 MORE = {"batch": {"accumulate": 3}, "clip_grad_norm": 1.0}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "GPipe": (LLAMA, plan_of("GPipe")),
@@ -73,6 +78,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero1": (LLAMA, plan_of("1F1B", strategy="zero1", **MIXED)),
     "zero2": (LLAMA, plan_of("Interleaved1F1B", virtual=2, strategy="zero2")),
     "accumulated, clipped": (LLAMA, plan_of("Interleaved1F1B", virtual=2, **MIXED, **MORE)),
+    "tp": (LLAMA, plan_of("1F1B", mesh=CUT, tp_plan="hf", **MIXED, **MORE)),
+    "tp, loss parallel": (LLAMA, plan_of(
+        "Interleaved1F1B", virtual=2, mesh=CUT, tp_plan="auto", loss_parallel=True)),
+    "selective": (LLAMA, plan_of("1F1B", activation_checkpointing="selective", **MIXED)),
     "tied": (LLAMA | {"tie_word_embeddings": True}, plan_of("1F1B", **MIXED)),
     "gpt2, tied, clipped": (GPT2 | {"tie_word_embeddings": True}, plan_of("1F1B", **MORE)),
     "gpt2, tied, ddp": (GPT2 | {"tie_word_embeddings": True}, plan_of(
@@ -124,10 +133,10 @@ def test_a_told_rank_is_the_traced_one(apart: ProcessPoolExecutor, case: str) ->
     assert plan.digest() == digest
     for rank, theirs in zip(ranks, logs, strict=True):
         mine = log_of(plan, rank)
-        assert mine.peak.live_bytes == pytest.approx(theirs.peak.live_bytes, rel=0.001)
+        assert mine.peak.live_bytes == pytest.approx(theirs.peak.live_bytes, abs=NUMBERS)
         assert mine.by_phase.keys() == theirs.by_phase.keys()
         for phase, figures in theirs.by_phase.items():
-            assert mine.by_phase[phase] == pytest.approx(figures, rel=0.007), phase
+            assert mine.by_phase[phase] == pytest.approx(figures, abs=NUMBERS), phase
 
 
 def _keep_what_has_arrived() -> tuple[Any, str, Any]:
@@ -204,13 +213,41 @@ def test_what_has_no_rule_is_refused(
 
 
 def test_an_estimate_groups_the_ranks_of_a_stage() -> None:
-    plan = decided(LLAMA, plan_of("1F1B", 4, 8, batch={"micro": 8, "seq_len": 32}))
+    plan = decided(FUSED, plan_of("1F1B", 4, 8, batch={"micro": 8, "seq_len": 32}))
     found = told_estimate(plan, device="h100-sxm-80gb", limit_bytes=80 * 2**30)
     assert [(g.ranks, g.stages) for g in found.groups] == [
         ((0, 1), (0,)), ((2, 3), (1,)), ((4, 5), (2,)), ((6, 7), (3,))
     ]  # fmt: skip
     peaks = [group.peak.requested_bytes for group in found.groups]
     assert peaks[0] > peaks[1] > peaks[2]  # The earlier the stage, the more are in flight.
+
+
+def test_only_ranks_that_need_most_are_told_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is much to tell; the others' band is wider, and their peak is the same."""
+    spec = plan_of("1F1B", 4, 24, batch={"micro": 48, "seq_len": 1024}, **MIXED)
+    plan = decided(FUSED | {"hidden_size": 1024, "intermediate_size": 4096}, spec)
+    full = told_estimate(plan, device="cuda", limit_bytes=None)
+    monkeypatch.setattr(told_stages, "_MOST", 0)
+    found = told_estimate(plan, device="cuda", limit_bytes=None)
+    assert found.worst == full.worst
+    assert "in brief" in found.certified
+    assert "in brief" not in full.certified
+    for brief, whole in zip(found.groups, full.groups, strict=True):
+        assert brief.peak.requested_bytes == whole.peak.requested_bytes
+        assert brief.at == whole.at
+    assert sum(a.band != b.band for a, b in zip(found.groups, full.groups, strict=True)) >= 1
+
+
+def test_of_a_very_long_step_all_ranks_are_told_in_brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = decided(FUSED, plan_of("1F1B", 2, 24, batch={"micro": 48, "seq_len": 32}, **MIXED))
+    full = told_estimate(plan, device="cuda", limit_bytes=None)
+    monkeypatch.setattr(told_stages, "_MOST", 0)
+    monkeypatch.setattr(told_stages, "_FAR_TOO_MANY", 0)
+    found = told_estimate(plan, device="cuda", limit_bytes=None)
+    assert found.certified.endswith("are told in brief")
+    for brief, whole in zip(found.groups, full.groups, strict=True):
+        assert brief.peak.requested_bytes == whole.peak.requested_bytes
+        assert brief.band[1] > whole.peak.reserved_bytes
 
 
 def test_gradients_of_a_tied_table_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +268,7 @@ def test_gradients_of_a_tied_table_are_added_up(monkeypatch: pytest.MonkeyPatch)
 def test_in_brief_a_rank_needs_as_much(more: dict[str, Any]) -> None:
     """What is left out of a long step hardly makes a peak, and nothing is left of it at the end."""
     given = dict(more)
-    plan = decided(DEEP, plan_of(given.pop("schedule"), 2, 24, **given, **MIXED))
+    plan = decided(FUSED, plan_of(given.pop("schedule"), 2, 24, **given, **MIXED))
     works = _told_work(plan, 48, told.LENGTH)
     for rank in (0, 3):
         whole, brief = (

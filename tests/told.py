@@ -16,6 +16,7 @@ from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from meshplan.runtime.imagine import imagine_step
 from meshplan.runtime.record import record
+from meshplan.runtime.rehearse import rehearser
 from meshplan.runtime.trace import graph_of
 
 LENGTH = 32
@@ -39,8 +40,9 @@ def _traced(
 
     made = AutoConfig.for_model(**config)
     model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
-    flow = record(model, (torch.zeros(2, LENGTH, dtype=torch.long),))
-    plan = make_plan(load_spec(dict(spec)), graph_of(model, flow), world_size=world)
+    example = (torch.zeros(2, LENGTH, dtype=torch.long),)
+    graph, rehearse = graph_of(model, record(model, example)), rehearser(model, example)
+    plan = make_plan(load_spec(dict(spec)), graph, world_size=world, rehearse=rehearse)
     ids = torch.zeros(samples(plan), LENGTH, dtype=torch.long)
 
     def loss_fn(output: Any, targets: torch.Tensor) -> torch.Tensor:

@@ -146,6 +146,7 @@ def _learned(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tu
         grads=(Grad(words, 0), Grad(places, w.size(places) if run.batch > 1 else 0)),
     )  # fmt: skip
     x = w.at(f"{w.module}.drop").dropout(total, shape.embed_dropout)
+    part = replace(part, given=(positions,))
     return x, part, (words, positions, places)
 
 

@@ -51,6 +51,10 @@ class Works(Protocol):
     def in_brief(self) -> bool:
         """Whether there is so much that only the fullest ranks should be written out whole."""
 
+    @property
+    def only_in_brief(self) -> bool:
+        """Whether there is so much that none should be."""
+
     def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
         """Of one rank."""
 
@@ -61,6 +65,7 @@ class _Same:
 
     work: Prepared
     in_brief: bool = False
+    only_in_brief: bool = False
 
     def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
         """Of any rank."""
@@ -107,6 +112,8 @@ def told_estimate(
         raise PlanError(Problem(what, spec.origin("batch"), fix))
     check_fused(plan, spec.batch.seq_len, device=device)
     groups = equal_ranks(plan.assignment)
+    shape = f"[{plan.micro * plan.accumulate}, {spec.batch.seq_len}] int64"
+    certified = f"told from the config; traced models differ by at most {ERROR:.0%}"
     with _no_collection():
         works = _told_work(plan, plan.micro, spec.batch.seq_len)
         brief = works.in_brief
@@ -118,29 +125,40 @@ def told_estimate(
                 raise OverError(rank, told[number].peak.live_bytes)
         logs = [told[number] for number in range(len(groups))]
         most = max(log.peak.live_bytes for log in logs)
-        errors = [ERROR] * len(logs)
-        for number, ranks in enumerate(groups) if brief else ():
-            if logs[number].peak.live_bytes >= _NEARLY * most:
-                logs[number] = _log_of(works, plan, ranks[0], in_brief=False)
-            else:
-                errors[number] += BRIEF_ERROR
-    shape = f"[{plan.micro * plan.accumulate}, {spec.batch.seq_len}] int64"
-    return assemble(
-        plan,
-        groups,
-        logs,
-        device=device,
-        limit_bytes=limit_bytes,
-        tier=Tier.REPLAY,
-        certified=f"told from the config; traced models differ by at most {ERROR:.0%}",
-        assumed=(
-            ("inputs of a rank's step", shape),
-            ("loss", "cross-entropy in float32 over the last dim of logits"),
-            ("optimizer", f"torch's {spec.optimizer} with its defaults"),
-        ),
-        notes=notes,
-        error=errors,
-    )
+        fullest = [n for n, log in enumerate(logs) if log.peak.live_bytes >= _NEARLY * most]
+        in_full = set() if brief else set(range(len(groups)))
+        while True:
+            fullest = [] if works.only_in_brief else fullest
+            for number in set(fullest) - in_full:
+                logs[number] = _log_of(works, plan, groups[number][0], in_brief=False)
+            in_full.update(fullest)
+            found = assemble(
+                plan,
+                groups,
+                logs,
+                device=device,
+                limit_bytes=limit_bytes,
+                tier=Tier.REPLAY,
+                certified=certified + _in_brief(len(in_full), len(groups)),
+                assumed=(
+                    ("inputs of a rank's step", shape),
+                    ("loss", "cross-entropy in float32 over the last dim of logits"),
+                    ("optimizer", f"torch's {spec.optimizer} with its defaults"),
+                ),
+                notes=notes,
+                error=[ERROR + BRIEF_ERROR * (n not in in_full) for n in range(len(groups))],
+            )
+            fullest = [groups.index(found.worst.ranks)]
+            if works.only_in_brief or in_full.issuperset(fullest):
+                return found
+
+
+def _in_brief(num_in_full: int, num_groups: int) -> str:
+    """What is to be said of microbatches that were not written out."""
+    if num_in_full == num_groups:
+        return ""
+    where = "" if not num_in_full else ", on ranks that need less than others"
+    return f"; microbatches that make no peak are told in brief{where}"
 
 
 def _log_of(works: Works, plan: Plan, rank: int, *, in_brief: bool) -> EventLog:

@@ -20,6 +20,8 @@ from meshplan.schedules import SCHEDULES, actions, released
 
 _MOST: Final = 40_000
 """Operations of a step up to which every microbatch is written out, on all ranks."""
+_FAR_TOO_MANY: Final = 600_000
+"""Operations from which they are on none."""
 
 
 class StageWorks:
@@ -32,6 +34,7 @@ class StageWorks:
 
     Attributes:
         in_brief: Whether there is so much to do that it takes seconds to write all of it out.
+        only_in_brief: Whether it takes seconds for one rank.
 
     Raises:
         PlanError: There is no rule for something in this plan.
@@ -49,7 +52,8 @@ class StageWorks:
         self._orders = actions(
             SCHEDULES[stages.schedule], stages.num_ranks, stages.virtual, stages.microbatches
         )
-        self.in_brief = len(tape.rows) * stages.microbatches > _MOST
+        num_rows = len(tape.rows) * stages.microbatches
+        self.in_brief, self.only_in_brief = num_rows > _MOST, num_rows > _FAR_TOO_MANY
         self._played: dict[int, StageWork] = {}
         self._found: dict[tuple[int, bool], Prepared] = {}
 
