@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.pool import Pool
+
+WIDE = frozenset((Path(__file__).parent / "wide_cases.txt").read_text().splitlines())
+"""Cases that take seconds and combine what others show, beside those that say so themselves."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave them to `-m wide`."""
+    for item in items:
+        if item.nodeid in WIDE:
+            item.add_marker(pytest.mark.wide)
 
 
 def pytest_collection_finish() -> None:

@@ -270,8 +270,10 @@ def test_an_interrupt_ends_everything(tmp_path):
     path.write_text(json.dumps(PLAN | {"model": {"entry": "tests.estimated:slow_tower"}}))
     command = [sys.executable, "-m", "meshplan", "estimate", "-f", str(path)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        # What runs in a shell's background ignores interrupts, and would hand that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:  # fmt: skip
         assert process.stderr is not None
         assert process.stderr.readline().startswith("note: imagining")
         time.sleep(0.5)

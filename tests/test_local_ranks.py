@@ -108,5 +108,9 @@ def test_an_interrupt_while_ranks_are_prepared_is_not_lost(monkeypatch):
         time.sleep(0.1)
 
     monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        local_ranks.prepare()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            local_ranks.prepare()
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -284,6 +284,16 @@ def test_parallelize_reads_the_lock(job, pool, capsys):
     assert pool(4).run(parallel_with_lock, str(path)) == [expected] * 4
 
 
+def test_what_is_left_open_without_a_config_says_what_to_do(job):
+    path = job(model=None)
+    found = api.check_plan(path, model="meshplan.runtime.demo_model:build")
+    (problem,) = found.problems
+    assert problem.what == (
+        "mesh and strategy are left to the planner, and there is no plan.lock.yaml"
+    )
+    assert problem.fix.startswith("give the plan its model, such as model: {config: PATH}")
+
+
 def test_names_are_folded_into_patterns():
     assert patterns(["a.0", "a.1", "a.2"]) == "a.{0..2}"
     assert patterns(["a.0", "a.2", "b.c", "a.3"]) == ["b.c", "a.0", "a.{2..3}"]

@@ -54,14 +54,15 @@ def test_what_is_not_in_the_space_says_why(job):
 
 
 def test_what_does_not_fit_says_how_much_is_missing(job):
-    path = job(hardware=PLAN["hardware"] | {"headroom": 0.96})  # Leaves 3.2 GiB.
-    answer = ask(path, "strategy=ddp")
-    if answer.seconds is None:
-        assert answer.missing_bytes > 0
-        assert "missing at the least" in verdict(answer)
-    tight = ask(job(hardware=PLAN["hardware"] | {"headroom": 0.99}), "mesh.dp_shard=8")
-    assert tight.seconds is None
-    assert "are missing at the least" in verdict(tight)
+    path = job(
+        mesh={"dp_replicate": "auto", "dp_shard": "auto"},
+        hardware=PLAN["hardware"] | {"headroom": 0.99},
+        batch={"micro": 1, "global": 8, "seq_len": 1024},
+    )
+    answer = ask(path, "mesh.dp_shard=8")
+    assert answer.seconds is None
+    assert answer.missing_bytes > 0
+    assert "are missing at the least" in verdict(answer)
 
 
 @pytest.mark.parametrize(
