@@ -9,10 +9,14 @@ from meshplan.render.text import envelope, wants_colour
 from meshplan.verbs import NO, YES, Verb, plan_file, print_notes
 
 
-def _plan_flags(parser: argparse.ArgumentParser) -> None:
+def _question_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
     parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
     parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
+
+
+def _plan_flags(parser: argparse.ArgumentParser) -> None:
+    _question_flags(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="the lock (default PLAN.lock.yaml)")
     parser.add_argument("--dry-run", action="store_true", help="write no lock")
 
@@ -49,9 +53,7 @@ def _explain_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words", nargs="+", metavar="WORD", help="why FIELD, or why-not FIELD=VALUE"
     )
-    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
-    parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
-    parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
+    _question_flags(parser)
 
 
 def _explain(args: argparse.Namespace) -> int:
