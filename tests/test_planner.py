@@ -18,7 +18,7 @@ from meshplan.cost.grid import OPTIONS
 from meshplan.errors import MeshplanError, SpecError
 from meshplan.planner.decide import decide_job
 from meshplan.planner.job import Job
-from meshplan.planner.lock import lock_path, read
+from meshplan.planner.lock import lock_path, overrides, read
 from meshplan.planner.row import Candidate, solve_row
 from meshplan.planner.settle import Block, patterns
 from meshplan.planner.whole import question_of
@@ -228,6 +228,38 @@ def test_rules_are_pins(job):
     }  # fmt: skip
     assert a.units["model.layers.4"].reshard_after_forward is False
     assert decision.best_s > free * 1.01
+
+
+@pytest.mark.parametrize(
+    ("fields", "mesh"),
+    [
+        ({"strategy": "ddp", "precision": "bf16-true"}, None),
+        ({"loss_parallel": True, "tp_plan": "auto"}, None),
+        ({"mesh": {"tp": 8}, "strategy": None, "loss_parallel": True}, {"tp": 8}),
+        ({"hardware": {"nodes": 1, "gpus_per_node": 1, "gpu": "h100-sxm-80gb"}}, None),
+        ({"hardware": {"nodes": 1, "gpus_per_node": 6, "gpu": "h100-sxm-80gb"},
+          "batch": {"global": 48, "seq_len": 1000}}, None),
+        ({"mesh": {"pp": 2, "dp_shard": "auto"}, "strategy": None, "clip_grad_norm": 1.0},
+         {"pp": 2, "dp_shard": 4}),
+        ({"optimizer": "sgd", "compile": True, "mesh": {"dp_shard": 8}}, {"dp_shard": 8}),
+    ],
+)  # fmt: skip
+def test_what_else_a_plan_says_is_kept(job, fields, mesh):
+    """Every plan that is given is the file's with the choices on top, whole and certified."""
+    path = job(LLAMA | {"num_key_value_heads": 8}, **fields)
+    decision = search_plan(path)
+    chosen = decision.chosen
+    assert chosen is not None
+    assert chosen.memory.fits
+    assert mesh is None or chosen.stated["mesh"] == mesh
+    world = PLAN | fields
+    assert chosen.plan.mesh.world_size == (
+        world["hardware"]["nodes"] * world["hardware"]["gpus_per_node"]
+    )
+    if chosen.plan.mesh.size("tp") == 1:
+        assert not chosen.plan.spec.loss_parallel
+    again = api.estimate_memory(path, overrides(chosen.stated))
+    assert again.worst.band == chosen.memory.worst.band
 
 
 def test_nothing_fits(job, capsys):

@@ -175,6 +175,8 @@ def streams_of(plan: Plan, rank: int) -> dict[tuple[Term, int], int]:
     Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
     """
     streams: dict[tuple[Term, int], int] = {}
+    if plan.assignment.wrapper != "units":
+        return streams
     stages = plan.assignment.stages
     parts = [plan.assignment]
     if stages is not None:

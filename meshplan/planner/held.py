@@ -68,6 +68,21 @@ def step_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Float
     return np.asarray(held * (2 * sizes.stored + sizes.states), dtype=np.float64)
 
 
+def waiting_bytes(grid: NDArray[np.void], first: Kind, last: Kind, reduce_bytes: int) -> Floats:
+    """[rows] the root unit's gradients of the microbatch before, as they were sent.
+
+    FSDP2 lets go of what it scatters when the next one comes to be; the root's is the last.
+
+    Args:
+        first, last: What lies before and after the blocks: of the root unit, in a pipeline of the
+            units around the first and the last stage.
+        reduce_bytes: Of an element that is summed.
+    """
+    numel = float(sum(last.numels)) + np.where(grid["pp"] == 1, float(sum(first.numels)), 0.0)
+    waits = (grid["mode"] == _SHARD) & (grid["microbatches"] > grid["pp"])
+    return np.asarray(np.where(waits, numel * reduce_bytes, 0.0), dtype=np.float64)
+
+
 def saved_bytes(grid: NDArray[np.void], kind: Kind) -> Floats:
     """[rows, options] what one block keeps of one microbatch."""
     per_sample = np.array(kind.saved_bytes)[OPTION_RECOMPUTE]

@@ -76,7 +76,10 @@ class Job:
     def _refuses(self, trial: Spec) -> str:
         """Why a trial cannot be, "" if it can be."""
         try:
-            problems = list(refusals(make_plan(trial, self._few)))
+            plan = make_plan(trial, self._few)
+            problems = list(refusals(plan))
+            if not problems and plan.mesh.size("tp") > 1:
+                self._chain_of(plan)
         except PlanError as error:
             problems = list(error.problems)
         return problems[0].what if problems else ""
@@ -91,18 +94,22 @@ class Job:
 
     def _chain(self, tp: int) -> Chain:
         if tp not in self._chains:
-            length = self.spec.batch.seq_len
-            assert length is not None
             cuts = tp > 1 and self.free.sequence_parallel[tp]
             trial = with_axes(self.spec, {"tp": tp}, sequence_parallel=cuts)
-            self._chains[tp] = chain_of(
-                self._graph,
-                seq_len=length,
-                element_bytes=element_bytes_of(self._trial).computed,
-                tp=tp,
-                styled=styled_of(make_plan(trial, self._few)) if tp > 1 else None,
-            )
+            self._chains[tp] = self._chain_of(make_plan(trial, self._few))
         return self._chains[tp]
+
+    def _chain_of(self, plan: Plan) -> Chain:
+        """The model as one rank of the plan's tp computes it."""
+        length, tp = self.spec.batch.seq_len, plan.mesh.size("tp")
+        assert length is not None
+        return chain_of(
+            self._graph,
+            seq_len=length,
+            element_bytes=element_bytes_of(self._trial).computed,
+            tp=tp,
+            styled=styled_of(plan) if tp > 1 else None,
+        )
 
     @cached_property
     def grid(self) -> NDArray[np.void]:

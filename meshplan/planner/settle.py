@@ -89,6 +89,11 @@ def statements(
             out["tp_plan"] = "auto"
         if free.sequence_parallel.get(sizes["tp"]) and not spec.sequence_parallel:
             out["sequence_parallel"] = True
+    else:
+        # What is about tp alone has nothing to be about.
+        out |= {"tp_plan": "none"} if spec.tp_plan != "none" else {}
+        for switch in ("sequence_parallel", "loss_parallel"):
+            out |= {switch: False} if getattr(spec, switch) else {}
     if pp > 1:
         out["pipeline.schedule"] = SCHEDULE_WORDS[int(row["schedule"])]
         out["pipeline.microbatches"] = count

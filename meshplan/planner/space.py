@@ -242,8 +242,9 @@ def _allowed(
 
 def with_axes(spec: Spec, sizes: Mapping[str, int], *, sequence_parallel: bool = False) -> Spec:
     """The spec on this mesh alone, as a trial of what the model allows."""
-    tp_plan = spec.tp_plan
-    if sizes.get("tp", 1) > 1 and tp_plan == "none" and "tp_plan" not in spec.origins:
+    has_tp = sizes.get("tp", 1) > 1
+    tp_plan = spec.tp_plan if has_tp else "none"
+    if has_tp and tp_plan == "none" and "tp_plan" not in spec.origins:
         tp_plan = AUTO
     return replace(
         spec,
@@ -251,7 +252,8 @@ def with_axes(spec: Spec, sizes: Mapping[str, int], *, sequence_parallel: bool =
         strategy=None,
         hardware=None,
         tp_plan=tp_plan,
-        sequence_parallel=sequence_parallel,
+        sequence_parallel=sequence_parallel and has_tp,
+        loss_parallel=spec.loss_parallel and has_tp,
         batch=replace(spec.batch, micro=None, accumulate=None, global_=None),
         activation_checkpointing=replace(spec.activation_checkpointing, mode="none", budget=None),
         pipeline=_as_trial(spec.pipeline) if "pp" in sizes else None,

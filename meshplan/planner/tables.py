@@ -11,9 +11,15 @@ from numpy.typing import NDArray
 
 from meshplan.cost.grid import MODES, OPTIONS
 from meshplan.cost.profile import Profile
-from meshplan.cost.step import crossing_seconds, pipeline_seconds, terms
+from meshplan.cost.step import crossing_seconds, pipeline_seconds, terms, widths_of
 from meshplan.cost.types import Chain
-from meshplan.planner.held import ElementBytes, resident_bytes, saved_bytes, step_bytes
+from meshplan.planner.held import (
+    ElementBytes,
+    resident_bytes,
+    saved_bytes,
+    step_bytes,
+    waiting_bytes,
+)
 from meshplan.planner.numbers import Numbers
 from meshplan.planner.space import Pin, Pins
 from meshplan.spec import Precision
@@ -72,7 +78,9 @@ def numbers_of(
             resident[rows, number] = resident_bytes(part, kind, sizes)
             floor[rows] += counts[number] * step_bytes(part, kind, sizes)
             boundary = max(boundary, kind.boundary_bytes)
-        top[rows] = part["micro"] * chain.kinds[chain.order[-1]].transient_bytes[0]
+        ends = chain.kinds[chain.order[0]], chain.kinds[chain.order[-1]]
+        top[rows] = part["micro"] * ends[1].transient_bytes[0]
+        top[rows] += waiting_bytes(part, *ends, widths_of(precision, dtype).reduce)
         crossing[rows] = crossing_seconds(part, boundary, profile, gpus_per_node)
     zero = np.zeros(len(grid))
     return Numbers(
