@@ -241,7 +241,7 @@ def test_rules_are_pins(job):
           "batch": {"global": 48, "seq_len": 1000}}, None),
         ({"mesh": {"pp": 2, "dp_shard": "auto"}, "strategy": None, "clip_grad_norm": 1.0},
          {"pp": 2, "dp_shard": 4}),
-        ({"optimizer": "sgd", "compile": True, "mesh": {"dp_shard": 8}}, {"dp_shard": 8}),
+        ({"optimizer": "sgd", "mesh": {"dp_shard": 8}}, {"dp_shard": 8}),
     ],
 )  # fmt: skip
 def test_what_else_a_plan_says_is_kept(job, fields, mesh):
@@ -277,6 +277,7 @@ def test_nothing_fits(job, capsys):
         ({"hardware": None}, "nothing says"),
         ({"hardware": {"nodes": 1, "gpus_per_node": 8, "memory": "80GiB"}}, "how fast"),
         ({"mesh": [2, 4]}, "bare mesh"),
+        ({"compile": True}, "no rules for compiled blocks"),
         ({"batch": {"global": 7, "seq_len": 64}, "mesh": {"dp_shard": 8}}, "7 is not a multiple"),
     ],
 )

@@ -63,8 +63,16 @@ class Job:
 
     @cached_property
     def free(self) -> Freedom:
-        """What the plan leaves open, and the model allows."""
+        """What the plan leaves open, and the model allows.
+
+        Raises:
+            PlanError: Something in the plan, whatever it leaves open, cannot be certified.
+        """
         cluster = self.question.cluster
+        why = self._refuses(with_axes(self.spec, {"dp_shard": 2}))
+        if why:
+            fix = "leave it out, or state all that is open, and let estimate trace the model"
+            raise PlanError(Problem(why, self.spec.origin(""), fix))
         return freedom_of(
             self.spec,
             world=cluster.num_gpus,
@@ -80,6 +88,8 @@ class Job:
             problems = list(refusals(plan))
             if not problems and plan.mesh.size("tp") > 1:
                 self._chain_of(plan)
+            elif not problems:
+                told_estimate(plan, device=self.question.device, limit_bytes=None)
         except PlanError as error:
             problems = list(error.problems)
         return problems[0].what if problems else ""

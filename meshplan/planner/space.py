@@ -254,7 +254,7 @@ def with_axes(spec: Spec, sizes: Mapping[str, int], *, sequence_parallel: bool =
         tp_plan=tp_plan,
         sequence_parallel=sequence_parallel and has_tp,
         loss_parallel=spec.loss_parallel and has_tp,
-        batch=replace(spec.batch, micro=None, accumulate=None, global_=None),
+        batch=replace(spec.batch, micro=sizes.get("pp", 1), accumulate=None, global_=None),
         activation_checkpointing=replace(spec.activation_checkpointing, mode="none", budget=None),
         pipeline=_as_trial(spec.pipeline) if "pp" in sizes else None,
         # A trial may be of fewer blocks than rules speak of.
