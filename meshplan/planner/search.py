@@ -23,8 +23,8 @@ TOLERANCE: Final = 1e-4
 """How much faster than the answer something in the space may be, as a share."""
 _BATCH: Final = 256
 _EPS: Final = 1e-12
-_FAILURES: Final = 3
-"""Rows that may fail before something that surely fits is looked for."""
+_FAILURES: Final = 6
+"""Answers that may fail before something that surely fits is looked for."""
 _SHARES: Final = (0.8, 0.65, 0.5, 0.35)
 _MOST_TRIES: Final = 12
 """Answers of one row that are measured before it is given up, which `Found.given_up` tells."""
@@ -101,6 +101,21 @@ def search(
     return _Search(numbers, capacity, measure, slack, tolerance, deadline, told).run()
 
 
+@dataclass(slots=True)
+class _State:
+    """What is known of a row.
+
+    Attributes:
+        capacity: Bytes for its next answer, by the linear figures.
+        fits_up_to, over_from: What fitted and what did not, likewise.
+    """
+
+    capacity: float
+    fits_up_to: float = -1.0
+    over_from: float = float("inf")
+    tries: int = 0
+
+
 class _Search:
     """One search."""
 
@@ -118,30 +133,54 @@ class _Search:
         self._slack, self._tolerance = slack, tolerance
         self._deadline, self._told = deadline, told
         self.found = Found()
+        self._waiting: list[tuple[float, int]] = []
+        """(seconds that it takes at the least, row)."""
+        self._states: dict[int, _State] = {}
+        self._failures = 0
         self._over: dict[tuple[int, ...], int] = {}
         """By mesh and mode, samples of the smallest microbatch that is known not to fit."""
 
     def run(self) -> Found:
-        """Rows in the order of their bounds, until the bounds reach the best answer."""
-        found, num_rows = self.found, 0
+        """Whatever may be the fastest is looked at closer, until what is has been measured.
+
+        A row goes by its bound first, then by its exact answer within the linear memory, then,
+        where that really held more, by its answer within what is left: each is no faster than the
+        one before, and only the least of all rows is measured.
+        """
+        found, waiting = self.found, self._waiting
         for bound, row in self._by_bound():
-            limit = found.best.seconds if found.best else float("inf")
-            if bound >= limit * (1 - self._tolerance):
-                found.lower_s = min(bound, limit)
+            while waiting and waiting[0][0] <= bound:
+                if self._is_done():
+                    break
+                self._look_closer(heapq.heappop(waiting)[1], bound)
+            if self._is_done(bound):
                 break
-            if self._deadline is not None and time.monotonic() > self._deadline:
-                found.lower_s, found.is_whole = bound, False
-                break
-            if not self._is_over(row):
-                self._settle(row, limit * (1 - self._tolerance))
-                num_rows += 1
-                if num_rows == _FAILURES and found.best is None:
-                    self._seed()
-        else:
-            found.lower_s = found.best.seconds if found.best else float("inf")
-        if found.best is not None and self._slack:
+            heapq.heappush(waiting, (bound, row))
+        while waiting and not self._is_done():
+            self._look_closer(heapq.heappop(waiting)[1])
+        best = found.best.seconds if found.best else float("inf")
+        if found.is_whole:
+            found.lower_s = best
+            if waiting and found.best:
+                found.lower_s = min(waiting[0][0], best)
+        if found.best is not None and self._slack and found.is_whole:
             self._collect()
         return found
+
+    def _is_done(self, bound: float = float("inf")) -> bool:
+        """Whether no row can be faster, or the time is up."""
+        found = self.found
+        least = min(bound, self._waiting[0][0]) if self._waiting else bound
+        if found.best and least >= found.best.seconds * (1 - self._tolerance):
+            return True
+        if self._is_late():
+            found.is_whole = False
+            found.lower_s = min(least, found.best.seconds) if found.best else least
+            return True
+        return False
+
+    def _is_late(self) -> bool:
+        return self._deadline is not None and time.monotonic() > self._deadline
 
     def _seed(self) -> None:
         """Find any answer where the fastest rows fail: one that keeps well clear of the limit."""
@@ -152,7 +191,9 @@ class _Search:
             if not len(rows):
                 return
             order = np.argsort(priced_bounds(self._numbers, rows, room), kind="stable")
-            for row in map(int, rows[order[:_FAILURES]]):
+            for row in map(int, rows[order[:3]]):
+                if self._is_late():
+                    return
                 candidate = solve_row(self._numbers, row, room)
                 if candidate is None or self._is_over(row):
                     continue
@@ -180,31 +221,48 @@ class _Search:
                 continue
             yield heapq.heappop(heap)
 
-    def _settle(self, row: int, below: float) -> None:
-        """Solve and measure one row until its fastest answer that fits is known, if it is below."""
-        found, capacity = self.found, self._capacity
-        fits_up_to, over_from = -1.0, float("inf")
-        for number in range(_MOST_TRIES):
-            found.num_solved += 1
-            candidate = solve_row(self._numbers, row, capacity, below)
-            held = max(candidate.linear_bytes) if candidate else 0.0
-            if candidate is None or held <= fits_up_to:
+    def _look_closer(self, row: int, following: float = float("inf")) -> None:
+        """Solve one row; measure its answer if no other row may be faster, else let it wait.
+
+        Args:
+            following: What the rows that are not waiting yet take at the least.
+        """
+        found, state = self.found, self._states.setdefault(row, _State(self._capacity))
+        limit = (found.best.seconds if found.best else float("inf")) * (1 - self._tolerance)
+        if self._is_over(row):
+            return
+        found.num_solved += 1
+        candidate = solve_row(self._numbers, row, state.capacity, limit)
+        if candidate is None or max(candidate.linear_bytes) <= state.fits_up_to:
+            return
+        least = min(following, self._waiting[0][0] if self._waiting else following)
+        if candidate.seconds > least:
+            heapq.heappush(self._waiting, (candidate.seconds, row))
+            return
+        if state.tries == _MOST_TRIES:
+            found.given_up += 1
+            return
+        state.tries += 1
+        measured = self._measured(candidate)
+        if measured.why:
+            found.refused[row] = measured.why
+            return
+        held = max(candidate.linear_bytes)
+        if measured.fits:
+            found.best, found.measured = candidate, measured
+            state.fits_up_to = held
+            self._told(found)
+        else:
+            state.over_from = min(state.over_from, held)
+            self._failures += 1
+            if state.tries == 2 and not self._can_fit(row, candidate):
                 return
-            measured = self._measured(candidate)
-            if measured.why:
-                found.refused[row] = measured.why
-                return
-            if measured.fits:
-                found.best, found.measured = candidate, measured
-                self._told(found)
-                below, fits_up_to = candidate.seconds, held
-            elif number == 0 and not self._can_fit(row, candidate):
-                return
-            else:
-                over_from = min(over_from, held)
-            found.excess[row] = max(measured.excess_bytes, 0.0)
-            capacity = min(self._capacity - found.excess[row], float(np.nextafter(over_from, 0.0)))
-        found.given_up += 1
+        found.excess[row] = max(measured.excess_bytes, 0.0)
+        below = float(np.nextafter(state.over_from, 0.0))
+        state.capacity = min(self._capacity - found.excess[row], below)
+        heapq.heappush(self._waiting, (candidate.seconds if not measured.fits else 0.0, row))
+        if self._failures == _FAILURES and found.best is None:
+            self._seed()
 
     def _measured(self, candidate: Candidate) -> Measured:
         self.found.num_measured += 1

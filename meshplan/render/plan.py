@@ -89,7 +89,10 @@ def decision_to_text(decision: Decision, title: str, *, colour: bool = False) ->
     """
     chosen = decision.chosen
     if chosen is None:
-        line = f"{title}: nothing in the space fits into {format_gib(decision.limit_bytes)}"
+        limit = format_gib(decision.limit_bytes)
+        line = f"{title}: nothing in the space fits into {limit}"
+        if not decision.is_whole:
+            line = f"{title}: the time was up before anything was found that fits into {limit}"
         return [paint(line, "bold", colour), "", *_rejected(decision)]
     lines = [
         paint(f"{title}: {_seconds(chosen.seconds)} a step", "bold", colour)
