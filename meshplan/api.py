@@ -208,6 +208,21 @@ def _whole(
     return whole_spec(plan, lambda more: load_spec(plan, [*overrides, *more]), graph, told)
 
 
+def _closed(
+    plan: PlanSource,
+    overrides: Sequence[str],
+    spec: Spec,
+    model: str | None,
+    config: str | Path | None,
+    told: Callable[[str], None],
+) -> Spec:
+    """The same for a model that has yet to be found."""
+    if not spec.free_fields:
+        return spec
+    graph, _, _ = _find_model(spec, model, config)
+    return spec if graph is None else _whole(plan, overrides, spec, graph, told)
+
+
 def decide(
     plan: PlanSource,
     overrides: Sequence[str] = (),
@@ -256,7 +271,7 @@ def verify_plan(
     from meshplan.runtime.verify import verify
     from meshplan.verdict import refused
 
-    spec = load_spec(plan, overrides)
+    spec = _closed(plan, overrides, load_spec(plan, overrides), model, config, told)
     source = source_of(spec, model, config)
     try:
         problems = check_plan(plan, overrides, model=model, config=config).problems
@@ -300,7 +315,7 @@ def estimate_memory(
     """
     from meshplan.reader import load_spec
 
-    spec = load_spec(plan, overrides)
+    spec = _closed(plan, overrides, load_spec(plan, overrides), model, config, told)
     device, limit_bytes, notes = read_limit(gpu, memory, spec)
     is_config = model is None and (config is not None or (spec.model and spec.model.config))
     if is_config and not trace and not fixes:
@@ -310,7 +325,6 @@ def estimate_memory(
         try:
             graph, more, _ = _find_model(spec, None, config)
             assert graph is not None
-            spec = _whole(plan, overrides, spec, graph, told)
             decided = make_plan(spec, graph)
             found = told_estimate(
                 decided, device=device, limit_bytes=limit_bytes, notes=(*notes, *more)

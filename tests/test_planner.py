@@ -293,6 +293,24 @@ def test_a_time_limit_gives_an_honest_answer(job, capsys):
     assert (result["fits"], result["is_whole"]) == (False, False)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["estimate", "--trace"], pytest.param(["verify", "--ranks", "4"], marks=pytest.mark.wide)],
+)
+def test_the_other_verbs_go_by_the_lock(job, capsys, words):
+    config = models.build("hf_llama").config.to_dict()
+    path = job(
+        config,
+        hardware={"nodes": 1, "gpus_per_node": 4, "gpu": "h100-sxm-80gb"},
+        batch={"global": 16, "seq_len": models.SEQ_LEN},
+    )
+    assert main(["plan", "-f", str(path), "-q"]) == 0
+    assert main([words[0], "-f", str(path), *words[1:], "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "planning" not in err
+    assert json.loads(out.splitlines()[-1])["result"]
+
+
 def parallel_with_lock(path: str) -> list[Any]:
     model = meshplan.parallelize(models.build("hf_llama"), path)
     plan = model.meshplan.plan
