@@ -278,6 +278,7 @@ def test_nothing_fits(job, capsys):
         ({"hardware": {"nodes": 1, "gpus_per_node": 8, "memory": "80GiB"}}, "how fast"),
         ({"mesh": [2, 4]}, "bare mesh"),
         ({"compile": True}, "no rules for compiled blocks"),
+        ({"solve": {"objective": "memory"}}, "'memory' as the objective"),
         ({"batch": {"global": 7, "seq_len": 64}, "mesh": {"dp_shard": 8}}, "7 is not a multiple"),
     ],
 )

@@ -112,6 +112,12 @@ def question_of(
         what = "nothing says how much memory a device has"
         fix = "add gpu: h100-sxm-80gb to hardware, or --gpu"
         raise PlanError(Problem(what, spec.origin("hardware"), fix))
+    objective = spec.solve.get("objective", "time")
+    if objective != "time":
+        what = f"'{objective}' as the objective is not available yet in this version"
+        raise PlanError(
+            Problem(what, spec.origin("solve.objective"), "write time, or leave it out")
+        )
     stated = spec.solve.get("time_limit_s")
     return Question(
         read=load,
