@@ -107,5 +107,10 @@ VERBS: tuple[Verb, ...] = (
         _explain_flags,
         _explain,
     ),
-    Verb("calibrate", "time this machine, for the planner", _calibrate_flags, _calibrate),
+    Verb(
+        "calibrate",
+        "time this machine: products, copies, messages",
+        _calibrate_flags,
+        _calibrate,
+    ),
 )

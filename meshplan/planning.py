@@ -12,8 +12,7 @@ from meshplan.cost.profile import Profile
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.planner.decide import decide
 from meshplan.planner.decision import Decision
-from meshplan.planner.explain import WhyNot, settings_of, why_not
-from meshplan.planner.job import Job
+from meshplan.planner.explain import Asker, WhyNot, settings_of
 from meshplan.planner.locking import write_lock
 from meshplan.planner.whole import question_of_file
 
@@ -64,12 +63,11 @@ def explain(
         SpecError: The words ask nothing that is planned, or something cannot be read.
         PlanError: The plan contradicts itself, or says too little.
     """
-    question = question_of_file(plan, overrides, config, gpu, memory)
+    asker = Asker(question_of_file(plan, overrides, config, gpu, memory), told)
     if len(words) == 2 and words[0] == "why-not":
-        return [why_not(question, words[1], told)]
+        return [asker.why_not(words[1])]
     if len(words) == 2 and words[0] == "why":
-        free = Job(question).free
-        return [why_not(question, each, told) for each in settings_of(free, words[1])]
+        return [asker.why_not(each) for each in settings_of(asker.free, words[1])]
     what = f"'{' '.join(words)}' is no question"
     raise SpecError(Problem(what, Origin("explain"), "ask why FIELD, or why-not FIELD=VALUE"))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 KIB: Final = 2**10
@@ -175,3 +175,18 @@ def _whole(text: str | int | float, number: str, scale: int) -> int:
     if rest:
         raise ValueError(f"{text!r} is not a whole number; give {_COUNT}")
     return int(whole)
+
+
+def runs_of(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, last) of each run of neighbours, in increasing numbers.
+
+    >>> list(runs_of([0, 1, 2, 4]))
+    [(0, 2), (4, 4)]
+    """
+    first = last = numbers[0]
+    for number in numbers[1:]:
+        if number != last + 1:
+            yield first, last
+            first = number
+        last = number
+    yield first, last

@@ -279,6 +279,12 @@ def test_nothing_fits(job, capsys):
         ({"mesh": [2, 4]}, "bare mesh"),
         ({"compile": True}, "no rules for compiled blocks"),
         ({"solve": {"objective": "memory"}}, "'memory' as the objective"),
+        ({"activation_checkpointing": {"mode": "full", "every": 2}}, "every n-th block"),
+        ({"activation_checkpointing": {"mode": "selective", "save": ["mm"]}}, "than the usual"),
+        ({"rules": [{"match": "model.layers.3", "stage": 1}]}, "stages by rule"),
+        ({"pipeline": {"split": [["model.layers.0"], ["model.layers.2"]]}}, "a cut that is given"),
+        ({"pipeline": {"microbatches": 4}}, "a number of microbatches that is given"),
+        ({"mesh": {"dp_shard": "auto", "ep": "2 in dp_shard"}}, "borrowed ranks"),
         ({"batch": {"global": 7, "seq_len": 64}, "mesh": {"dp_shard": 8}}, "7 is not a multiple"),
     ],
 )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 
 import pytest
 
 from meshplan.cli import main
 from meshplan.planner.explain import Shares, WhyNot
+from meshplan.planner.search import search
 from meshplan.planning import explain, search_plan
 from meshplan.render.explain import verdict
 from tests.test_planner import PLAN, job
@@ -63,6 +65,26 @@ def test_what_does_not_fit_says_how_much_is_missing(job):
     assert answer.seconds is None
     assert answer.missing_bytes > 0
     assert "are missing at the least" in verdict(answer)
+
+
+def test_one_search_for_all_values_of_a_field(job, monkeypatch):
+    """What all are put beside is searched once, within the time that the plan allows."""
+    asked = []
+
+    def counted(*args, **more):
+        asked.append(more["deadline"])
+        return search(*args, **more)
+
+    monkeypatch.setattr("meshplan.planner.explain.search", counted)
+    answers = explain(job(solve={"time_limit": "1h"}), ["why", "mesh.dp_shard"])
+    assert len(asked) == len(answers) + 1
+    assert all(deadline < time.monotonic() + 3600 for deadline in asked)
+
+
+def test_time_that_is_up_is_said(job):
+    answer = ask(job(solve={"time_limit": "0.000001s"}), "mesh.tp=2")
+    assert not answer.is_whole
+    assert verdict(answer).startswith("so far, the time was up: ")
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,23 @@ def test_what_cannot_be_told_is_left_out_with_its_reason():
     assert found.best is None or found.best.row != first.row
 
 
+def test_a_row_that_is_given_up_is_not_proved(monkeypatch):
+    """Nobody knows whether it would have been faster."""
+    monkeypatch.setattr("meshplan.planner.search._MOST_TRIES", 1)
+    numbers, capacity = random_numbers(7)
+    fastest_row = search(numbers, capacity, always_fits).best
+    assert fastest_row is not None
+
+    def measure(candidate: Candidate) -> Measured:
+        return Measured(fits=candidate.row != fastest_row.row, excess_bytes=0.1)
+
+    found = search(numbers, capacity, measure)
+    assert found.given_up
+    assert found.best is not None
+    assert found.lower_s < found.best.seconds
+    assert found.gap > 0
+
+
 def test_time_that_is_up_gives_the_best_so_far_and_its_gap():
     numbers, capacity = random_numbers(7)
     found = search(numbers, capacity, always_fits, deadline=0.0)

@@ -36,7 +36,7 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
     began = time.monotonic()
     limit = job.question.time_limit_s
     told(f"{len(job.grid):,} configurations")
-    numbers = job.numbers(job.profile)
+    numbers = job.usual
     found = search(
         numbers,
         job.capacity,

@@ -6,8 +6,10 @@ memory is missing, or why it is not in the space at all.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +19,6 @@ from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.mesh import AXES
 from meshplan.planner.decision import Question, Way
 from meshplan.planner.job import Job
-from meshplan.planner.numbers import memory_bounds
 from meshplan.planner.row import Candidate, Row
 from meshplan.planner.search import search
 from meshplan.planner.space import STRATEGIES, Freedom, divisors
@@ -69,6 +70,7 @@ class WhyNot:
         way: The best with it.
         shares, base_shares: Where the seconds go.
         missing_bytes: What is missing where nothing fits: of the plan that comes nearest.
+        is_whole: Whether the searches came to their ends, and not to the time limit's.
         why: Why it is not in the space.
     """
 
@@ -79,49 +81,79 @@ class WhyNot:
     shares: Shares | None = None
     base_shares: Shares | None = None
     missing_bytes: int | None = None
+    is_whole: bool = True
     why: str = ""
 
 
-def why_not(
-    question: Question, setting: str, told: Callable[[str], None] = lambda text: None
-) -> WhyNot:
-    """What the plan would be with one setting held.
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a search came to.
+
+    Attributes:
+        candidate, way: None where nothing fits.
+        is_whole: Whether it came to its end.
+    """
+
+    candidate: Candidate | None
+    way: Way | None
+    is_whole: bool
+
+
+class Asker:
+    """Questions about one plan file, each beside the same answer.
 
     Args:
-        setting: As "mesh.tp=8".
-
-    Raises:
-        SpecError: It is no setting that the planner chooses.
-        PlanError: The plan says too little.
+        told: Is told how large each space is.
     """
-    path, equals, text = setting.partition("=")
-    if not equals or path not in FIELDS:
-        fix = f"ask about one of {', '.join(FIELDS)}, such as mesh.tp=8"
-        raise SpecError(Problem(f"'{setting}' is nothing that is planned", Origin(path), fix))
-    base = Job(question)
-    held, why = narrowed(base.free, path, text)
-    if held is None:
-        return WhyNot(setting=setting, why=why)
-    job = Job(question, held)
-    try:
-        grid = job.grid
-    except PlanError:
-        return WhyNot(setting=setting, why=_no_mesh(base.free, path, text))
-    told(f"{len(base.grid):,} configurations, {len(grid):,} of them with {setting}")
-    first, second = _best(base), _best(job)
-    base_s = first[0].seconds if first else None
-    base_shares = _shares(base, first[0]) if first else None
-    if second is None:
-        return WhyNot(setting=setting, base_s=base_s, missing_bytes=_missing(job))
-    candidate, way = second
-    return WhyNot(
-        setting=setting,
-        base_s=base_s,
-        seconds=candidate.seconds,
-        way=way,
-        shares=_shares(job, candidate),
-        base_shares=base_shares,
-    )
+
+    def __init__(self, question: Question, told: Callable[[str], None] = lambda text: None) -> None:
+        self._question, self._told = question, told
+        self._job = Job(question)
+
+    @cached_property
+    def _base(self) -> _Answer:
+        return _best(self._job)
+
+    @property
+    def free(self) -> Freedom:
+        """What the plan leaves open."""
+        return self._job.free
+
+    def why_not(self, setting: str) -> WhyNot:
+        """What the plan would be with one setting held.
+
+        Args:
+            setting: As "mesh.tp=8".
+
+        Raises:
+            SpecError: It is no setting that the planner chooses.
+            PlanError: The plan says too little.
+        """
+        path, equals, text = setting.partition("=")
+        if not equals or path not in FIELDS:
+            fix = f"ask about one of {', '.join(FIELDS)}, such as mesh.tp=8"
+            raise SpecError(Problem(f"'{setting}' is nothing that is planned", Origin(path), fix))
+        held, why = narrowed(self.free, path, text)
+        if held is None:
+            return WhyNot(setting=setting, why=why)
+        job = Job(self._question, held)
+        try:
+            grid = job.grid
+        except PlanError:
+            return WhyNot(setting=setting, why=_no_mesh(self.free, path, text))
+        self._told(f"{len(self._job.grid):,} configurations, {len(grid):,} of them with {setting}")
+        base, answer = self._base, _best(job)
+        nothing = answer.candidate is None and answer.is_whole
+        return WhyNot(
+            setting=setting,
+            base_s=base.candidate.seconds if base.candidate else None,
+            seconds=answer.candidate.seconds if answer.candidate else None,
+            way=answer.way,
+            shares=_shares(job, answer.candidate) if answer.candidate else None,
+            base_shares=_shares(self._job, base.candidate) if base.candidate else None,
+            missing_bytes=_missing(job) if nothing else None,
+            is_whole=base.is_whole and answer.is_whole,
+        )
 
 
 def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
@@ -182,31 +214,48 @@ def _no_mesh(free: Freedom, path: str, text: str) -> str:
     return "no mesh and batch of this many devices has it"
 
 
-def _best(job: Job) -> tuple[Candidate, Way] | None:
-    numbers = job.numbers(job.profile)
-    found = search(numbers, job.capacity, lambda candidate: job.measure(numbers, candidate))
-    if found.best is None or found.measured is None:
-        return None
-    way = found.measured.result
-    assert isinstance(way, Way)
-    return found.best, way
+def _best(job: Job) -> _Answer:
+    numbers = job.usual
+    found = search(
+        numbers,
+        job.capacity,
+        lambda candidate: job.measure(numbers, candidate),
+        deadline=_deadline(job),
+    )
+    way = found.measured.result if found.measured is not None else None
+    assert way is None or isinstance(way, Way)
+    return _Answer(found.best, way, found.is_whole)
+
+
+def _deadline(job: Job) -> float:
+    limit = job.question.time_limit_s
+    return float("inf") if limit is None else time.monotonic() + limit
 
 
 def _missing(job: Job) -> int | None:
-    """Bytes that the plan which holds the least would hold too many."""
-    numbers = job.numbers(job.profile)
-    row = int(np.argmin(memory_bounds(numbers)))
-    smallest = Row(numbers, row, float("inf")).smallest()
-    job.capacity = float("inf")  # So that it is measured to its end.
-    way = job.measure(numbers, smallest).result
-    if not isinstance(way, Way):
-        return None
-    return way.memory.worst.band[1] - job.question.limit_bytes
+    """Bytes that whatever holds the least would hold too many; None where that takes too long.
+
+    Rows by their linear figures, which are never above the truth, until these reach the least that
+    was measured.
+    """
+    numbers, deadline = job.usual, _deadline(job)
+    smallest = [Row(numbers, row, float("inf")).smallest() for row in range(len(numbers.grid))]
+    smallest.sort(key=lambda candidate: max(candidate.linear_bytes))
+    least: float = float("inf")
+    for candidate in smallest:
+        if max(candidate.linear_bytes) >= least:
+            break
+        if time.monotonic() > deadline:
+            return None
+        way = job.measure(numbers, candidate, to_the_end=True).result
+        if isinstance(way, Way):
+            least = min(least, way.memory.worst.band[1])
+    return int(least) - job.question.limit_bytes if least < float("inf") else None
 
 
 def _shares(job: Job, candidate: Candidate) -> Shares:
     """Where the seconds of a candidate go."""
-    numbers = job.numbers(job.profile)
+    numbers = job.usual
     at, row = candidate.row, numbers.grid[candidate.row]
     takes = np.sum([np.array(stage) for stage in candidate.takes], axis=0)
     count = takes.sum(axis=1)

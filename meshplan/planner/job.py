@@ -20,18 +20,11 @@ from meshplan.planner.decision import Question, Way
 from meshplan.planner.held import element_bytes_of
 from meshplan.planner.lock import overrides
 from meshplan.planner.numbers import Numbers
+from meshplan.planner.pins import Pins, check_pins, pins_of
 from meshplan.planner.row import Candidate
 from meshplan.planner.search import Measured
 from meshplan.planner.settle import Block, blocks_of, statements
-from meshplan.planner.space import (
-    Freedom,
-    Pins,
-    check_batch,
-    enumerate_grid,
-    freedom_of,
-    pins_of,
-    with_axes,
-)
+from meshplan.planner.space import Freedom, check_batch, enumerate_grid, freedom_of, with_axes
 from meshplan.planner.tables import numbers_of
 from meshplan.spec import Spec
 
@@ -51,6 +44,7 @@ class Job:
         self.question = question
         self.spec = question.read(())
         check_batch(self.spec)
+        check_pins(self.spec)
         self._graph = question.graph
         self._few = question.few or question.graph
         self._chains: dict[int, Chain] = {}
@@ -100,7 +94,8 @@ class Job:
 
     @cached_property
     def _dtype(self) -> str:
-        return next(p.info.dtype for p in self._trial.assignment.tensors.values())
+        tensors = self._trial.assignment.tensors.values()
+        return next(p.info.dtype for p in tensors if not p.info.is_buffer)
 
     def _chain(self, tp: int) -> Chain:
         if tp not in self._chains:
@@ -148,6 +143,11 @@ class Job:
         )
 
     @cached_property
+    def usual(self) -> Numbers:
+        """The same at the speed that the machine has."""
+        return self.numbers(self.profile)
+
+    @cached_property
     def _pins(self) -> Pins:
         return pins_of(self.spec, self._graph)
 
@@ -180,8 +180,14 @@ class Job:
         row, blocks = self.grid[candidate.row], self.blocks(numbers, candidate)
         return statements(self.spec, self.free, row, blocks, self._pins)
 
-    def measure(self, numbers: Numbers, candidate: Candidate) -> Measured:
-        """What the memory room says of a candidate."""
+    def measure(
+        self, numbers: Numbers, candidate: Candidate, *, to_the_end: bool = False
+    ) -> Measured:
+        """What the memory room says of a candidate.
+
+        Args:
+            to_the_end: Whether what does not fit is of interest too.
+        """
         question, stated = self.question, self.stated(numbers, candidate)
         try:
             plan = make_plan(question.read(overrides(stated)), self._graph)
@@ -189,7 +195,7 @@ class Job:
                 plan,
                 device=question.device,
                 limit_bytes=question.limit_bytes,
-                most_bytes=self.capacity,
+                most_bytes=float("inf") if to_the_end else self.capacity,
             )
         except OverError as over:
             held = candidate.linear_bytes[_place(plan, over.rank)]

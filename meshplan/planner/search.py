@@ -137,6 +137,9 @@ class _Search:
         """(seconds that it takes at the least, row)."""
         self._states: dict[int, _State] = {}
         self._failures = 0
+        self._unproved = float("inf")
+        """Seconds of the fastest row that was given up."""
+        self._times, self._bytes = time_bounds(numbers), memory_bounds(numbers)
         self._over: dict[tuple[int, ...], int] = {}
         """By mesh and mode, samples of the smallest microbatch that is known not to fit."""
 
@@ -158,11 +161,11 @@ class _Search:
             heapq.heappush(waiting, (bound, row))
         while waiting and not self._is_done():
             self._look_closer(heapq.heappop(waiting)[1])
-        best = found.best.seconds if found.best else float("inf")
         if found.is_whole:
-            found.lower_s = best
-            if waiting and found.best:
-                found.lower_s = min(waiting[0][0], best)
+            found.lower_s = found.best.seconds if found.best else float("inf")
+            if waiting:
+                found.lower_s = min(waiting[0][0], found.lower_s)
+        found.lower_s = min(found.lower_s, self._unproved)
         if found.best is not None and self._slack and found.is_whole:
             self._collect()
         return found
@@ -184,10 +187,9 @@ class _Search:
 
     def _seed(self) -> None:
         """Find any answer where the fastest rows fail: one that keeps well clear of the limit."""
-        times, bytes_ = time_bounds(self._numbers), memory_bounds(self._numbers)
         for share in _SHARES:
             room = self._capacity * share
-            rows = np.flatnonzero((bytes_ <= room) & np.isfinite(times))
+            rows = np.flatnonzero((self._bytes <= room) & np.isfinite(self._times))
             if not len(rows):
                 return
             order = np.argsort(priced_bounds(self._numbers, rows, room), kind="stable")
@@ -206,9 +208,9 @@ class _Search:
 
     def _by_bound(self) -> Iterator[tuple[float, int]]:
         """(bound, row) of every row that may fit, least first."""
-        times, bytes_ = time_bounds(self._numbers), memory_bounds(self._numbers)
+        times = self._times
         order = np.argsort(times, kind="stable")
-        order = order[(bytes_[order] <= self._capacity) & np.isfinite(times[order])]
+        order = order[(self._bytes[order] <= self._capacity) & np.isfinite(times[order])]
         heap: list[tuple[float, int]] = []
         at = 0
         while at < len(order) or heap:
@@ -241,6 +243,7 @@ class _Search:
             return
         if state.tries == _MOST_TRIES:
             found.given_up += 1
+            self._unproved = min(self._unproved, candidate.seconds)
             return
         state.tries += 1
         measured = self._measured(candidate)

@@ -15,9 +15,11 @@ import numpy as np
 
 from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
 from meshplan.mesh import AXES
+from meshplan.planner.pins import Pins
 from meshplan.planner.row import Candidate
-from meshplan.planner.space import Freedom, Pins
+from meshplan.planner.space import Freedom
 from meshplan.spec import Spec
+from meshplan.units import runs_of
 
 _UNIFORM: Final = {0: ("zero2", "hybrid_shard_zero2"), 1: ("full_shard", "hybrid_shard")}
 """By reshard, the strategy of one data axis and of two."""
@@ -100,8 +102,8 @@ def statements(
         # What follows a named module is of its stage, up to the next that is named.
         out["pipeline.split"] = [[stage[0].name] for stage in stages]
     open_ = [b for b in blocks if not (b.name in pins and pins[b.name].recompute)]
-    out |= _recomputation(spec, open_)
-    rules = list(_recompute_rules(open_, out["activation_checkpointing"]))
+    out["activation_checkpointing"] = word = _usual_recompute(open_)
+    rules = list(_recompute_rules(open_, word))
     open_ = [b for b in blocks if not (b.name in pins and pins[b.name].reshard)]
     rules += _reshard_rules(open_, usual)
     for number, rule in enumerate(rules, len(spec.rules)):
@@ -109,18 +111,14 @@ def statements(
     return out
 
 
-def _recomputation(spec: Spec, blocks: Sequence[Block]) -> dict[str, Any]:
+def _usual_recompute(blocks: Sequence[Block]) -> str:
+    """What the plan says of all."""
     modes = {block.recompute for block in blocks}
-    stated = spec.activation_checkpointing
-    word = RECOMPUTE[modes.pop()] if len(modes) == 1 else RECOMPUTE[0]
-    if word == "selective" and stated.save:
-        return {"activation_checkpointing": {"mode": word, "save": list(stated.save)}}
-    return {"activation_checkpointing": word}
+    return RECOMPUTE[modes.pop()] if len(modes) == 1 else RECOMPUTE[0]
 
 
-def _recompute_rules(blocks: Sequence[Block], mode: Any) -> Iterator[dict[str, Any]]:
+def _recompute_rules(blocks: Sequence[Block], usual: str) -> Iterator[dict[str, Any]]:
     """What single blocks do otherwise than the plan says of all."""
-    usual = mode["mode"] if isinstance(mode, dict) else mode
     for place, word in enumerate(RECOMPUTE):
         names = [block.name for block in blocks if block.recompute == place]
         if names and word != usual:
@@ -144,17 +142,7 @@ def patterns(names: Sequence[str]) -> str | list[str]:
         else:
             out.append(name)
     for container, numbers in by_container.items():
-        for low, high in _runs(sorted(numbers)):
+        for low, high in runs_of(sorted(numbers)):
             span = str(low) if low == high else f"{{{low}..{high}}}"
             out.append(f"{container}.{span}" if container else span)
     return out[0] if len(out) == 1 else out
-
-
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    first = last = numbers[0]
-    for number in numbers[1:]:
-        if number != last + 1:
-            yield first, last
-            first = number
-        last = number
-    yield first, last

@@ -14,10 +14,8 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.assign.cascade import Cascade
 from meshplan.cost.grid import GRID, MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
 from meshplan.errors import PlanError, Problem
-from meshplan.graph import ModelGraph
 from meshplan.mesh import AXES
 from meshplan.spec import AUTO, Pipeline, Spec
 
@@ -43,41 +41,6 @@ class Rejected:
 
     what: str
     why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """What rules leave a block: the values it may take; () leaves it all that the plan does."""
-
-    recompute: tuple[int, ...] = ()
-    reshard: tuple[int, ...] = ()
-
-
-Pins = Mapping[str, Pin]
-"""By the fqn of a block."""
-
-
-def pins_of(spec: Spec, graph: ModelGraph) -> Pins:
-    """What rules state of single blocks.
-
-    Raises:
-        PlanError: Something that the planner has no figures for.
-    """
-    cascade = Cascade(spec, graph)
-    if cascade.problems:
-        raise PlanError(cascade.problems)
-    pins = {}
-    for fqn in graph.blocks():
-        again = cascade.inherited(fqn, "activation_checkpointing")
-        back = cascade.inherited(fqn, "reshard_after_forward")
-        if back is not None and not isinstance(back.value, bool):
-            what = "the planner has no figures for parameters that are resharded to fewer ranks"
-            raise PlanError(Problem(what, spec.origin(back.path), "write true or false"))
-        pins[fqn] = Pin(
-            (RECOMPUTE.index(again.value.mode),) if again else (),
-            (int(back.value),) if back else (),
-        )
-    return {fqn: pin for fqn, pin in pins.items() if pin != Pin()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

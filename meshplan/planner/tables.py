@@ -21,7 +21,7 @@ from meshplan.planner.held import (
     waiting_bytes,
 )
 from meshplan.planner.numbers import Numbers
-from meshplan.planner.space import Pin, Pins
+from meshplan.planner.pins import Pin, Pins
 from meshplan.spec import Precision
 
 _ONCE: Final = [OPTIONS.index((0, reshard)) for _, reshard in OPTIONS]

@@ -21,6 +21,7 @@ def why_not_to_json(answer: WhyNot) -> dict[str, Any]:
         "step_s": answer.seconds,
         "best_step_s": answer.base_s,
         "missing_bytes": answer.missing_bytes,
+        "is_whole": answer.is_whole,
         "why": answer.why,
         "verdict": verdict(answer),
         "chosen": dict(answer.way.stated) if answer.way else None,
@@ -31,11 +32,17 @@ def why_not_to_json(answer: WhyNot) -> dict[str, Any]:
 
 def verdict(answer: WhyNot) -> str:
     """The answer in a line."""
+    return ("" if answer.is_whole else "so far, the time was up: ") + _verdict(answer)
+
+
+def _verdict(answer: WhyNot) -> str:
     if answer.why:
         return f"not in the space: {answer.why}"
     if answer.seconds is None:
         if answer.missing_bytes is None or answer.missing_bytes <= 0:
-            return "nothing with it fits"
+            return (
+                "nothing with it fits" if answer.is_whole else "nothing with it was found that fits"
+            )
         return f"does not fit: {format_gib(answer.missing_bytes)} are missing at the least"
     if answer.base_s is None:
         return f"{answer.seconds:.3f} s a step"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from meshplan.memory import MemoryEstimate
 from meshplan.memory.estimate import RankGroup
 from meshplan.render.text import columns, paint
-from meshplan.units import format_bytes, format_gib
+from meshplan.units import format_bytes, format_gib, runs_of
 
 _HOW = {
     "1": "composed from blocks that were traced once",
@@ -170,17 +170,7 @@ def ranks_to_text(ranks: Sequence[int]) -> str:
     >>> ranks_to_text([0, 1, 2, 4]), ranks_to_text(range(0, 99, 2))
     ('0-2, 4', '0, 2, 4, 6, ... 98 (50)')
     """
-    runs = [f"{a}" if a == b else f"{a}-{b}" for a, b in _runs(ranks)]
+    runs = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs_of(ranks)]
     if len(runs) <= _MOST_RUNS:
         return ", ".join(runs)
     return f"{', '.join(runs[:_MOST_RUNS])}, ... {runs[-1]} ({len(ranks)})"
-
-
-def _runs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    first = last = ranks[0]
-    for rank in ranks[1:]:
-        if rank != last + 1:
-            yield first, last
-            first = rank
-        last = rank
-    yield first, last
