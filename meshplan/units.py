@@ -177,10 +177,10 @@ def _whole(text: str | int | float, number: str, scale: int) -> int:
     return int(whole)
 
 
-def runs_of(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+def spans_of(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """(first, last) of each run of neighbours, in increasing numbers.
 
-    >>> list(runs_of([0, 1, 2, 4]))
+    >>> list(spans_of([0, 1, 2, 4]))
     [(0, 2), (4, 4)]
     """
     first = last = numbers[0]

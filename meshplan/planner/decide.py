@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import numpy as np
 
+from meshplan.cost.profile import without
 from meshplan.mesh import AXES
 from meshplan.planner.decision import Decision, Ladder, Question
 from meshplan.planner.job import Job
@@ -79,14 +79,7 @@ def _line(job: Job, found: Found) -> str:
 
 def _ladder(job: Job, numbers: Numbers, best: Candidate) -> Ladder:
     """The same space where the network, or memory, is no limit."""
-    endless = replace(
-        job.profile,
-        intra_bytes_per_s=1e18,
-        inter_bytes_per_s=1e18,
-        intra_latency_s=0.0,
-        inter_latency_s=0.0,
-    )
-    no_network = search(job.numbers(endless), job.capacity, _fits)
+    no_network = search(job.numbers(without(job.profile, network=True)), job.capacity, _fits)
     no_limit = search(numbers, float("inf"), _fits)
     assert no_network.best is not None
     assert no_limit.best is not None

@@ -19,7 +19,7 @@ from meshplan.planner.pins import Pins
 from meshplan.planner.row import Candidate
 from meshplan.planner.space import Freedom
 from meshplan.spec import Spec
-from meshplan.units import runs_of
+from meshplan.units import spans_of
 
 _UNIFORM: Final = {0: ("zero2", "hybrid_shard_zero2"), 1: ("full_shard", "hybrid_shard")}
 """By reshard, the strategy of one data axis and of two."""
@@ -142,7 +142,7 @@ def patterns(names: Sequence[str]) -> str | list[str]:
         else:
             out.append(name)
     for container, numbers in by_container.items():
-        for low, high in runs_of(sorted(numbers)):
+        for low, high in spans_of(sorted(numbers)):
             span = str(low) if low == high else f"{{{low}..{high}}}"
             out.append(f"{container}.{span}" if container else span)
     return out[0] if len(out) == 1 else out

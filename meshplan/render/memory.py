@@ -8,7 +8,7 @@ from typing import Any
 from meshplan.memory import MemoryEstimate
 from meshplan.memory.estimate import RankGroup
 from meshplan.render.text import columns, paint
-from meshplan.units import format_bytes, format_gib, runs_of
+from meshplan.units import format_bytes, format_gib, spans_of
 
 _HOW = {
     "1": "composed from blocks that were traced once",
@@ -170,7 +170,7 @@ def ranks_to_text(ranks: Sequence[int]) -> str:
     >>> ranks_to_text([0, 1, 2, 4]), ranks_to_text(range(0, 99, 2))
     ('0-2, 4', '0, 2, 4, 6, ... 98 (50)')
     """
-    runs = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs_of(ranks)]
+    runs = [f"{a}" if a == b else f"{a}-{b}" for a, b in spans_of(ranks)]
     if len(runs) <= _MOST_RUNS:
         return ", ".join(runs)
     return f"{', '.join(runs[:_MOST_RUNS])}, ... {runs[-1]} ({len(ranks)})"
