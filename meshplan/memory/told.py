@@ -153,6 +153,21 @@ def told_estimate(
                 return found
 
 
+def told_rank(plan: Plan, rank: int, *, device: str) -> EventLog:
+    """The step of one rank as `told_estimate` has it, in brief where there is much to do.
+
+    Raises:
+        PlanError: As `told_estimate`.
+    """
+    spec = plan.spec
+    assert plan.micro is not None
+    assert spec.batch.seq_len is not None
+    check_fused(plan, spec.batch.seq_len, device=device)
+    with _no_collection():
+        works = _told_work(plan, plan.micro, spec.batch.seq_len)
+        return _log_of(works, plan, rank, in_brief=works.in_brief)
+
+
 def _in_brief(num_in_full: int, num_groups: int) -> str:
     """What is to be said of microbatches that were not written out."""
     if num_in_full == num_groups:

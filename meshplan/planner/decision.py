@@ -23,6 +23,7 @@ class Question:
         read: The spec of the plan file with more statements.
         graph: The model.
         few: The same with few blocks, for trials of what it allows; None takes the model itself.
+        shorter: The same with so many blocks; None where nobody can make it.
         device: A name of `hardware`, or "cuda".
         limit_bytes: What one may hold.
         cluster: The machine.
@@ -36,6 +37,7 @@ class Question:
     cluster: Cluster
     time_limit_s: float | None = None
     few: ModelGraph | None = None
+    shorter: Callable[[int], ModelGraph] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,10 @@ from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
 from meshplan.memory.estimate import RESERVED_ERROR
-from meshplan.memory.told import ERROR, OverError, refusals, styled_of, told_estimate
+from meshplan.memory.told import ERROR, OverError, refusals, styled_of, told_estimate, told_rank
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.decision import Question, Way
+from meshplan.planner.gauge import least_bytes, shorten
 from meshplan.planner.held import element_bytes_of
 from meshplan.planner.lock import overrides
 from meshplan.planner.numbers import Numbers
@@ -189,6 +190,8 @@ class Job:
             to_the_end: Whether what does not fit is of interest too.
         """
         question, stated = self.question, self.stated(numbers, candidate)
+        if not to_the_end and (excess := self._over(numbers, candidate)) is not None:
+            return Measured(fits=False, excess_bytes=excess)
         try:
             plan = make_plan(question.read(overrides(stated)), self._graph)
             memory = told_estimate(
@@ -208,6 +211,33 @@ class Job:
             excess = max(excess, held - candidate.linear_bytes[_place(plan, group.ranks[0])])
         way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
         return Measured(fits=memory.fits is True, excess_bytes=excess, result=way)
+
+
+    def _over(self, numbers: Numbers, candidate: Candidate) -> float | None:
+        """What a rank that is over holds above the linear figure, if a short model tells so."""
+        shorter = self.question.shorter
+        kinds = {numbers.order[n] for n, name in enumerate(numbers.names) if name}
+        if shorter is None or self.spec.rules or len(kinds) > 1:
+            return None
+        stages = self.blocks(numbers, candidate)
+        linear = candidate.linear_bytes
+        fullest = max(range(len(stages)), key=linear.__getitem__)
+        for place in dict.fromkeys((fullest, 0, len(stages) - 1)):
+            short = shorten(stages, place, shorter)
+            if short is None:
+                continue
+            row = self.grid[candidate.row]
+            stated = statements(self.spec, self.free, row, short.stages, self._pins)
+            try:
+                plan = make_plan(self.question.read(overrides(stated)), short.graph)
+                rank = place * (plan.mesh.world_size // len(stages))  # pp goes outermost.
+                log = told_rank(plan, rank, device=self.question.device)
+            except MeshplanError:
+                return None  # The model itself tells why.
+            held = least_bytes(log, short)
+            if held > self.capacity:
+                return held - linear[place]
+        return None
 
 
 def _place(plan: Plan, rank: int) -> int:

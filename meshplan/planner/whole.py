@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,7 +55,11 @@ def whole_spec(
         fix = "give the plan its model, such as model: {config: PATH}, and run meshplan plan"
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
     told(f"{found}: planning")
-    decision = decide(question_of(load, sized), told)
+    question = question_of(load, sized)
+    if sized is not graph and spec.model is not None and spec.model.config is not None:
+        config = Path(spec.source).parent / spec.model.config
+        question = _with_shorter(question, config, spec.origin("model.config"))
+    decision = decide(question, told)
     if decision.chosen is None:
         raise PlanError(nothing_fits(spec))
     return load(overrides(decision.chosen.stated))
@@ -93,8 +98,18 @@ def question_of_file(
         fix = "add model: {config: PATH} to the plan, or --config PATH"
         raise PlanError(Problem(what, spec.origin("model"), fix))
     assert path is not None
-    few = from_config(path, origin, blocks=min(_FEW, len(graph.blocks())))
-    return replace(question_of(load, graph, gpu, memory), few=few)
+    return _with_shorter(question_of(load, graph, gpu, memory), path, origin)
+
+
+def _with_shorter(question: Question, config: str | Path, origin: Origin) -> Question:
+    """Beside the model, the same with fewer blocks."""
+
+    @cache
+    def shorter(blocks: int) -> ModelGraph:
+        return from_config(config, origin, blocks=blocks)
+
+    few = shorter(min(_FEW, len(question.graph.blocks())))
+    return replace(question, few=few, shorter=shorter)
 
 
 def question_of(
