@@ -148,7 +148,8 @@ def _fold(kinds: Sequence[Kind]) -> list[Kind]:
     """Blocks that work alike are one kind; what the ends hold more is charged next to them.
 
     The first block's input outlives it where the model's own frame holds it: one boundary that no
-    other block shows. A search over kinds gains more from one kind than it loses by that.
+    other block shows, and that is charged if it is there whatever runs again. A search over kinds
+    gains more from one kind than it loses by that.
     """
     out = list(kinds)
     blocks = [n for n, kind in enumerate(kinds) if kind.has_options]
@@ -161,7 +162,7 @@ def _fold(kinds: Sequence[Kind]) -> list[Kind]:
         if alike != middle or not 0 <= beside < len(kinds):
             continue
         pairs = zip(kinds[n].saved_bytes, middle.saved_bytes, strict=True)
-        more = max(0.0, *(own - usual for own, usual in pairs))
+        more = max(0.0, min(own - usual for own, usual in pairs))
         saved = out[beside].saved_bytes
         out[beside] = replace(
             out[beside], saved_bytes=(saved[0] + more, saved[1] + more, saved[2] + more)

@@ -77,7 +77,7 @@ class OverError(Exception):
 
     Attributes:
         rank: One of them.
-        tensor_bytes: What their tensors alone are, at the peak.
+        tensor_bytes: What their tensors alone are, stream by stream at its peak.
     """
 
     def __init__(self, rank: int, tensor_bytes: int) -> None:
@@ -98,11 +98,11 @@ def told_estimate(
     Args:
         plan: Made for a graph of `blueprint`; it states batch and length.
         device, limit_bytes: As for `assemble`.
-        most_bytes: What the tensors of a rank may be at the most for the rest to be of interest.
+        most_bytes: What a rank may reserve at the most for the rest to be of interest.
 
     Raises:
         PlanError: The model's operations, or something in the plan, are not known.
-        OverError: Some rank's tensors are more than `most_bytes`; which, is known first where it is
+        OverError: The tensors of some rank take more than `most_bytes`; which, is known first where it is
             likely: what is last in a pipeline holds the loss, what is first the most microbatches.
     """
     spec = plan.spec
@@ -121,8 +121,8 @@ def told_estimate(
         for number in (len(groups) - 1, *range(len(groups) - 1)):
             rank = groups[number][0]
             told[number] = _log_of(works, plan, rank, in_brief=brief)
-            if told[number].peak.live_bytes > most_bytes:
-                raise OverError(rank, told[number].peak.live_bytes)
+            if told[number].pooled_bytes > most_bytes:
+                raise OverError(rank, told[number].pooled_bytes)
         logs = [told[number] for number in range(len(groups))]
         most = max(log.peak.live_bytes for log in logs)
         fullest = [n for n, log in enumerate(logs) if log.peak.live_bytes >= _NEARLY * most]

@@ -2,8 +2,9 @@
 
 Alike blocks that do the same hold the same. So of many in a row five are replayed, and what the one
 in the middle holds beyond its own time counts for all that were left out; of a pipeline's other
-stages, one block each. The figure is what the whole replay would request, and never more: moments
-in which blocks that were left out would run are left out too. So it may rule out, and nothing else.
+stages, one block each. The figure is what the streams' pools would hold of what the whole replay
+requests, and never more: moments in which blocks that were left out would run are left out too. So
+it may rule out, and nothing else.
 """
 
 from __future__ import annotations
@@ -77,19 +78,21 @@ def shorten(
 
 
 def least_bytes(log: EventLog, short: Short) -> int:
-    """The most that the whole model's rank requests, so far as the short one's log tells it."""
+    """What the whole model's rank reserves at the least, so far as the short one's log tells it."""
     if not short.times:
-        return log.peak.live_bytes
+        return log.pooled_bytes
     blocks = {block.name for stage in short.stages for block in stage}
     block_of = _Blocks(log, blocks)
     lasting = _lasting(log, block_of, short)
-    live = most = 0
+    live: dict[int, int] = {}
+    most: dict[int, int] = {}
     for (delta, storage, _), (before, after) in zip(log.events, block_of.running(), strict=True):
         times = short.times.get(block_of[storage], 1) if storage in lasting else 1
-        live += delta * times
+        stream = log.storages[storage].stream
+        live[stream] = held = live.get(stream, 0) + delta * times
         if before not in short.times and after not in short.times:
-            most = max(most, live)
-    return most
+            most[stream] = max(held, most.get(stream, 0))
+    return sum(most.values())
 
 
 def _lasting(log: EventLog, block_of: _Blocks, short: Short) -> set[int]:
