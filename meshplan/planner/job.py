@@ -202,7 +202,7 @@ class Job:
             )
         except OverError as over:
             held = candidate.linear_bytes[_place(plan, over.rank)]
-            return Measured(fits=False, excess_bytes=over.tensor_bytes - held)
+            return Measured(fits=False, excess_bytes=over.reserved_bytes - held)
         except MeshplanError as error:
             return Measured(fits=False, why=error.problems[0].what)
         excess = 0.0
@@ -211,7 +211,6 @@ class Job:
             excess = max(excess, held - candidate.linear_bytes[_place(plan, group.ranks[0])])
         way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
         return Measured(fits=memory.fits is True, excess_bytes=excess, result=way)
-
 
     def _over(self, numbers: Numbers, candidate: Candidate) -> float | None:
         """What a rank that is over holds above the linear figure, if a short model tells so."""
