@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import TYPE_CHECKING
 
+from meshplan.errors import SpecError
 from meshplan.render.text import envelope, wants_colour
-from meshplan.verbs import NO, YES, Verb, plan_file, print_notes
+from meshplan.verbs import NO, YES, Verb, plan_file, print_notes, until_interrupted
+
+if TYPE_CHECKING:
+    from meshplan.planner.changed import Change
+    from meshplan.planner.decision import Decision
 
 
 def _question_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
     parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
     parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
+    parser.add_argument("--profile", metavar="FILE", help="what calibrate wrote of this machine")
 
 
 def _plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -23,30 +30,48 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     from meshplan import planning
+    from meshplan.render.changes import changes_to_json, changes_to_text
     from meshplan.render.plan import decision_to_json, decision_to_text
 
     path = plan_file(args)
-    decision = planning.search_plan(
-        path,
-        args.set,
-        config=args.config,
-        gpu=args.gpu,
-        memory=args.memory,
-        told=lambda text: print_notes(args, [text]),
-    )
+    with until_interrupted() as is_stopped:
+        decision = planning.search_plan(
+            path,
+            args.set,
+            config=args.config,
+            gpu=args.gpu,
+            memory=args.memory,
+            profile=args.profile,
+            told=lambda text: print_notes(args, [text]),
+            is_stopped=is_stopped,
+        )
+    changes = _changes(args, path, decision) if decision.chosen else None
     if args.json:
-        print(envelope("plan/1", decision_to_json(decision)))
+        result = {**decision_to_json(decision), "changed": changes_to_json(changes)}
+        print(envelope("plan/1", result))
     else:
         colour = wants_colour(no_color=args.no_color)
         print(*decision_to_text(decision, path, colour=colour), sep="\n")
     if decision.chosen is None:
         return NO
+    print_notes(args, changes_to_text(changes))
     if args.set and not args.dry_run and args.output is None:
         print_notes(args, ["no lock is written for a plan changed by --set; -o FILE writes one"])
     elif not args.dry_run:
         target = planning.lock_plan(path, decision, args.output)
         print_notes(args, [f"wrote {target}"])
-    return YES
+    return YES if decision.is_whole else NO
+
+
+def _changes(args: argparse.Namespace, path: str, decision: Decision) -> tuple[Change, ...] | None:
+    """What is not as the last lock says; a lock that cannot be read is only told of."""
+    from meshplan import planning
+
+    try:
+        return planning.changes_since(path, decision, args.output)
+    except SpecError as error:
+        print_notes(args, [f"the last lock cannot be compared: {error.problems[0]}"])
+        return None
 
 
 def _explain_flags(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +92,7 @@ def _explain(args: argparse.Namespace) -> int:
         config=args.config,
         gpu=args.gpu,
         memory=args.memory,
+        profile=args.profile,
         told=lambda text: print_notes(args, [text]),
     )
     if args.json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from meshplan.cost.profile import Profile
@@ -23,6 +24,9 @@ class Question:
         read: The spec of the plan file with more statements.
         graph: The model.
         few: The same with few blocks, for trials of what it allows; None takes the model itself.
+        is_stopped: Whether somebody wants the best so far now.
+        profile: What the machine was measured to reach; None takes what is known of such devices.
+        profile_path: The file that it is from.
         device: A name of `hardware`, or "cuda".
         limit_bytes: What one may hold.
         cluster: The machine.
@@ -36,6 +40,9 @@ class Question:
     cluster: Cluster
     time_limit_s: float | None = None
     few: ModelGraph | None = None
+    is_stopped: Callable[[], bool] = lambda: False
+    profile: Profile | None = None
+    profile_path: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +86,8 @@ class Decision:
         samples: Of a step.
         flops: Of a step, without recomputation.
         is_whole: Whether the search came to its end.
+        is_interrupted: Whether somebody ended it; else the time was up.
+        profile_path: The file that the profile is from; None for one of meshplan's own.
     """
 
     spec: Spec
@@ -98,6 +107,8 @@ class Decision:
     profile: Profile
     limit_bytes: int
     is_whole: bool = True
+    is_interrupted: bool = False
+    profile_path: Path | None = None
 
     def tokens_per_s(self, way: Way) -> float:
         """Of one device."""

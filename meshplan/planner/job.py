@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.chain import chain_of
-from meshplan.cost.profile import Profile, profile_of
+from meshplan.cost.profile import Profile, measured_for, profile_of
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
@@ -154,7 +154,10 @@ class Job:
     @cached_property
     def profile(self) -> Profile:
         """How fast the machine is."""
-        return profile_of(self.question.cluster, dtype=self._compute_dtype)
+        measured, dtype = self.question.profile, self._compute_dtype
+        if measured is None:
+            return profile_of(self.question.cluster, dtype=dtype)
+        return measured_for(measured, self.question.cluster, dtype)
 
     @property
     def _compute_dtype(self) -> str:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshplan.blueprint import from_config
+from meshplan.cost.calibration import read_profile
 from meshplan.errors import Origin, PlanError, Problem
 from meshplan.graph import ModelGraph
 from meshplan.hardware import Cluster, Link, find_device
 from meshplan.planner.decide import decide
 from meshplan.planner.decision import Question
-from meshplan.planner.lock import locked, overrides
+from meshplan.planner.lock import locked, overrides, profile_of_lock
 from meshplan.reader import load_spec
 from meshplan.sizing import graph_of, read_limit
 from meshplan.spec import Spec
@@ -54,7 +55,8 @@ def whole_spec(
         fix = "give the plan its model, such as model: {config: PATH}, and run meshplan plan"
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
     told(f"{found}: planning")
-    decision = decide(question_of(load, sized), told)
+    question = with_profile(question_of(load, sized), profile_of_lock(source))
+    decision = decide(question, told)
     if decision.chosen is None:
         raise PlanError(nothing_fits(spec))
     return load(overrides(decision.chosen.stated))
@@ -72,12 +74,14 @@ def question_of_file(
     config: str | Path | None = None,
     gpu: str | None = None,
     memory: str | int | None = None,
+    profile: str | Path | None = None,
 ) -> Question:
     """What a plan file, or a mapping, asks of the planner.
 
     Args:
         config: A Hugging Face config, which goes before the plan's own `model`.
         gpu: Name of the device whose memory is the limit, or `memory`, the limit itself.
+        profile: What `meshplan calibrate` wrote.
     """
 
     def load(more: Sequence[str]) -> Spec:
@@ -94,7 +98,20 @@ def question_of_file(
         raise PlanError(Problem(what, spec.origin("model"), fix))
     assert path is not None
     few = from_config(path, origin, blocks=min(_FEW, len(graph.blocks())))
-    return replace(question_of(load, graph, gpu, memory), few=few)
+    question = replace(question_of(load, graph, gpu, memory), few=few)
+    return with_profile(question, Path(profile) if profile is not None else None)
+
+
+def with_profile(question: Question, path: Path | None) -> Question:
+    """The question about a machine that was measured.
+
+    Raises:
+        PlanError: The file is no profile.
+    """
+    if path is None:
+        return question
+    found = read_profile(path, Origin("--profile"))
+    return replace(question, profile=found, profile_path=path)
 
 
 def question_of(
