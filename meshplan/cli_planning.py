@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
+from meshplan import api
 from meshplan.errors import SpecError
 from meshplan.render.text import envelope, wants_colour
 from meshplan.verbs import NO, YES, Verb, plan_file, print_notes, until_interrupted
@@ -76,12 +77,17 @@ def _changes(args: argparse.Namespace, path: str, decision: Decision) -> tuple[C
 
 def _explain_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "words", nargs="+", metavar="WORD", help="why FIELD, or why-not FIELD=VALUE"
+        "words",
+        nargs="+",
+        metavar="WORD",
+        help="why FIELD, why-not FIELD=VALUE, memory, or a module's name",
     )
     _question_flags(parser)
 
 
 def _explain(args: argparse.Namespace) -> int:
+    if len(args.words) == 1:
+        return _explain_memory(args) if args.words == ["memory"] else _explain_module(args)
     from meshplan import planning
     from meshplan.render.explain import why_not_to_json, why_not_to_text
 
@@ -102,6 +108,37 @@ def _explain(args: argparse.Namespace) -> int:
     else:
         print(*(why_not_to_text(each)[0] for each in answers), sep="\n")
     return YES if any(each.seconds is not None for each in answers) else NO
+
+
+def _explain_module(args: argparse.Namespace) -> int:
+    from meshplan import planning
+    from meshplan.render.module import module_to_json, module_to_text
+
+    plan = api.decide(plan_file(args), args.set, config=args.config)
+    answer = planning.explain_module(plan, args.words[0], profile=args.profile)
+    if args.json:
+        print(envelope("explain/1", {"module": module_to_json(answer)}))
+    else:
+        print(*module_to_text(answer), sep="\n")
+    return YES
+
+
+def _explain_memory(args: argparse.Namespace) -> int:
+    from meshplan.render.module import explained_memory_to_json, explained_memory_to_text
+
+    estimate = api.estimate_memory(
+        plan_file(args),
+        args.set,
+        config=args.config,
+        gpu=args.gpu,
+        memory=args.memory,
+        told=lambda text: print_notes(args, [text]),
+    )
+    if args.json:
+        print(envelope("explain/1", {"memory": explained_memory_to_json(estimate)}))
+    else:
+        print(*explained_memory_to_text(estimate), sep="\n")
+    return YES if estimate.fits is not False else NO
 
 
 def _calibrate_flags(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +166,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("plan", "decide all that a plan leaves open: the fastest that fits", _plan_flags, _plan),
     Verb(
         "explain",
-        "why a plan is what it is: why FIELD, why-not FIELD=VALUE",
+        "why a plan is what it is: why FIELD, why-not FIELD=VALUE, MODULE, memory",
         _explain_flags,
         _explain,
     ),

@@ -11,11 +11,13 @@ from typing import Any
 from meshplan.cost.calibration import profile_from, write_profile
 from meshplan.cost.profile import Profile
 from meshplan.errors import Origin, Problem, SpecError
-from meshplan.planner import locking
+from meshplan.plan import Plan
+from meshplan.planner import locking, module
 from meshplan.planner.changed import Change
 from meshplan.planner.decide import decide
 from meshplan.planner.decision import Decision
 from meshplan.planner.explain import Asker, WhyNot, settings_of
+from meshplan.planner.module import ModuleAnswer
 from meshplan.planner.whole import question_of_file
 
 PlanSource = str | os.PathLike[str] | Mapping[str, Any]
@@ -78,6 +80,19 @@ def explain(
         return [asker.why_not(each) for each in settings_of(asker.free, words[1])]
     what = f"'{' '.join(words)}' is no question"
     raise SpecError(Problem(what, Origin("explain"), "ask why FIELD, or why-not FIELD=VALUE"))
+
+
+def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) -> ModuleAnswer:
+    """How the tensors of a module lie and why, what they hold, and what its block takes.
+
+    Args:
+        plan: Decided for its model.
+        profile: As for `search_plan`.
+
+    Raises:
+        SpecError: The model has no such module.
+    """
+    return module.explain_module(plan, name, profile=profile)
 
 
 def lock_plan(

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -163,7 +163,23 @@ def locked(
         # Where a job runs, the file need not be: its figures have done their work.
         if profile.is_file() and file_hash(profile) != known:
             return f"{path.name} was made with another state of {profile.name}"
-    return load(overrides(lock.chosen))
+    return chosen_spec(load, lock.chosen, path.name)
+
+
+def chosen_spec(
+    load: Callable[[Sequence[str]], Spec], chosen: Mapping[str, Any], source: str
+) -> Spec:
+    """The spec with choices on top, each of which is said to stand in `source`."""
+    spec = load(overrides(chosen))
+
+    def is_chosen(path: str) -> bool:
+        return any(path == c or path.startswith((f"{c}.", f"{c}[")) for c in chosen)
+
+    origins = {
+        path: Origin(source, origin.path) if is_chosen(path) else origin
+        for path, origin in spec.origins.items()
+    }
+    return replace(spec, origins=origins)
 
 
 def profile_of_lock(source: Any) -> Path | None:

@@ -14,7 +14,7 @@ from meshplan.graph import ModelGraph
 from meshplan.hardware import Cluster, Link, find_device
 from meshplan.planner.decide import decide
 from meshplan.planner.decision import Question
-from meshplan.planner.lock import locked, overrides, profile_of_lock
+from meshplan.planner.lock import chosen_spec, locked, profile_of_lock
 from meshplan.reader import load_spec
 from meshplan.sizing import graph_of, read_limit
 from meshplan.spec import Spec
@@ -59,7 +59,7 @@ def whole_spec(
     decision = decide(question, told)
     if decision.chosen is None:
         raise PlanError(nothing_fits(spec))
-    return load(overrides(decision.chosen.stated))
+    return chosen_spec(load, decision.chosen.stated, "the planner")
 
 
 def nothing_fits(spec: Spec) -> Problem:
