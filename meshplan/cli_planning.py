@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from meshplan import api
 from meshplan.errors import SpecError
@@ -14,6 +15,7 @@ from meshplan.verbs import NO, YES, Verb, plan_file, print_notes, until_interrup
 if TYPE_CHECKING:
     from meshplan.planner.changed import Change
     from meshplan.planner.decision import Decision
+    from meshplan.planner.space import EmptySpaceError
 
 
 def _question_flags(parser: argparse.ArgumentParser) -> None:
@@ -31,35 +33,81 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     from meshplan import planning
+    from meshplan.planner.space import EmptySpaceError
+
+    asked = _Asked(args)
+    with until_interrupted() as is_stopped:
+        try:
+            decision = planning.search_plan(**asked.flags, is_stopped=is_stopped)
+        except EmptySpaceError as error:
+            return _print_trouble(asked, error, is_stopped)
+        if decision.chosen is None:
+            return _print_trouble(asked, decision, is_stopped)
+    return _print_plan(asked, decision)
+
+
+class _Asked:
+    """The flags of a question about a plan file, as `planning` has them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.path = args, plan_file(args)
+        self.flags: dict[str, Any] = {
+            "plan": self.path,
+            "overrides": args.set,
+            "config": args.config,
+            "gpu": args.gpu,
+            "memory": args.memory,
+            "profile": args.profile,
+            "told": lambda text: print_notes(args, [text]),
+        }
+
+
+def _print_trouble(
+    asked: _Asked, found: Decision | EmptySpaceError, is_stopped: Callable[[], bool]
+) -> int:
+    """That there is no plan, why, and what would help."""
+    from meshplan import planning
+    from meshplan.render.plan import decision_to_json, decision_to_text, no_space_to_json
+    from meshplan.render.trouble import trouble_to_json, trouble_to_text
+
+    args = asked.args
+    if isinstance(found, Exception):
+        problem = found.problems[0]
+        result, lines = no_space_to_json(problem.what), [f"{asked.path}: {problem.what}"]
+        is_whole = True
+    else:
+        colour = wants_colour(no_color=args.no_color)
+        result, is_whole = decision_to_json(found), found.is_whole
+        lines = decision_to_text(found, asked.path, colour=colour)
+    trouble = None
+    if is_whole:  # What was not searched to its end may be no trouble.
+        trouble = planning.find_trouble(**asked.flags, is_stopped=is_stopped)
+    if args.json:
+        more = trouble_to_json(trouble) if trouble else {"conflict": None, "fixes": []}
+        print(envelope("plan/1", {**result, "changed": None, **more}))
+        return NO
+    print(*lines, *(["", *trouble_to_text(trouble)] if trouble else []), sep="\n")
+    return NO
+
+
+def _print_plan(asked: _Asked, decision: Decision) -> int:
+    from meshplan import planning
     from meshplan.render.changes import changes_to_json, changes_to_text
     from meshplan.render.plan import decision_to_json, decision_to_text
 
-    path = plan_file(args)
-    with until_interrupted() as is_stopped:
-        decision = planning.search_plan(
-            path,
-            args.set,
-            config=args.config,
-            gpu=args.gpu,
-            memory=args.memory,
-            profile=args.profile,
-            told=lambda text: print_notes(args, [text]),
-            is_stopped=is_stopped,
-        )
-    changes = _changes(args, path, decision) if decision.chosen else None
+    args = asked.args
+    changes = _changes(args, asked.path, decision)
     if args.json:
         result = {**decision_to_json(decision), "changed": changes_to_json(changes)}
-        print(envelope("plan/1", result))
+        print(envelope("plan/1", {**result, "conflict": None, "fixes": []}))
     else:
         colour = wants_colour(no_color=args.no_color)
-        print(*decision_to_text(decision, path, colour=colour), sep="\n")
-    if decision.chosen is None:
-        return NO
+        print(*decision_to_text(decision, asked.path, colour=colour), sep="\n")
     print_notes(args, changes_to_text(changes))
     if args.set and not args.dry_run and args.output is None:
         print_notes(args, ["no lock is written for a plan changed by --set; -o FILE writes one"])
     elif not args.dry_run:
-        target = planning.lock_plan(path, decision, args.output)
+        target = planning.lock_plan(asked.path, decision, args.output)
         print_notes(args, [f"wrote {target}"])
     return YES if decision.is_whole else NO
 
@@ -91,16 +139,7 @@ def _explain(args: argparse.Namespace) -> int:
     from meshplan import planning
     from meshplan.render.explain import why_not_to_json, why_not_to_text
 
-    answers = planning.explain(
-        plan_file(args),
-        args.words,
-        args.set,
-        config=args.config,
-        gpu=args.gpu,
-        memory=args.memory,
-        profile=args.profile,
-        told=lambda text: print_notes(args, [text]),
-    )
+    answers = planning.explain(words=args.words, **_Asked(args).flags)
     if args.json:
         print(envelope("explain/1", {"answers": [why_not_to_json(each) for each in answers]}))
     elif len(answers) == 1:

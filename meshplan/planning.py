@@ -18,6 +18,7 @@ from meshplan.planner.decide import decide
 from meshplan.planner.decision import Decision
 from meshplan.planner.explain import Asker, WhyNot, settings_of
 from meshplan.planner.module import ModuleAnswer
+from meshplan.planner.remedy import Trouble, trouble_of
 from meshplan.planner.whole import question_of_file
 
 PlanSource = str | os.PathLike[str] | Mapping[str, Any]
@@ -49,6 +50,27 @@ def search_plan(
     """
     question = question_of_file(plan, overrides, config, gpu, memory, profile)
     return decide(replace(question, is_stopped=is_stopped), told)
+
+
+def find_trouble(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    config: str | Path | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    profile: str | Path | None = None,
+    told: Callable[[str], None] = lambda text: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Trouble:
+    """Why `search_plan` finds nothing: what contradicts what, and what would help.
+
+    Args:
+        plan, config, gpu, memory, profile, is_stopped: As for `search_plan`.
+        told: Is told what is looked for.
+    """
+    question = question_of_file(plan, overrides, config, gpu, memory, profile)
+    return trouble_of(replace(question, is_stopped=is_stopped), told)
 
 
 def explain(

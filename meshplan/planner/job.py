@@ -24,7 +24,14 @@ from meshplan.planner.pins import Pins, check_pins, pins_of
 from meshplan.planner.row import Candidate
 from meshplan.planner.search import Measured
 from meshplan.planner.settle import Block, blocks_of, statements
-from meshplan.planner.space import Freedom, check_batch, enumerate_grid, freedom_of, with_axes
+from meshplan.planner.space import (
+    EmptySpaceError,
+    Freedom,
+    check_batch,
+    enumerate_grid,
+    freedom_of,
+    with_axes,
+)
 from meshplan.planner.tables import numbers_of
 from meshplan.spec import Spec
 
@@ -124,7 +131,7 @@ class Job:
             what = f"no mesh of {self.free.world} devices has all that is stated"
             whys = [f"{each.what}: {each.why}" for each in self.free.rejected]
             fix = "; ".join(whys) or "state less, or another batch.global"
-            raise PlanError(Problem(what, self.spec.origin("mesh"), fix))
+            raise EmptySpaceError(Problem(what, self.spec.origin("mesh"), fix))
         return grid
 
     def numbers(self, profile: Profile) -> Numbers:

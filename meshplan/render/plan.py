@@ -83,6 +83,21 @@ def _way_to_json(decision: Decision, way: Way) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def no_space_to_json(why: str) -> dict[str, Any]:
+    """The `result` of schema plan/1 where what is stated leaves nothing to choose from."""
+    return {
+        **dict.fromkeys(_KEYS),
+        "fits": False,
+        "gap": None,
+        "is_whole": True,
+        "num_configs": 0,
+        "ladder": None,
+        "chosen": None,
+        "alternatives": [],
+        "rejected": [{"what": "everything", "why": why}],
+    }
+
+
 def decision_to_text(decision: Decision, title: str, *, colour: bool = False) -> list[str]:
     """The lines of the answer, without the notes.
 
