@@ -65,6 +65,7 @@ LATE_BETWEEN = {
     ("planning", "runtime"),
     ("cli_planning", "planning"),  # numpy
     ("cli_planning", "render"),
+    ("cli_planning", "planner"),
     ("cli", "memory"),
     ("cli", "reader"),
     ("cli", "render"),

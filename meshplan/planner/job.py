@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.chain import chain_of
-from meshplan.cost.profile import Profile, profile_of
+from meshplan.cost.profile import Profile, measured_for, profile_of
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
@@ -25,7 +25,14 @@ from meshplan.planner.pins import Pins, check_pins, pins_of
 from meshplan.planner.row import Candidate
 from meshplan.planner.search import Measured
 from meshplan.planner.settle import Block, blocks_of, statements
-from meshplan.planner.space import Freedom, check_batch, enumerate_grid, freedom_of, with_axes
+from meshplan.planner.space import (
+    EmptySpaceError,
+    Freedom,
+    check_batch,
+    enumerate_grid,
+    freedom_of,
+    with_axes,
+)
 from meshplan.planner.tables import numbers_of
 from meshplan.spec import Spec
 
@@ -125,7 +132,7 @@ class Job:
             what = f"no mesh of {self.free.world} devices has all that is stated"
             whys = [f"{each.what}: {each.why}" for each in self.free.rejected]
             fix = "; ".join(whys) or "state less, or another batch.global"
-            raise PlanError(Problem(what, self.spec.origin("mesh"), fix))
+            raise EmptySpaceError(Problem(what, self.spec.origin("mesh"), fix))
         return grid
 
     def numbers(self, profile: Profile) -> Numbers:
@@ -155,7 +162,10 @@ class Job:
     @cached_property
     def profile(self) -> Profile:
         """How fast the machine is."""
-        return profile_of(self.question.cluster, dtype=self._compute_dtype)
+        measured, dtype = self.question.profile, self._compute_dtype
+        if measured is None:
+            return profile_of(self.question.cluster, dtype=dtype)
+        return measured_for(measured, self.question.cluster, dtype)
 
     @property
     def _compute_dtype(self) -> str:

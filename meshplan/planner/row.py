@@ -44,6 +44,15 @@ def solve_row(
     return solver.best(below)
 
 
+def seconds_of(numbers: Numbers, candidate: Candidate) -> float:
+    """Of a step, whatever the candidate was looked for."""
+    row = candidate.row
+    a, b = (float(each[0]) for each in weights(numbers.grid[row : row + 1]))
+    takes = np.array(candidate.takes)
+    stages = (takes * np.where(takes > 0, numbers.seconds[row][None], 0.0)).sum(axis=(1, 2))
+    return float(a * stages.max() + b * stages.sum() + numbers.once_s[row])
+
+
 class Row:
     """One configuration."""
 

@@ -59,7 +59,7 @@ class Found:
         excess: By row, what its last answer really held above the linear figures.
         num_solved, num_measured: How much work it was.
         given_up: Rows whose answers were measured too often.
-        is_whole: Whether the search came to its end, and not to the time limit's.
+        is_whole: Whether the search came to its end, and was not ended.
     """
 
     best: Candidate | None = None
@@ -87,6 +87,7 @@ def search(
     slack: float = 0.0,
     tolerance: float = TOLERANCE,
     deadline: float | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
     told: Callable[[Found], None] = lambda found: None,
 ) -> Found:
     """The fastest row of the space that fits.
@@ -96,9 +97,12 @@ def search(
         measure: Asks the memory room.
         slack: Rows this much slower than the best are told too, as a share.
         deadline: `time.monotonic()` at which to end with what is there.
+        is_stopped: Whether somebody wants it to end with that now.
         told: Is told of each better answer.
     """
-    return _Search(numbers, capacity, measure, slack, tolerance, deadline, told).run()
+    found = _Search(numbers, capacity, measure, slack, tolerance, deadline, told)
+    found.is_stopped = is_stopped
+    return found.run()
 
 
 @dataclass(slots=True)
@@ -132,6 +136,7 @@ class _Search:
         self._numbers, self._capacity, self._measure = numbers, capacity, measure
         self._slack, self._tolerance = slack, tolerance
         self._deadline, self._told = deadline, told
+        self.is_stopped: Callable[[], bool] = lambda: False
         self.found = Found()
         self._waiting: list[tuple[float, int]] = []
         """(seconds that it takes at the least, row)."""
@@ -183,7 +188,8 @@ class _Search:
         return False
 
     def _is_late(self) -> bool:
-        return self._deadline is not None and time.monotonic() > self._deadline
+        late = self._deadline is not None and time.monotonic() > self._deadline
+        return late or self.is_stopped()
 
     def _seed(self) -> None:
         """Find any answer where the fastest rows fail: one that keeps well clear of the limit."""

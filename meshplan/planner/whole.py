@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshplan.blueprint import from_config
+from meshplan.cost.calibration import read_profile
 from meshplan.errors import Origin, PlanError, Problem
 from meshplan.graph import ModelGraph
 from meshplan.hardware import Cluster, Link, find_device
 from meshplan.planner.decide import decide
 from meshplan.planner.decision import Question
-from meshplan.planner.lock import locked, overrides
+from meshplan.planner.lock import chosen_spec, locked, profile_of_lock
 from meshplan.reader import load_spec
 from meshplan.sizing import graph_of, read_limit
 from meshplan.spec import Spec
@@ -55,14 +56,14 @@ def whole_spec(
         fix = "give the plan its model, such as model: {config: PATH}, and run meshplan plan"
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
     told(f"{found}: planning")
-    question = question_of(load, sized)
+    question = with_profile(question_of(load, sized), profile_of_lock(source))
     if sized is not graph and spec.model is not None and spec.model.config is not None:
         config = Path(spec.source).parent / spec.model.config
         question = _with_shorter(question, config, spec.origin("model.config"))
     decision = decide(question, told)
     if decision.chosen is None:
         raise PlanError(nothing_fits(spec))
-    return load(overrides(decision.chosen.stated))
+    return chosen_spec(load, decision.chosen.stated, "the planner")
 
 
 def nothing_fits(spec: Spec) -> Problem:
@@ -77,12 +78,14 @@ def question_of_file(
     config: str | Path | None = None,
     gpu: str | None = None,
     memory: str | int | None = None,
+    profile: str | Path | None = None,
 ) -> Question:
     """What a plan file, or a mapping, asks of the planner.
 
     Args:
         config: A Hugging Face config, which goes before the plan's own `model`.
         gpu: Name of the device whose memory is the limit, or `memory`, the limit itself.
+        profile: What `meshplan calibrate` wrote.
     """
 
     def load(more: Sequence[str]) -> Spec:
@@ -98,7 +101,8 @@ def question_of_file(
         fix = "add model: {config: PATH} to the plan, or --config PATH"
         raise PlanError(Problem(what, spec.origin("model"), fix))
     assert path is not None
-    return _with_shorter(question_of(load, graph, gpu, memory), path, origin)
+    question = _with_shorter(question_of(load, graph, gpu, memory), path, origin)
+    return with_profile(question, Path(profile) if profile is not None else None)
 
 
 def _with_shorter(question: Question, config: str | Path, origin: Origin) -> Question:
@@ -110,6 +114,18 @@ def _with_shorter(question: Question, config: str | Path, origin: Origin) -> Que
 
     few = shorter(min(_FEW, len(question.graph.blocks())))
     return replace(question, few=few, shorter=shorter)
+
+
+def with_profile(question: Question, path: Path | None) -> Question:
+    """The question about a machine that was measured.
+
+    Raises:
+        PlanError: The file is no profile.
+    """
+    if path is None:
+        return question
+    found = read_profile(path, Origin("--profile"))
+    return replace(question, profile=found, profile_path=path)
 
 
 def question_of(
