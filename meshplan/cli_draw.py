@@ -29,7 +29,8 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
     parser.add_argument("--theme", metavar="NAME", default="light", help="light or dark")
     parser.add_argument("--module", metavar="NAME", help="layout: whose largest parameter")
-    parser.add_argument("--rank", metavar="N", help="timeline, comm: which rank")
+    parser.add_argument("--rank", metavar="N", help="timeline, treemap, comm: which rank")
+    parser.add_argument("--bytes", metavar="OF", help="treemap: local (default) or global")
 
 
 def _draw(args: argparse.Namespace) -> int:
@@ -63,10 +64,31 @@ def _draw(args: argparse.Namespace) -> int:
 
 
 def _picture(path: str, args: argparse.Namespace) -> Picture:
-    from meshplan.pictures.main import draw
+    from meshplan.pictures.main import OF_DECISIONS, draw
 
+    if args.what in OF_DECISIONS:
+        return _of_search(path, args)
     plan = api.decide(path, args.set, model=args.model, config=args.config)
     return draw(plan, args.what, theme=args.theme, **_given(path, plan, args))
+
+
+def _of_search(path: str, args: argparse.Namespace) -> Picture:
+    """What is about all candidates, and not about one plan."""
+    from meshplan.pictures.main import draw_decision
+    from meshplan.planning import search_plan
+
+    if args.model is not None:
+        what = "the planner reads a model from its config"
+        raise SpecError(Problem(what, Origin("--model"), "give --config PATH in its place"))
+    decision = search_plan(
+        path, args.set, config=args.config, gpu=args.gpu, memory=args.memory,
+        told=lambda text: print_notes(args, [text]),
+    )  # fmt: skip
+    for flag in ("module", "rank", "bytes"):
+        if getattr(args, flag) is not None:
+            what = f"the picture of {args.what} takes no --{flag}"
+            raise SpecError(Problem(what, Origin(f"--{flag}"), "leave it out"))
+    return draw_decision(decision, args.what, theme=args.theme)
 
 
 def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
@@ -75,7 +97,7 @@ def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
         raise SpecError(Problem(f"'{args.rank}' is no rank", Origin("--rank"), "such as --rank 0"))
     given: dict[str, Any] = {
         "name": args.module, "rank": None if args.rank is None else int(args.rank),
-        "gpu": args.gpu, "memory": args.memory,
+        "gpu": args.gpu, "memory": args.memory, "of": args.bytes,
     }  # fmt: skip
     if args.what in _OF_MEMORY:
         told: Callable[[str], None] = lambda text: print_notes(args, [text])  # noqa: E731

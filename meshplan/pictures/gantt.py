@@ -105,8 +105,8 @@ class Gantt:
         return (
             f"A row for each rank along pp, its forwards and backwards on a time axis of "
             f"{self.time(self.step)}; what is empty is the bubble, {self.idle_share:.1%}. Below, "
-            f"how many forwards each rank keeps for backward: at the most {most[0]} on the first and "
-            f"{most[-1]} on the last."
+            f"how many forwards each rank keeps for backward: at the most {most[0]} on the first "
+            f"and {most[-1]} on the last."
         )
 
 

@@ -239,6 +239,8 @@ def _notes(facts: MeshMap) -> list[str]:
         notes.append(
             f"Not drawn: {sent} a step of each rank, of {counted(len(more), 'lesser kind')}."
         )
+    if facts.links.is_told:
+        notes.append("What activations send is told by the sizes of the model.")
     if facts.links.unknown:
         notes.append(f"Unknown, and not counted: {'; '.join(facts.links.unknown)}.")
     if any(lane.axes for lane in facts.links.lanes) and facts.noun == "row":

@@ -78,7 +78,7 @@ PLACEMENTS: Final = (
 )  # fmt: skip
 """Of layouts that cut something, in the order in which they are met; the last is for all others."""
 
-WHOLE: Final = Ink(ORANGE, "xx")
+WHOLE: Final = Ink("#C44E6A", "xx")
 """Of what several ranks hold whole although an axis could cut it: looked at first."""
 
 STAGES: Final = (
@@ -170,7 +170,7 @@ def shard_ink(number: int, count: int) -> Ink:
 
 def between(low: str, high: str, share: float) -> str:
     """A colour on the way from one to another."""
-    pairs = zip(_channels(low), _channels(high), strict=True)
+    pairs = zip(rgb(low), rgb(high), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * share):02X}" for a, b in pairs)
 
 
@@ -181,11 +181,12 @@ def ink_on(colour: str) -> str:
     """
     red, green, blue = (
         c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
-        for c in (channel / 255 for channel in _channels(colour))
+        for c in (channel / 255 for channel in rgb(colour))
     )
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     return "#FFFFFF" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "#000000"
 
 
-def _channels(colour: str) -> tuple[int, int, int]:
+def rgb(colour: str) -> tuple[int, int, int]:
+    """Red, green and blue of "#rrggbb", of 255 each."""
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)

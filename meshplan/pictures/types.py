@@ -24,6 +24,7 @@ DPI: Final = 120
 _SAVING: Final = Lock()
 """How text is written in svg is a setting of matplotlib's, for the whole process."""
 _SVG: Final = {"svg.fonttype": "none", "svg.hashsalt": "meshplan"}
+_FONT: Final = "'DejaVu Sans'"
 _IDS: Final = re.compile(r' id="(?:figure|axes|patch|text|line2d|matplotlib\.axis|[a-zA-Z]+)_\d+"')
 
 _PAGE: Final = """<!DOCTYPE html>
@@ -95,7 +96,7 @@ class Picture:
                 metadata={"Date": None, "Creator": "meshplan", "Title": self.title,
                           "Description": self.alt},
             )  # fmt: skip
-        return out.getvalue()
+        return out.getvalue().replace(_FONT, f"{_FONT}, Verdana, sans-serif")
 
     def inline(self) -> str:
         """As an element of a page: the svg, with its sentence for those who cannot see it."""

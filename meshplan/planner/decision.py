@@ -63,6 +63,19 @@ class Ladder:
     plan_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One configuration from below: nothing with it takes less time, and nothing less memory.
+
+    Attributes:
+        seconds: Of a step, whatever memory it takes.
+        num_bytes: Of the rank that holds most, whatever time that takes.
+    """
+
+    seconds: float
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What the planner came to.
@@ -79,6 +92,8 @@ class Decision:
         samples: Of a step.
         flops: Of a step, without recomputation.
         is_whole: Whether the search came to its end.
+        bounds: Of all configurations.
+        measured: What the memory room was asked for, and told, fitting or not.
     """
 
     spec: Spec
@@ -98,6 +113,8 @@ class Decision:
     profile: Profile
     limit_bytes: int
     is_whole: bool = True
+    bounds: tuple[Bound, ...] = ()
+    measured: tuple[Way, ...] = ()
 
     def tokens_per_s(self, way: Way) -> float:
         """Of one device."""
