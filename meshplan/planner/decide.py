@@ -13,10 +13,10 @@ import numpy as np
 
 from meshplan.cost.profile import without
 from meshplan.mesh import AXES
-from meshplan.planner.decision import Decision, Ladder, Question
+from meshplan.planner.decision import Bound, Decision, Ladder, Question
 from meshplan.planner.job import Job
 from meshplan.planner.near import SLACK, Near
-from meshplan.planner.numbers import Numbers
+from meshplan.planner.numbers import Numbers, memory_bounds, time_bounds
 from meshplan.planner.row import Candidate
 from meshplan.planner.search import Found, Measured, search
 from meshplan.planner.space import Rejected
@@ -72,7 +72,16 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
         is_whole=found.is_whole and not is_stopped,
         is_interrupted=is_stopped,
         profile_path=job.question.profile_path,
+        bounds=tuple(_bounds(job, numbers)),
+        measured=tuple(job.measured),
     )
+
+
+def _bounds(job: Job, numbers: Numbers) -> Iterator[Bound]:
+    """Of every row that exists."""
+    for seconds, held in zip(time_bounds(numbers), memory_bounds(numbers), strict=True):
+        if np.isfinite(seconds) and np.isfinite(held):
+            yield Bound(float(seconds), job.widened(float(held)))
 
 
 def _line(job: Job, found: Found) -> str:

@@ -72,6 +72,19 @@ class Ladder:
     plan_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One configuration from below: nothing with it takes less time, and nothing less memory.
+
+    Attributes:
+        seconds: Of a step, whatever memory it takes.
+        num_bytes: Of the rank that holds most, whatever time that takes.
+    """
+
+    seconds: float
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What the planner came to.
@@ -90,6 +103,8 @@ class Decision:
         is_whole: Whether the search came to its end.
         is_interrupted: Whether somebody ended it; else the time was up.
         profile_path: The file that the profile is from; None for one of meshplan's own.
+        bounds: Of all configurations.
+        measured: What the memory room was asked for, and told, fitting or not.
     """
 
     spec: Spec
@@ -111,6 +126,8 @@ class Decision:
     is_whole: bool = True
     is_interrupted: bool = False
     profile_path: Path | None = None
+    bounds: tuple[Bound, ...] = ()
+    measured: tuple[Way, ...] = ()
 
     def tokens_per_s(self, way: Way) -> float:
         """Of one device."""

@@ -46,6 +46,7 @@ class Job:
     Attributes:
         spec: As the plan file says it.
         capacity: Bytes that a rank may hold by the linear figures.
+        measured: What the memory room told to its end.
     """
 
     def __init__(self, question: Question, free: Freedom | None = None) -> None:
@@ -58,8 +59,13 @@ class Job:
         self._chains: dict[int, Chain] = {}
         self._driver = driver_bytes(question.device, ()).high
         self.capacity = (question.limit_bytes - self._driver) / _SHARES
+        self.measured: list[Way] = []
         if free is not None:
             self.free = free
+
+    def widened(self, linear_bytes: float) -> int:
+        """What the memory room would say at the least of so many bytes by the linear figures."""
+        return int(linear_bytes * _SHARES) + self._driver
 
     # What there is
 
@@ -220,6 +226,7 @@ class Job:
             held = (group.band[1] - self._driver) / _SHARES
             excess = max(excess, held - candidate.linear_bytes[_place(plan, group.ranks[0])])
         way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
+        self.measured.append(way)
         return Measured(fits=memory.fits is True, excess_bytes=excess, result=way)
 
     def _over(self, numbers: Numbers, candidate: Candidate) -> float | None:
