@@ -87,7 +87,8 @@ def tape_of(shape: Shape, run: Run) -> Tape:
         raise PlanError(Problem(what, fix="leave sequence_parallel out"))
     tape = Tape()
     tokens = run.batch * run.seq_len
-    w = Writer(tape, run.element_bytes, run.element_bytes, run.is_cuda, tokens=tokens)
+    size = run.element_bytes
+    w = Writer(tape, size, size, run.is_cuda, tokens=tokens, in_place=run.in_place)
     ids, targets = tape.value(tokens * _ID), tape.value(tokens * _ID)
     tape.before |= {ids: Term.INPUTS, targets: Term.INPUTS}
     is_llama = not shape.positions

@@ -144,6 +144,7 @@ def told_estimate(
                     ("inputs of a rank's step", shape),
                     ("loss", "cross-entropy in float32 over the last dim of logits"),
                     ("optimizer", f"torch's {spec.optimizer} with its defaults"),
+                    *_of_experts(plan),
                 ),
                 notes=notes,
                 error=[ERROR + BRIEF_ERROR * (n not in in_full) for n in range(len(groups))],
@@ -151,6 +152,12 @@ def told_estimate(
             fullest = [groups.index(found.worst.ranks)]
             if works.only_in_brief or in_full.issuperset(fullest):
                 return found
+
+
+def _of_experts(plan: Plan) -> Iterator[tuple[str, str]]:
+    """What is assumed of them."""
+    if shape_of(plan.graph).experts:
+        yield "experts", "transformers' grouped_mm, whose sizes do not depend on the routing"
 
 
 def _in_brief(num_in_full: int, num_groups: int) -> str:
