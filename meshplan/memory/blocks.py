@@ -13,7 +13,7 @@ from typing import Final
 
 from meshplan.memory.activations import activate
 from meshplan.memory.attention import attend
-from meshplan.memory.experts import sparse_mlp
+from meshplan.memory.experts import ONE_RANK, Spread, sparse_mlp
 from meshplan.memory.rows import Writer
 from meshplan.memory.shape import Shape
 from meshplan.memory.styled import Entered, Styled, cut_otherwise, project
@@ -36,6 +36,7 @@ class Part:
         styled: Which modules tp cuts.
         seq_len: Tokens of a sequence that attention sees.
         is_fused: Whether a fused kernel computes it.
+        spread: How experts are spread over ranks.
     """
 
     tp: int = 1
@@ -47,6 +48,7 @@ class Part:
     styled: Styled = field(default_factory=Styled)
     seq_len: int = 1
     is_fused: bool = True
+    spread: Spread = ONE_RANK
 
 
 def enter(w: Writer, x: int, part: Part) -> int:
@@ -154,7 +156,7 @@ def gated_mlp(w: Writer, shape: Shape, x: int, part: Part) -> int:
 
 def expert_mlp(w: Writer, shape: Shape, x: int, part: Part) -> int:
     """In the place of `gated_mlp`."""
-    return sparse_mlp(w, shape, x)
+    return sparse_mlp(w, shape, x, part.spread)
 
 
 def llama_block(w: Writer, shape: Shape, x: int, part: Part) -> int:

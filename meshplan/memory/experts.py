@@ -11,6 +11,7 @@ models/<family>/modeling_*.py, `<Family>TopKRouter`; torch 2.13, native/cuda/Sor
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Final
 
 from meshplan.memory.activations import activate
@@ -26,12 +27,42 @@ _TO_PUT: Final = 5
 """Lists of indices that sorting takes, and adding up rows at indices."""
 
 
-def sparse_mlp(w: Writer, shape: Shape, x: int) -> int:
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How experts are spread over ranks.
+
+    Args:
+        ranks: Of ep.
+        arriving: Slots that come to a rank for each that it sends: 1 where all get as many.
+        is_unit: Whether they are a unit of their own.
+    """
+
+    ranks: int = 1
+    arriving: float = 1.0
+    is_unit: bool = False
+
+
+ONE_RANK: Final = Spread()
+"""All experts are where the tokens are."""
+
+
+def sparse_mlp(w: Writer, shape: Shape, x: int, spread: Spread) -> int:
     """`MixtralSparseMoeBlock`, and the blocks of its shape."""
     logits, weights, index = _route(w.at(f"{w.module}.gate"), shape, x)
-    out = compute(w.at(f"{w.module}.experts"), shape, x, weights, slots=shape.top_k)
+    at, start = w.at(f"{w.module}.experts"), len(w.tape.rows)
+    if spread.ranks > 1:
+        out = _dispatch(at, shape, x, index, weights, spread)
+    else:
+        out = compute(at, shape, x, weights, slots=shape.top_k)
+    if spread.is_unit:
+        w.tape.units.append((at.module, start, len(w.tape.rows)))
     w.touch(logits, weights, index)
     return out
+
+
+def most_arriving(shape: Shape, ranks: int) -> float:
+    """`Spread.arriving` where all tokens of all ranks go to the experts of one."""
+    return ranks * min(shape.top_k, shape.experts // ranks) / shape.top_k
 
 
 def _route(w: Writer, shape: Shape, x: int) -> tuple[int, int, int]:
@@ -67,6 +98,67 @@ def _to_sum_one(w: Writer, weights: int) -> int:
     return divided
 
 
+def _dispatch(
+    w: Writer, shape: Shape, x: int, index: int, weights: int, spread: Spread
+) -> int:  # fmt: skip
+    """Slots travel to the rank of their expert, and what it makes of them back.
+
+    Source: `runtime.expert._Dispatch`, whose lines these are.
+    """
+    tape, table = w.tape, shape.experts * _ID
+    size, ids = w.size(x) * shape.top_k, w.size(index)
+    arrived = round(ids // _ID * spread.arriving)
+    width = shape.hidden * w.element_bytes
+    counts = w.row("where", (index,), table, takes=2 * ids + 1, is_sent=True)
+    theirs = w.row("empty_like", (counts,), table, is_sent=True)
+    both = w.row("stack", (counts, theirs), 2 * table)
+    _, order = _sort(w, ids)
+    repeated = w.row("clone", (x,), size, grads=(Grad(x, w.size(x)),))
+    own, own_weights = _select(w, repeated, order), _select(w, weights, order)
+    rows = tape.value(arrived * width)
+    scores = tape.value(arrived * (w.size(weights) // (ids // _ID)))
+    tape.add(
+        Row("all_to_all", w.module, (own, own_weights), (rows, scores),
+            grads=(Grad(own, w.size(own)), Grad(own_weights, w.size(own_weights))),
+            takes_back=max(0, w.size(rows) - w.size(own_weights)), is_sent=True)
+    )  # fmt: skip
+    here = w.row("repeat", (), table, takes=table // spread.ranks)
+    ids_here = w.row("index_select", (here,), arrived * _ID, takes=arrived * _ID)
+    local = replace(shape, experts=shape.experts // spread.ranks)
+    computed = compute(w, local, rows, scores, slots=1)
+    shown = w.slice(computed, w.size(computed))
+    back = w.row(
+        "all_to_all", (shown,), size, grads=(Grad(shown, w.size(computed)),), takes_back=size,
+        is_sent=True,
+    )  # fmt: skip
+    inverse = w.row("empty_like", (), ids)
+    tape.add(Row("index_put", w.module, (order,), (), takes=ids))
+    out = _sum(w, _select(w, back, inverse), shape.top_k)
+    w.touch(counts, theirs, both, order, rows, scores, here, ids_here, computed, back, inverse)
+    return out
+
+
+def _select(w: Writer, x: int, index: int) -> int:
+    """`index_select` of all rows, in another order."""
+    size = w.size(x)
+    grads, apart = (Grad(x, size),), _apart(w, size)
+    return w.row("index_select", (x, index), size, keeps=(index,), grads=grads, takes_back=apart)
+
+
+def _sort(w: Writer, size: int) -> tuple[int, int]:
+    """(sorted, order) of whole numbers of so many bytes."""
+    out = w.tape.value(size), w.tape.value(size)
+    is_long = w.is_cuda and size // _ID > _SORTED_IN_PLACE
+    w.tape.add(Row("sort", w.module, (), out, takes=_TO_SORT * size if is_long else 0))
+    return out
+
+
+def _sum(w: Writer, x: int, slots: int) -> int:
+    """Over the slots of each token, to each of which goes the gradient of the sum."""
+    new = w.size(x) if slots > 1 else 0
+    return w.row("sum", (x,), w.size(x) // slots, grads=(Grad(x, new),))
+
+
 def compute(w: Writer, shape: Shape, x: int, weights: int, *, slots: int) -> int:
     """`grouped_mm_experts_forward`.
 
@@ -79,9 +171,7 @@ def compute(w: Writer, shape: Shape, x: int, weights: int, *, slots: int) -> int
     number = size // (shape.hidden * w.element_bytes)
     ids = number * _ID
     tape, at = w.tape, w.module
-    is_long = w.is_cuda and number > _SORTED_IN_PLACE
-    by_expert, order = tape.value(ids), tape.value(ids)
-    tape.add(Row("sort", at, (), (by_expert, order), takes=_TO_SORT * ids if is_long else 0))
+    by_expert, order = _sort(w, ids)
     tokens = w.row("floor_divide", (order,), ids)
     rows = _take(w, x, tokens, size)
     own_weights = _take(w, weights, order, w.size(weights))
@@ -98,7 +188,7 @@ def compute(w: Writer, shape: Shape, x: int, weights: int, *, slots: int) -> int
     tape.add(Row("index_put", at, (order,), (), takes=ids))
     w.touch(back)
     out = _take(w, out, back, w.size(out))
-    summed = w.row("sum", (out,), w.size(out) // slots, grads=(Grad(out, w.size(out)),))
+    summed = _sum(w, out, slots)
     summed = w.cast(summed, w.size(x) / w.size(summed))
     w.touch(by_expert, order, rows, own_weights, numbers, count, ends, made, out)
     return summed
