@@ -24,6 +24,7 @@ from meshplan.memory.log import EventLog, Term
 from meshplan.plan import Plan
 from meshplan.runtime.applied import applied, apply_plan
 from meshplan.runtime.batch import mapped
+from meshplan.runtime.expert_protocol import find_for_twin
 from meshplan.runtime.ledger import Ledger
 from meshplan.runtime.materialize import Values
 from meshplan.runtime.mesh import device_mesh
@@ -110,6 +111,7 @@ def imagining(
         open_groups(plan, mesh)
         mode = fake_mode()
         twin, _, _ = twin_of(model, (), mode)
+        find_for_twin(model, twin, plan)
         shadows = Shadows()
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
