@@ -60,6 +60,7 @@ class Job:
         self._driver = driver_bytes(question.device, ()).high
         self.capacity = (question.limit_bytes - self._driver) / _SHARES
         self.measured: list[Way] = []
+        self._known: dict[tuple[object, ...], Measured] = {}
         if free is not None:
             self.free = free
 
@@ -205,6 +206,12 @@ class Job:
         Args:
             to_the_end: Whether what does not fit is of interest too.
         """
+        key = candidate.row, candidate.ends, candidate.takes, to_the_end
+        if key not in self._known:
+            self._known[key] = self._measure(numbers, candidate, to_the_end=to_the_end)
+        return self._known[key]
+
+    def _measure(self, numbers: Numbers, candidate: Candidate, *, to_the_end: bool) -> Measured:
         question, stated = self.question, self.stated(numbers, candidate)
         if not to_the_end and (excess := self._over(numbers, candidate)) is not None:
             return Measured(fits=False, excess_bytes=excess)
