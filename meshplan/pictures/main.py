@@ -223,7 +223,8 @@ def draw(plan: Plan, what: str, *, theme: str = "light", **given: Any) -> Pictur
         SpecError: There is no such picture, theme, module or rank.
         PlanError: What the picture shows is not known of this plan.
     """
-    return _DRAWN[what](_asked(plan, what, theme, given))
+    asked = _asked(plan, what, theme, given)
+    return _DRAWN[what](asked)
 
 
 def facts_of(plan: Plan, what: str, **given: Any) -> Any:
@@ -232,7 +233,8 @@ def facts_of(plan: Plan, what: str, **given: Any) -> Any:
     Args:
         given: As of `draw`.
     """
-    return _FACTS[what](_asked(plan, what, "light", given))
+    asked = _asked(plan, what, "light", given)
+    return _FACTS[what](asked)
 
 
 def _asked(plan: Plan, what: str, theme: str, given: Mapping[str, Any]) -> Asked:
