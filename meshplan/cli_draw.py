@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshplan import api
 from meshplan.errors import Origin, PlanError, Problem, SpecError
-from meshplan.render.text import envelope
+from meshplan.render.text import envelope, wants_colour
 from meshplan.verbs import YES, Verb, plan_file, print_notes
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ def _draw(args: argparse.Namespace) -> int:
     check_what(args.what)
     theme_of(args.theme)
     if args.output is None:
-        what = f"a picture of {args.what} needs a file to be in"
-        raise SpecError(Problem(what, Origin("-o"), "add -o out.png, out.svg or out.html"))
+        return _in_terminal(path, args)
     check_target(Path(args.output))
     picture = _picture(path, args)
     saved = picture.save(args.output)
@@ -60,6 +60,32 @@ def _draw(args: argparse.Namespace) -> int:
     else:
         print(picture.title)
         print_notes(args, [f"wrote {saved}"])
+    return YES
+
+
+def _in_terminal(path: str, args: argparse.Namespace) -> int:
+    """The twin of a picture, where it has one."""
+    from meshplan.pictures.main import facts_of
+    from meshplan.render.drawn import (
+        gantt_lines,
+        layout_lines,
+        memory_lines,
+        mesh_lines,
+        print_lines,
+    )
+
+    twins: dict[str, Callable[[Any], Any]] = {
+        "mesh": mesh_lines, "layout": layout_lines, "memory": memory_lines, "gantt": gantt_lines,
+    }  # fmt: skip
+    if args.what not in twins or args.json:
+        what = f"a picture of {args.what} needs a file to be in"
+        if args.json:
+            what = "--json tells what was written, and nothing is"
+        raise SpecError(Problem(what, Origin("-o"), "add -o out.png, out.svg or out.html"))
+    plan = api.decide(path, args.set, model=args.model, config=args.config)
+    facts = facts_of(plan, args.what, **_given(path, plan, args))
+    colour = wants_colour(no_color=args.no_color)
+    print_lines(twins[args.what](facts), sys.stdout, colour=colour)
     return YES
 
 

@@ -55,7 +55,10 @@ LATE = {"torch", "sympy", "networkx", "matplotlib", "rich", "yaml"}
 
 LATE_BETWEEN = {
     ("__init__", "importlib"),  # it resolves the public names when they are asked for
-    ("plan", "pictures"),  # upward: values show themselves
+    ("layout", "pictures"),  # upward: values show themselves
+    ("spec", "pictures"),
+    ("memory", "pictures"),
+    ("plan", "pictures"),
     ("api", "reader"),  # yaml
     ("api", "memory"),  # what answers one question only
     ("api", "plan"),

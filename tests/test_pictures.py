@@ -13,7 +13,7 @@ from meshplan.errors import SpecError
 from meshplan.memory.log import Term
 from meshplan.memory.told import told_estimate
 from meshplan.pictures.gantt import gantt
-from meshplan.pictures.main import WHATS, draw
+from meshplan.pictures.main import WHATS, draw, facts_of
 from meshplan.pictures.memory_bars import memory_bars, states_alone
 from meshplan.pictures.mesh_map import mesh_map
 from meshplan.pictures.palette import PASSES, SHARDS, TERMS, THEMES, shard_ink
@@ -22,7 +22,7 @@ from meshplan.pictures.tensor import tensor_layout
 from meshplan.pictures.types import Picture
 from meshplan.schedules import SCHEDULES
 from meshplan.sizing import read_limit
-from meshplan.units import GIB
+from meshplan.units import GIB, format_seconds
 from tests.graphs import blocks
 from tests.pictured import LONG, boxes, check_readable, llama, plan_of, strange, written
 
@@ -218,7 +218,7 @@ def test_every_schedule_is_drawn_and_its_bubble_told(name):
     schedule = SCHEDULES[name]
     pipeline = {"schedule": name, "microbatches": 8, "virtual": schedule.virtual or 2}
     plan = llama(8, **{**PIPED, "pipeline": pipeline})
-    facts = gantt(plan)
+    facts = facts_of(plan, "gantt")
     stages = 4 * pipeline["virtual"]
     forwards = [block for block in facts.blocks if block.kind == "F"]
     assert len({(b.stage, b.microbatch) for b in forwards}) == len(forwards) == stages * 8
@@ -227,8 +227,8 @@ def test_every_schedule_is_drawn_and_its_bubble_told(name):
     assert [row[-1][1] for row in facts.kept] == [0] * 4
     picture = draw(plan, "gantt")
     assert picture.title == (
-        f"{name}: ranks wait {facts.idle_share:.1%} of the time ({stages} stages on 4 ranks, "
-        "8 microbatches)"
+        f"{name}: ranks wait {facts.idle_share:.1%} of a step of {format_seconds(facts.step)} "
+        f"({stages} stages on 4 ranks, 8 microbatches)"
     )
     check_readable(picture.figure)
 
