@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from meshplan import api
-from meshplan.errors import SpecError
+from meshplan.errors import Problem, SpecError
 from meshplan.render.text import envelope, wants_colour
 from meshplan.verbs import NO, YES, Verb, plan_file, print_notes, until_interrupted
 
@@ -180,6 +180,30 @@ def _explain_memory(args: argparse.Namespace) -> int:
     return YES if estimate.fits is not False else NO
 
 
+def _diff_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plans", nargs=2, metavar="PLAN", help="a plan file, or a lock")
+    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
+    parser.add_argument("--profile", metavar="FILE", help="what calibrate wrote of this machine")
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from meshplan import planning
+    from meshplan.render.difference import difference_to_json, difference_to_text
+
+    if args.file is not None:
+        raise SpecError(Problem("diff takes two plans, and -f names a third", None, "leave it out"))
+    sides = []
+    for name in args.plans:
+        path, chosen = planning.plan_of_lock(name) or (name, [])
+        sides.append((name, api.decide(path, [*args.set, *chosen], config=args.config)))
+    found = planning.compare(*sides, profile=args.profile)
+    if args.json:
+        print(envelope("diff/1", difference_to_json(found)))
+    else:
+        print(*difference_to_text(found), sep="\n")
+    return YES if found.is_same else NO
+
+
 def _calibrate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="PROFILE", default="profile.json", help="where to write the profile"
@@ -209,6 +233,7 @@ VERBS: tuple[Verb, ...] = (
         _explain_flags,
         _explain,
     ),
+    Verb("diff", "two plans: what is decided otherwise, and what that costs", _diff_flags, _diff),
     Verb(
         "calibrate",
         "time this machine: products, copies, messages",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshplan.cost.calibration import profile_from, write_profile
+from meshplan.cost.calibration import profile_from, read_profile, write_profile
 from meshplan.cost.profile import Profile
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.plan import Plan
@@ -16,6 +16,7 @@ from meshplan.planner import locking, module
 from meshplan.planner.changed import Change
 from meshplan.planner.decide import decide
 from meshplan.planner.decision import Decision
+from meshplan.planner.difference import Difference, difference, side_of
 from meshplan.planner.explain import Asker, WhyNot, settings_of
 from meshplan.planner.module import ModuleAnswer
 from meshplan.planner.remedy import Trouble, trouble_of
@@ -115,6 +116,29 @@ def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) 
         SpecError: The model has no such module.
     """
     return module.explain_module(plan, name, profile=profile)
+
+
+def compare(
+    old: tuple[str, Plan], new: tuple[str, Plan], *, profile: str | Path | None = None
+) -> Difference:
+    """What one plan decides otherwise than another, and what that costs.
+
+    Args:
+        old, new: (what it is called, the plan).
+        profile: As for `search_plan`.
+    """
+    measured = read_profile(Path(profile), Origin("--profile")) if profile is not None else None
+    return difference(*(side_of(name, plan, measured) for name, plan in (old, new)))
+
+
+def plan_of_lock(path: str | os.PathLike[str]) -> tuple[str, list[str]] | None:
+    """(the plan file that a lock was made for, its choices as statements); None of other files.
+
+    Raises:
+        SpecError: It is a lock, and the plan is not beside it, or has changed since.
+    """
+    found = locking.source_of_lock(Path(path))
+    return found and (str(found[0]), found[1])
 
 
 def lock_plan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from meshplan.memory.driver import driver_bytes
 from meshplan.memory.estimate import RESERVED_ERROR
 from meshplan.memory.told import ERROR, OverError, refusals, styled_of, told_estimate, told_rank
 from meshplan.plan import Plan, make_plan
+from meshplan.planner.cutting import StagePins, stage_pins_of
 from meshplan.planner.decision import Question, Way
 from meshplan.planner.gauge import least_bytes, shorten
 from meshplan.planner.held import element_bytes_of
@@ -88,6 +90,7 @@ class Job:
             gpus_per_node=cluster.gpus_per_node,
             num_blocks=sum(map(bool, self._chain(1).names)),
             refuses=self._refuses,
+            can_cut=lambda stages: self._cuts.can_cut(self._graph.blocks(), stages),
         )
 
     def _refuses(self, trial: Spec) -> str:
@@ -144,7 +147,7 @@ class Job:
 
     def numbers(self, profile: Profile) -> Numbers:
         """What the search reads, at the speeds of a profile."""
-        return numbers_of(
+        found = numbers_of(
             self.grid,
             self._chain,
             profile=profile,
@@ -156,6 +159,11 @@ class Job:
             reshard=self.free.reshard,
             pins=self._pins,
         )
+        return replace(found, stages=self._cuts.places(found.names))
+
+    @cached_property
+    def _cuts(self) -> StagePins:
+        return stage_pins_of(self.spec, self._graph)
 
     @cached_property
     def usual(self) -> Numbers:

@@ -18,7 +18,7 @@ from meshplan.mesh import AXES
 from meshplan.planner.pins import Pins
 from meshplan.planner.row import Candidate
 from meshplan.planner.space import Freedom
-from meshplan.spec import Spec
+from meshplan.spec import AUTO, Spec
 from meshplan.units import spans_of
 
 _UNIFORM: Final = {0: ("zero2", "hybrid_shard_zero2"), 1: ("full_shard", "hybrid_shard")}
@@ -100,9 +100,12 @@ def statements(
         out["pipeline.schedule"] = SCHEDULE_WORDS[int(row["schedule"])]
         out["pipeline.microbatches"] = count
         # What follows a named module is of its stage, up to the next that is named.
-        out["pipeline.split"] = [[stage[0].name] for stage in stages]
+        if spec.pipeline is None or spec.pipeline.split == AUTO:
+            out["pipeline.split"] = [[stage[0].name] for stage in stages]
     open_ = [b for b in blocks if not (b.name in pins and pins[b.name].recompute)]
-    out["activation_checkpointing"] = word = _usual_recompute(open_)
+    word = _usual_recompute(open_)
+    if spec.activation_checkpointing.every == 1:  # Else it says it of all blocks already.
+        out["activation_checkpointing"] = word
     rules = list(_recompute_rules(open_, word))
     open_ = [b for b in blocks if not (b.name in pins and pins[b.name].reshard)]
     rules += _reshard_rules(open_, usual)

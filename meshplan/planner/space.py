@@ -58,8 +58,10 @@ class Freedom:
         modes, schedules: Places in `grid.MODES` and `grid.SCHEDULE_WORDS`.
         recompute: Places in `grid.RECOMPUTE`.
         reshard: Of blocks whose parameters are sharded.
-        micro: Samples of one microbatch; () where free.
+        micro: `batch.micro`: samples of one microbatch, of a pipeline of all its microbatches; ()
+            where free.
         accumulate: Microbatches of a step; None where free.
+        pipelined: Microbatches of a pipeline; None where free.
         global_: Samples of a step of all ranks; None where micro and accumulate say it.
         sequence_parallel: By size of tp.
         rejected: What was left out.
@@ -74,6 +76,7 @@ class Freedom:
     reshard: tuple[int, ...] = (0, 1)
     micro: tuple[int, ...] = ()
     accumulate: int | None = None
+    pipelined: int | None = None
     global_: int | None = None
     sequence_parallel: Mapping[int, bool] = field(default_factory=dict)
     rejected: tuple[Rejected, ...] = ()
@@ -91,11 +94,18 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def freedom_of(
-    spec: Spec, *, world: int, gpus_per_node: int, num_blocks: int, refuses: Callable[[Spec], str]
+    spec: Spec,
+    *,
+    world: int,
+    gpus_per_node: int,
+    num_blocks: int,
+    refuses: Callable[[Spec], str],
+    can_cut: Callable[[int], bool] = lambda stages: True,
 ) -> Freedom:
     """What a spec leaves free.
 
     Args:
+        can_cut: Whether blocks can be cut into so many stages where the plan says that they are.
         refuses: Why a trial of a spec cannot be, "" if it can be: whether the model divides, and
             whether its step can be told.
 
@@ -108,6 +118,7 @@ def freedom_of(
     sequence = _tensor_parallel(spec, axes, refuses, rejected)
     axes["tp"] = tuple(sequence)
     axes["pp"] = _pipelines(spec, axes["pp"], num_blocks, refuses, rejected)
+    axes["pp"] = tuple(_as_stated(spec, axes["pp"], can_cut, rejected))
     for axis in ("cp", "ep"):
         axes[axis] = tuple(_allowed(spec, axis, axes[axis][:2], refuses, rejected))
     modes: tuple[int, ...] = tuple(range(len(MODES)))
@@ -128,6 +139,7 @@ def freedom_of(
         rejected=tuple(rejected),
         micro=(spec.batch.micro,) if isinstance(spec.batch.micro, int) else (),
         accumulate=spec.batch.accumulate if isinstance(spec.batch.accumulate, int) else None,
+        pipelined=_stated_microbatches(spec),
         global_=spec.batch.global_,
     )
 
@@ -192,6 +204,31 @@ def _pipelines(
     return tuple(size for size in sizes if size <= num_blocks)
 
 
+def _as_stated(
+    spec: Spec,
+    sizes: Sequence[int],
+    can_cut: Callable[[int], bool],
+    rejected: list[Rejected],
+) -> Iterator[int]:
+    """A pipeline that is stated is there, and is cut where it is stated."""
+    is_stated = spec.pipeline is not None or any(rule.stage is not None for rule in spec.rules)
+    for size in sizes:
+        why = ""
+        if size == 1 and is_stated:
+            why = "the plan states a pipeline"
+        elif size > 1 and not can_cut(size):
+            why = "the plan states stages that do not go with it"
+        if why:
+            rejected.append(Rejected(f"mesh.pp={size}", why))
+        else:
+            yield size
+
+
+def _stated_microbatches(spec: Spec) -> int | None:
+    stated = spec.pipeline.microbatches if spec.pipeline is not None else AUTO
+    return stated if isinstance(stated, int) else None
+
+
 def _allowed(
     spec: Spec,
     axis: str,
@@ -230,9 +267,9 @@ def with_axes(spec: Spec, sizes: Mapping[str, int], *, sequence_parallel: bool =
 
 
 def _rule_as_trial(rule: Rule, sizes: Mapping[str, int]) -> Rule:
-    """Without what parameters that are not cut have no use for."""
+    """Without what is of another mesh: stages, and parameters that are cut."""
     back = rule.reshard_after_forward if sizes.get("dp_shard", 1) > 1 else None
-    return replace(rule, optional=True, reshard_after_forward=back)
+    return replace(rule, optional=True, stage=None, reshard_after_forward=back)
 
 
 def _as_trial(pipeline: Pipeline | None) -> Pipeline | None:
@@ -322,7 +359,7 @@ def _steps(free: Freedom, sizes: tuple[int, ...], mode: int) -> Iterator[tuple[i
     """Whole rows: microbatches and schedules of one mesh."""
     pp, replicate, shard = sizes[0], sizes[1], sizes[2]
     ranks = replicate * shard
-    for micro, microbatches in _microbatches(free, ranks):
+    for micro, microbatches in _microbatches(free, ranks, pp > 1):
         if pp == 1:
             yield (*sizes, 1, micro, microbatches, mode, 0)
             continue
@@ -330,15 +367,24 @@ def _steps(free: Freedom, sizes: tuple[int, ...], mode: int) -> Iterator[tuple[i
             yield (*sizes, 1, micro, microbatches, mode, schedule)
 
 
-def _microbatches(free: Freedom, ranks: int) -> Iterator[tuple[int, int]]:
-    """(samples of one, how many) for each of so many data ranks."""
+def _microbatches(free: Freedom, ranks: int, is_pipeline: bool) -> Iterator[tuple[int, int]]:
+    """(samples of one, how many) for each of so many data ranks.
+
+    A pipeline takes all that a rank has in a step at once: `batch.micro` is what it cuts.
+    """
     if free.global_ is None:
         assert free.accumulate is not None
-        yield free.micro[0], free.accumulate
+        own = free.micro[0] * free.accumulate
+    elif free.global_ % ranks:
         return
-    if free.global_ % ranks:
+    else:
+        own = free.global_ // ranks
+    if is_pipeline:
+        if free.accumulate in (None, 1) and (not free.micro or own in free.micro):
+            for micro in divisors(own):
+                if micro <= _MOST_MICRO and free.pipelined in (None, own // micro):
+                    yield micro, own // micro
         return
-    own = free.global_ // ranks
     for micro in free.micro or tuple(d for d in divisors(own) if d <= _MOST_MICRO):
         if own % micro == 0 and free.accumulate in (None, own // micro):
             yield micro, own // micro
