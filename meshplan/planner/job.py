@@ -25,6 +25,7 @@ from meshplan.planner.row import Candidate
 from meshplan.planner.search import Measured
 from meshplan.planner.settle import Block, blocks_of, statements
 from meshplan.planner.space import Freedom, check_batch, enumerate_grid, freedom_of, with_axes
+from meshplan.planner.spread import experts_of
 from meshplan.planner.tables import numbers_of
 from meshplan.spec import Spec
 
@@ -47,7 +48,7 @@ class Job:
         check_pins(self.spec)
         self._graph = question.graph
         self._few = question.few or question.graph
-        self._chains: dict[int, Chain] = {}
+        self._chains: dict[tuple[int, int], Chain] = {}
         self._driver = driver_bytes(question.device, ()).high
         self.capacity = (question.limit_bytes - self._driver) / _SHARES
         if free is not None:
@@ -73,6 +74,7 @@ class Job:
             gpus_per_node=cluster.gpus_per_node,
             num_blocks=sum(map(bool, self._chain(1).names)),
             refuses=self._refuses,
+            experts=experts_of(self._graph),
         )
 
     def _refuses(self, trial: Spec) -> str:
@@ -97,15 +99,15 @@ class Job:
         tensors = self._trial.assignment.tensors.values()
         return next(p.info.dtype for p in tensors if not p.info.is_buffer)
 
-    def _chain(self, tp: int) -> Chain:
-        if tp not in self._chains:
+    def _chain(self, tp: int, ep: int = 1) -> Chain:
+        if (tp, ep) not in self._chains:
             cuts = tp > 1 and self.free.sequence_parallel[tp]
             trial = with_axes(self.spec, {"tp": tp}, sequence_parallel=cuts)
-            self._chains[tp] = self._chain_of(make_plan(trial, self._few))
-        return self._chains[tp]
+            self._chains[tp, ep] = self._chain_of(make_plan(trial, self._few), ep)
+        return self._chains[tp, ep]
 
-    def _chain_of(self, plan: Plan) -> Chain:
-        """The model as one rank of the plan's tp computes it."""
+    def _chain_of(self, plan: Plan, ep: int = 1) -> Chain:
+        """The model as one rank of the plan's tp, and of ep, computes it."""
         length, tp = self.spec.batch.seq_len, plan.mesh.size("tp")
         assert length is not None
         return chain_of(
@@ -113,6 +115,7 @@ class Job:
             seq_len=length,
             element_bytes=element_bytes_of(self._trial).computed,
             tp=tp,
+            ep=ep,
             styled=styled_of(plan) if tp > 1 else None,
         )
 

@@ -68,7 +68,7 @@ def check_pins(spec: Spec) -> None:
         *((f"rules[{rule.index}].stage", "stages by rule") for rule in spec.rules
           if rule.stage is not None),
         *((f"mesh.{axis}", "borrowed ranks") for axis, size in mesh.items()
-          if isinstance(size, Borrow)),
+          if isinstance(size, Borrow) and axis != "ep"),
     ]  # fmt: skip
     if pipeline is not None and pipeline.split != AUTO:
         asked.append(("pipeline.split", "a cut that is given"))

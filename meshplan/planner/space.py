@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from meshplan.cost.grid import GRID, MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
 from meshplan.errors import PlanError, Problem
 from meshplan.mesh import AXES
-from meshplan.spec import AUTO, Pipeline, Spec
+from meshplan.planner.spread import NO_EXPERTS, Experts, as_trial, goes_with, is_placed
+from meshplan.spec import AUTO, Borrow, Pipeline, Spec
 
 _DDP, _ZERO1, _SHARD = range(len(MODES))
 _MOST_MICRO: Final = 64
@@ -58,6 +59,7 @@ class Freedom:
         accumulate: Microbatches of a step; None where free.
         global_: Samples of a step of all ranks; None where micro and accumulate say it.
         sequence_parallel: By size of tp.
+        experts: Patterns of the modules that ep spreads.
         rejected: What was left out.
     """
 
@@ -72,6 +74,7 @@ class Freedom:
     accumulate: int | None = None
     global_: int | None = None
     sequence_parallel: Mapping[int, bool] = field(default_factory=dict)
+    experts: tuple[str, ...] = ()
     rejected: tuple[Rejected, ...] = ()
 
     @property
@@ -87,11 +90,18 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def freedom_of(
-    spec: Spec, *, world: int, gpus_per_node: int, num_blocks: int, refuses: Callable[[Spec], str]
+    spec: Spec,
+    *,
+    world: int,
+    gpus_per_node: int,
+    num_blocks: int,
+    refuses: Callable[[Spec], str],
+    experts: Experts = NO_EXPERTS,
 ) -> Freedom:
     """What a spec leaves free.
 
     Args:
+        experts: Of the model.
         refuses: Why a trial of a spec cannot be, "" if it can be: whether the model divides, and
             whether its step can be told.
 
@@ -104,8 +114,8 @@ def freedom_of(
     sequence = _tensor_parallel(spec, axes, refuses, rejected)
     axes["tp"] = tuple(sequence)
     axes["pp"] = _pipelines(spec, axes["pp"], num_blocks, refuses, rejected)
-    for axis in ("cp", "ep"):
-        axes[axis] = tuple(_allowed(spec, axis, axes[axis][:2], refuses, rejected))
+    axes["cp"] = tuple(_allowed(spec, "cp", axes["cp"][:2], refuses, rejected))
+    axes["ep"] = tuple(_spread(spec, axes["ep"], experts, refuses, rejected))
     modes: tuple[int, ...] = tuple(range(len(MODES)))
     reshard: tuple[int, ...] = (0, 1)
     hybrid = None
@@ -121,6 +131,7 @@ def freedom_of(
         recompute=tuple(_recompute(spec, refuses, rejected)),
         reshard=reshard,
         sequence_parallel=sequence,
+        experts=experts.modules,
         rejected=tuple(rejected),
         micro=(spec.batch.micro,) if isinstance(spec.batch.micro, int) else (),
         accumulate=spec.batch.accumulate if isinstance(spec.batch.accumulate, int) else None,
@@ -139,7 +150,8 @@ def _axes(spec: Spec, world: int) -> dict[str, tuple[int, ...]]:
         raise PlanError(Problem(what, spec.origin("mesh"), fix))
     out: dict[str, tuple[int, ...]] = dict.fromkeys(AXES, (1,))
     for axis, size in spec.mesh.items():
-        out[axis] = (size,) if isinstance(size, int) else every
+        own = size.size if isinstance(size, Borrow) else size
+        out[axis] = (own,) if isinstance(own, int) else every
     return out
 
 
@@ -203,15 +215,45 @@ def _allowed(
             yield size
 
 
-def with_axes(spec: Spec, sizes: Mapping[str, int], *, sequence_parallel: bool = False) -> Spec:
+def _spread(
+    spec: Spec,
+    sizes: Sequence[int],
+    experts: Experts,
+    refuses: Callable[[Spec], str],
+    rejected: list[Rejected],
+) -> Iterator[int]:
+    """Over how many ranks experts may be spread: what rules place is spread."""
+    more = [size for size in sizes if size > 1]
+    if 1 in sizes and not is_placed(spec):
+        yield 1
+    if more and not experts.modules:
+        rejected.append(Rejected(f"mesh.ep={more[0]}", "no module of the model stacks experts"))
+        return
+    for size in [size for size in more if experts.count % size == 0]:
+        if why := refuses(with_axes(spec, {"ep": size}, experts=experts.modules)):
+            rejected.append(Rejected(f"mesh.ep={size}", why))
+        else:
+            yield size
+    if uneven := [str(size) for size in more if experts.count % size]:
+        why = f"{experts.count} experts do not divide by it"
+        rejected.append(Rejected(f"mesh.ep={', '.join(uneven)}", why))
+
+
+def with_axes(
+    spec: Spec,
+    sizes: Mapping[str, int],
+    *,
+    sequence_parallel: bool = False,
+    experts: tuple[str, ...] = (),
+) -> Spec:
     """The spec on this mesh alone, as a trial of what the model allows."""
+    spec = as_trial(spec, sizes, experts)
     has_tp = sizes.get("tp", 1) > 1
     tp_plan = spec.tp_plan if has_tp else "none"
     if has_tp and tp_plan == "none" and "tp_plan" not in spec.origins:
         tp_plan = AUTO
     return replace(
         spec,
-        mesh=dict(sizes),
         strategy=None,
         hardware=None,
         tp_plan=tp_plan,
@@ -290,8 +332,17 @@ def enumerate_grid(free: Freedom) -> NDArray[np.void]:
                 inner = tp * cp * pp
                 if free.world % inner == 0:
                     for data in _data(free, free.world // inner):
-                        rows += _steps(free, (pp, *data[:2], cp, tp, 1), data[2])
+                        for ep in _lent(free, data[1], {"pp": pp, "cp": cp, "tp": tp}):
+                            rows += _steps(free, (pp, *data[:2], cp, tp, ep), data[2])
     return np.array(rows, GRID)
+
+
+def _lent(free: Freedom, shard: int, sizes: Mapping[str, int]) -> Iterator[int]:
+    """What ep may borrow of so many ranks along dp_shard."""
+    is_sequence = free.sequence_parallel.get(sizes["tp"], False)
+    for ep in free.axes["ep"]:
+        if shard % ep == 0 and goes_with({**sizes, "ep": ep}, is_sequence=is_sequence):
+            yield ep
 
 
 def _data(free: Freedom, ranks: int) -> Iterator[tuple[int, int, int]]:
