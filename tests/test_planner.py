@@ -286,7 +286,7 @@ def test_nothing_fits(job, capsys):
         ({"rules": [{"match": "model.layers.3", "stage": 1}]}, "stages by rule"),
         ({"pipeline": {"split": [["model.layers.0"], ["model.layers.2"]]}}, "a cut that is given"),
         ({"pipeline": {"microbatches": 4}}, "a number of microbatches that is given"),
-        ({"mesh": {"dp_shard": "auto", "ep": "2 in dp_shard"}}, "borrowed ranks"),
+        ({"mesh": {"dp_shard": "auto", "ep": "2 in dp_shard"}}, "no module of the model stacks"),
         ({"batch": {"global": 7, "seq_len": 64}, "mesh": {"dp_shard": 8}}, "7 is not a multiple"),
     ],
 )

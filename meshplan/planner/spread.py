@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from meshplan.compatibility import CLASHES
 from meshplan.graph import ModelGraph, pattern_of
@@ -63,7 +63,8 @@ def as_trial(spec: Spec, sizes: Mapping[str, int], modules: tuple[str, ...]) -> 
     if ep == 1:
         bare = {axis: size for axis, size in sizes.items() if axis != "ep"}
         return replace(spec, mesh=bare, rules=tuple(map(_without, rules)))
-    mesh = {**sizes, LENDER: max(ep, sizes.get(LENDER, 1)), "ep": Borrow(ep, LENDER)}
+    mesh: dict[str, int | Literal["auto"] | Borrow] = {**sizes}
+    mesh |= {LENDER: max(ep, sizes.get(LENDER, 1)), "ep": Borrow(ep, LENDER)}
     if not is_placed(spec):
         match = tuple(Selector("glob", module) for module in modules)
         rules += (Rule(index=len(rules), match=match, place={"ep": EXPERT_STYLE}),)
