@@ -284,7 +284,7 @@ def test_nothing_fits(job, capsys):
         ({"activation_checkpointing": {"mode": "selective", "save": ["mm"]}}, "than the usual"),
         ({"rules": [{"match": "model.layers.3.mlp", "stage": 1}]}, "between whole blocks"),
         ({"rules": [{"match": "lm_head", "stage": 0}]}, "into the last stage"),
-        ({"mesh": {"dp_shard": "auto", "ep": "2 in dp_shard"}}, "borrowed ranks"),
+        ({"mesh": {"dp_shard": "auto", "ep": "2 in dp_shard"}}, "no module of the model stacks"),
         ({"batch": {"global": 7, "seq_len": 64}, "mesh": {"dp_shard": 8}}, "7 is not a multiple"),
     ],
 )

@@ -33,7 +33,8 @@ def random_numbers(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
     grid = np.zeros(num_rows, GRID)
     for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual"):
         grid[name] = 1
-    grid["dp_replicate"] = 1 + np.arange(num_rows)  # Each is another mesh.
+    own = "ep" if seed % 2 else "dp_replicate"
+    grid[own] = 1 + np.arange(num_rows)  # Each is another mesh, or spreads experts otherwise.
     for row in grid:
         row["pp"] = rng.integers(1, min(3, length) + 1)
         row["microbatches"] = rng.integers(1, 6)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.grid import MODES, OPTION_RECOMPUTE, OPTION_RESHARD
+from meshplan.cost.shares import share
 from meshplan.cost.types import Kind
 from meshplan.graph import DTYPE_BYTES
 from meshplan.plan import Plan
@@ -49,7 +50,7 @@ def resident_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> F
     """[rows, options] what one block holds in the loss, whatever the microbatch."""
     numel = float(sum(kind.numels))
     mode = grid["mode"][:, None]
-    held = np.where(mode == _DDP, numel, (numel / grid["dp_shard"])[:, None])
+    held = np.where(mode == _DDP, numel, share(grid, kind)[:, None])
     own = held * (sizes.stored + sizes.states)
     # What is computed with is a copy, unless nothing is cut and nothing cast.
     is_copied = (mode != _DDP) | (sizes.computed != sizes.stored)
@@ -64,7 +65,7 @@ def resident_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> F
 def step_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
     """[rows] what one block holds when the optimizer begins: states and gradients."""
     numel = float(sum(kind.numels))
-    held = np.where(grid["mode"] == _DDP, numel, numel / grid["dp_shard"])
+    held = np.where(grid["mode"] == _DDP, numel, share(grid, kind))
     return np.asarray(held * (2 * sizes.stored + sizes.states), dtype=np.float64)
 
 

@@ -19,6 +19,7 @@ from meshplan.memory.told import ERROR, OverError, refusals, styled_of, told_est
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.cutting import StagePins, stage_pins_of
 from meshplan.planner.decision import Question, Way
+from meshplan.planner.enumeration import enumerate_grid
 from meshplan.planner.gauge import least_bytes, shorten
 from meshplan.planner.held import element_bytes_of
 from meshplan.planner.lock import overrides
@@ -31,10 +32,10 @@ from meshplan.planner.space import (
     EmptySpaceError,
     Freedom,
     check_batch,
-    enumerate_grid,
     freedom_of,
     with_axes,
 )
+from meshplan.planner.spread import experts_of
 from meshplan.planner.tables import numbers_of
 from meshplan.spec import Spec
 
@@ -58,7 +59,7 @@ class Job:
         check_pins(self.spec)
         self._graph = question.graph
         self._few = question.few or question.graph
-        self._chains: dict[int, Chain] = {}
+        self._chains: dict[tuple[int, int], Chain] = {}
         self._driver = driver_bytes(question.device, ()).high
         self.capacity = (question.limit_bytes - self._driver) / _SHARES
         self.measured: list[Way] = []
@@ -91,6 +92,7 @@ class Job:
             num_blocks=sum(map(bool, self._chain(1).names)),
             refuses=self._refuses,
             can_cut=lambda stages: self._cuts.can_cut(self._graph.blocks(), stages),
+            experts=experts_of(self._graph),
         )
 
     def _refuses(self, trial: Spec) -> str:
@@ -115,15 +117,15 @@ class Job:
         tensors = self._trial.assignment.tensors.values()
         return next(p.info.dtype for p in tensors if not p.info.is_buffer)
 
-    def _chain(self, tp: int) -> Chain:
-        if tp not in self._chains:
+    def _chain(self, tp: int, ep: int = 1) -> Chain:
+        if (tp, ep) not in self._chains:
             cuts = tp > 1 and self.free.sequence_parallel[tp]
             trial = with_axes(self.spec, {"tp": tp}, sequence_parallel=cuts)
-            self._chains[tp] = self._chain_of(make_plan(trial, self._few))
-        return self._chains[tp]
+            self._chains[tp, ep] = self._chain_of(make_plan(trial, self._few), ep)
+        return self._chains[tp, ep]
 
-    def _chain_of(self, plan: Plan) -> Chain:
-        """The model as one rank of the plan's tp computes it."""
+    def _chain_of(self, plan: Plan, ep: int = 1) -> Chain:
+        """The model as one rank of the plan's tp, and of ep, computes it."""
         length, tp = self.spec.batch.seq_len, plan.mesh.size("tp")
         assert length is not None
         return chain_of(
@@ -131,6 +133,7 @@ class Job:
             seq_len=length,
             element_bytes=element_bytes_of(self._trial).computed,
             tp=tp,
+            ep=ep,
             styled=styled_of(plan) if tp > 1 else None,
         )
 

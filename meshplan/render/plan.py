@@ -60,7 +60,7 @@ def _way_to_json(decision: Decision, way: Way) -> dict[str, Any]:
     a, stages = plan.assignment, plan.assignment.stages
     batch = plan.spec.batch
     return {
-        "mesh": {axis.name: axis.size for axis in a.mesh},
+        "mesh": {each.name: each.size for each in (*a.mesh, *a.mesh.loans)},
         "strategy": a.strategy.name,
         "batch": {
             "micro": plan.micro,
@@ -156,6 +156,7 @@ def _memory(decision: Decision, way: Way) -> list[str]:
         f"{format_gib(limit - high)} left",
         f"        on ranks {ranks_to_text(worst.ranks)}, in {worst.at.phase}"
         + (f" of {worst.at.module}" if worst.at.module else ""),
+        *(f"        if {value}" for what, value in way.memory.assumed if what == "routing"),
     ]
 
 
