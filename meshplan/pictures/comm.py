@@ -229,7 +229,9 @@ def draw_comm(facts: Comm, theme: Theme) -> Picture:
 def _short(size: float, most: float) -> str:
     """In the unit of the picture: GiB, or MiB where all is small."""
     unit = GIB if most >= GIB / 10 else 2**20
-    return f"{size / unit:.1f}" if size / unit >= 0.05 else "~0"
+    if size / unit < 0.05:
+        return "~0"
+    return f"{size / unit:.1f}" if size / unit < 99.95 else f"{size / unit:.0f}"
 
 
 def _edges(axes: Axes, facts: Comm, cells: int, theme: Theme) -> None:

@@ -10,7 +10,7 @@ from meshplan.memory.estimate import MemoryEstimate, RankGroup
 from meshplan.memory.groups import equal_ranks
 from meshplan.memory.states import state_bytes
 from meshplan.pictures.palette import DRIVER, ROUNDING, TERMS, UNKNOWN, UNUSED, Ink, Theme
-from meshplan.pictures.sheet import SMALL, TEXT, Sheet, box, fitted, width_of, write
+from meshplan.pictures.sheet import SMALL, TEXT, Sheet, box, fitted, ticks_up_to, width_of, write
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import ranks_in_words
 from meshplan.plan import Plan
@@ -223,6 +223,7 @@ def draw_memory(facts: MemoryBars, theme: Theme) -> Picture:
     axes.set_yticks(range(len(facts.bars)))
     labels = [fitted(bar.name, left - 0.3, SMALL) for bar in facts.bars]
     axes.set_yticklabels(labels, parse_math=False)
+    ticks_up_to(axes, shown * 1.02)
     axes.set_xlabel("GiB of one GPU, at the worst moment of a step")
     axes.xaxis.grid(True, color=theme.line, lw=0.6)
     if facts.limit_bytes is not None:

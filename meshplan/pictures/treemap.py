@@ -13,7 +13,7 @@ from meshplan.assign import Placed
 from meshplan.graph import DTYPE_BYTES, pattern_of
 from meshplan.match import fold
 from meshplan.pictures.palette import PLACEMENTS, WHOLE, Ink, Theme, ink_on
-from meshplan.pictures.sheet import EDGE, TEXT, WIDTH, Sheet, box, fitted, fitted_name, write
+from meshplan.pictures.sheet import EDGE, TEXT, WIDTH, Sheet, box, fitted_name, width_of, write
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import counted
 from meshplan.plan import Plan
@@ -252,7 +252,7 @@ def _words(
         return
     if room < 3:
         lines = [name]
-    text = "\n".join(fitted(line, across - 0.14, size) for line in lines)
+    text = "\n".join(line for line in lines if width_of(line, size) <= across - 0.1)
     write(
         plane, x + wide / 2, y + tall / 2, text, theme, size=size, colour=ink_on(ink.colour),
         across="center", up="center", rotation=90 if is_upright else 0, linespacing=1.25,
