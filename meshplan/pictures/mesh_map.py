@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from meshplan.pictures.links import Lane, Links, links_of, machine_of, strides
 from meshplan.pictures.palette import COLLECTIVES, GREY, Ink, Theme, ink_on, shard_ink
-from meshplan.pictures.sheet import EDGE, SMALL, TEXT, WIDTH, Sheet, box, fitted, write
+from meshplan.pictures.sheet import EDGE, SMALL, TEXT, WIDTH, Sheet, box, fitted, width_of, write
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import at_in_words, counted, speed
 from meshplan.plan import Plan

@@ -71,9 +71,9 @@ def main() -> int:
     FOLDER.mkdir(parents=True, exist_ok=True)
     lines = [
         "# Gallery",
-        "Every picture that `meshplan draw` knows, with the command under it; none of these needs a",
-        "GPU, or torch. `python -m tests.bench.gallery` draws them again. `plan.draw(...)` shows the",
-        "same in a notebook, and a name that ends in `.svg` or `.html` writes those.",
+        "Every picture that `meshplan draw` knows, with the command under it; none of these needs",
+        "a GPU, or torch. `python -m tests.bench.gallery` draws them again. `plan.draw(...)` shows",
+        "the same in a notebook, and a name that ends in `.svg` or `.html` writes those.",
         "",
     ]
     too_large = []
