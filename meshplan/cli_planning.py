@@ -10,6 +10,7 @@ from meshplan.verbs import NO, YES, Verb, plan_file, print_notes
 
 
 def _question_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="PKG.MOD:FN", help="what builds the model, if no config")
     parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
     parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
     parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
@@ -29,6 +30,7 @@ def _plan(args: argparse.Namespace) -> int:
     decision = planning.search_plan(
         path,
         args.set,
+        model=args.model,
         config=args.config,
         gpu=args.gpu,
         memory=args.memory,
@@ -64,6 +66,7 @@ def _explain(args: argparse.Namespace) -> int:
         plan_file(args),
         args.words,
         args.set,
+        model=args.model,
         config=args.config,
         gpu=args.gpu,
         memory=args.memory,

@@ -11,10 +11,11 @@ from meshplan.cost.calibration import profile_from, write_profile
 from meshplan.cost.profile import Profile
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.planner.decide import decide
-from meshplan.planner.decision import Decision
+from meshplan.planner.decision import Decision, Question
 from meshplan.planner.explain import Asker, WhyNot, settings_of
 from meshplan.planner.locking import write_lock
 from meshplan.planner.whole import question_of_file
+from meshplan.reader import load_spec
 
 PlanSource = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -23,6 +24,7 @@ def search_plan(
     plan: PlanSource,
     overrides: Sequence[str] = (),
     *,
+    model: str | None = None,
     config: str | Path | None = None,
     gpu: str | None = None,
     memory: str | int | None = None,
@@ -31,7 +33,7 @@ def search_plan(
     """The fastest plan for all that a plan file leaves open, proved, and what was left out.
 
     Args:
-        plan, config: As for `check_plan`.
+        plan, model, config: As for `check_plan`.
         gpu, memory: As for `estimate_memory`.
         told: Is told of each better plan.
 
@@ -39,7 +41,26 @@ def search_plan(
         SpecError: The plan or the model cannot be read.
         PlanError: The plan contradicts itself, or says too little.
     """
-    return decide(question_of_file(plan, overrides, config, gpu, memory), told)
+    return decide(_question(plan, overrides, model, config, gpu, memory, told), told)
+
+
+def _question(
+    plan: PlanSource,
+    overrides: Sequence[str],
+    model: str | None,
+    config: str | Path | None,
+    gpu: str | None,
+    memory: str | int | None,
+    told: Callable[[str], None],
+) -> Question:
+    """What is asked, of a model that its config tells of, or of one that has to be run."""
+    stated = load_spec(plan, overrides).model
+    is_live = model is not None or (config is None and stated is not None and stated.entry)
+    if not is_live:
+        return question_of_file(plan, overrides, config, gpu, memory)
+    from meshplan.runtime.planned import question_of_entry  # torch
+
+    return question_of_entry(plan, overrides, model, config, gpu=gpu, memory=memory, told=told)
 
 
 def explain(
@@ -47,6 +68,7 @@ def explain(
     words: Sequence[str],
     overrides: Sequence[str] = (),
     *,
+    model: str | None = None,
     config: str | Path | None = None,
     gpu: str | None = None,
     memory: str | int | None = None,
@@ -55,7 +77,7 @@ def explain(
     """Why the plan is not another.
 
     Args:
-        plan, config, gpu, memory: As for `search_plan`.
+        plan, model, config, gpu, memory: As for `search_plan`.
         words: "why-not" and a setting such as "mesh.tp=8", or "why" and a field such as "mesh.tp",
             which asks of each of its values.
 
@@ -63,7 +85,7 @@ def explain(
         SpecError: The words ask nothing that is planned, or something cannot be read.
         PlanError: The plan contradicts itself, or says too little.
     """
-    asker = Asker(question_of_file(plan, overrides, config, gpu, memory), told)
+    asker = Asker(_question(plan, overrides, model, config, gpu, memory, told), told)
     if len(words) == 2 and words[0] == "why-not":
         return [asker.why_not(words[1])]
     if len(words) == 2 and words[0] == "why":

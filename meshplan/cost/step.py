@@ -140,7 +140,10 @@ def terms(
     host = rows.launch
     forward = np.maximum(forward_c + forward_t + keys, host(kind.forward, kind.sent_forward))
     numel = float(sum(kind.numels))
+    trained = numel - kind.frozen
     gathered, reduced, summed, whole = rows.data(numel)
+    if kind.frozen:
+        _, reduced, summed, whole = rows.data(trained)
     is_whole, is_at_once = rows.mode == _DDP, rows.mode == _SHARD
     gathers = gathered if whole is None else np.where(is_whole, 0.0, gathered)
     after = np.zeros_like(gathered)
@@ -167,7 +170,7 @@ def terms(
         last.append(end - usual)
     missing = OPTION_RESHARD[None] & ~is_at_once[:, None]
     backward_s, settle_s = np.stack(first, axis=1), np.stack(last, axis=1)
-    update = rows.update(numel) + after
+    update = rows.update(trained) + after
     once = (settle_s + update[:, None]) / rows.microbatches[:, None]
     seconds = forward_s[:, None] + backward_s + once
     return Terms(

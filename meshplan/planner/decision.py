@@ -12,6 +12,7 @@ from meshplan.hardware import Cluster
 from meshplan.memory.estimate import MemoryEstimate
 from meshplan.plan import Plan
 from meshplan.planner.space import Rejected
+from meshplan.planner.traced import Traced
 from meshplan.spec import Spec
 
 
@@ -28,6 +29,7 @@ class Question:
         limit_bytes: What one may hold.
         cluster: The machine.
         time_limit_s: After which the best so far is the answer; None for no limit.
+        traced: What a live model tells; None where its config tells all.
     """
 
     read: Callable[[Sequence[str]], Spec]
@@ -38,6 +40,7 @@ class Question:
     time_limit_s: float | None = None
     few: ModelGraph | None = None
     shorter: Callable[[int], ModelGraph] | None = None
+    traced: Traced | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from meshplan.cost.profile import Profile, profile_of
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
-from meshplan.memory.estimate import RESERVED_ERROR
+from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
 from meshplan.memory.told import ERROR, OverError, refusals, styled_of, told_estimate, told_rank
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.decision import Question, Way
@@ -29,10 +30,6 @@ from meshplan.planner.space import Freedom, check_batch, enumerate_grid, freedom
 from meshplan.planner.tables import numbers_of
 from meshplan.spec import Spec
 
-_SHARES: Final = (1 + RESERVED_ERROR) * (1 + ERROR)
-"""By how much the memory room widens what it reserves."""
-
-
 class Job:
     """One question.
 
@@ -44,13 +41,16 @@ class Job:
     def __init__(self, question: Question, free: Freedom | None = None) -> None:
         self.question = question
         self.spec = question.read(())
-        check_batch(self.spec)
+        self._traced = question.traced
+        check_batch(self.spec, reads_tokens=self._traced is None)
         check_pins(self.spec)
         self._graph = question.graph
         self._few = question.few or question.graph
         self._chains: dict[int, Chain] = {}
         self._driver = driver_bytes(question.device, ()).high
-        self.capacity = (question.limit_bytes - self._driver) / _SHARES
+        # By how much the memory room widens what it reserves.
+        self._shares = (1 + RESERVED_ERROR) * (1 + (ERROR if self._traced is None else 0))
+        self.capacity = (question.limit_bytes - self._driver) / self._shares
         if free is not None:
             self.free = free
 
@@ -78,8 +78,12 @@ class Job:
 
     def _refuses(self, trial: Spec) -> str:
         """Why a trial cannot be, "" if it can be."""
+        if self._traced is not None and (why := self._traced.refuses(trial)):
+            return why
         try:
             plan = make_plan(trial, self._few)
+            if self._traced is not None:
+                return ""
             problems = list(refusals(plan))
             if not problems and plan.mesh.size("tp") > 1:
                 self._chain_of(plan)
@@ -99,6 +103,8 @@ class Job:
         return next(p.info.dtype for p in tensors if not p.info.is_buffer)
 
     def _chain(self, tp: int) -> Chain:
+        if self._traced is not None:
+            return self._traced.chain()
         if tp not in self._chains:
             cuts = tp > 1 and self.free.sequence_parallel[tp]
             trial = with_axes(self.spec, {"tp": tp}, sequence_parallel=cuts)
@@ -194,12 +200,7 @@ class Job:
             return Measured(fits=False, excess_bytes=excess)
         try:
             plan = make_plan(question.read(overrides(stated)), self._graph)
-            memory = told_estimate(
-                plan,
-                device=question.device,
-                limit_bytes=question.limit_bytes,
-                most_bytes=float("inf") if to_the_end else self.capacity,
-            )
+            memory = self._memory(plan, float("inf") if to_the_end else self.capacity)
         except OverError as over:
             held = candidate.linear_bytes[_place(plan, over.rank)]
             return Measured(fits=False, excess_bytes=over.tensor_bytes - held)
@@ -207,11 +208,28 @@ class Job:
             return Measured(fits=False, why=error.problems[0].what)
         excess = 0.0
         for group in memory.groups:
-            held = (group.band[1] - self._driver) / _SHARES
+            held = (group.band[1] - self._driver) / self._shares
             excess = max(excess, held - candidate.linear_bytes[_place(plan, group.ranks[0])])
         way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
         return Measured(fits=memory.fits is True, excess_bytes=excess, result=way)
 
+    def _memory(self, plan: Plan, most_bytes: float) -> MemoryEstimate:
+        question = self.question
+        if self._traced is not None:
+            return self._traced.memory(plan, most_bytes)
+        return told_estimate(
+            plan,
+            device=question.device,
+            limit_bytes=question.limit_bytes,
+            most_bytes=most_bytes,
+        )
+
+    def certified(self, way: Way) -> Way | None:
+        """What was chosen, as its model does it and not as it was composed; None if it is over."""
+        if self._traced is None:
+            return way
+        memory = self._traced.certify(way.plan)
+        return replace(way, memory=memory) if memory.fits else None
 
     def _over(self, numbers: Numbers, candidate: Candidate) -> float | None:
         """What a rank that is over holds above the linear figure, if a short model tells so."""
