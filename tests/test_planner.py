@@ -344,14 +344,20 @@ def test_parallelize_reads_the_lock(job, pool, capsys):
     assert pool(4).run(parallel_with_lock, str(path)) == [expected] * 4
 
 
-def test_what_is_left_open_without_a_config_says_what_to_do(job):
+@pytest.mark.wide
+def test_what_is_left_open_without_a_config_is_planned_for_the_model_itself(job):
     path = job(model=None)
     found = api.check_plan(path, model="meshplan.runtime.demo_model:build")
-    (problem,) = found.problems
-    assert problem.what == (
-        "mesh and strategy are left to the planner, and there is no plan.lock.yaml"
-    )
-    assert problem.fix.startswith("give the plan its model, such as model: {config: PATH}")
+    assert found.problems == ()
+    assert found.plan is not None
+    assert found.plan.mesh.world_size == 8
+    assert found.notes[-1] == "there is no plan.lock.yaml: planning"
+
+
+def test_what_is_left_open_without_any_model_says_what_to_do(job):
+    path = job(model={"params": 1_000_000})
+    (problem,) = pytest.raises(MeshplanError, api.decide, path).value.problems
+    assert "nothing says which modules the model has" in problem.what
 
 
 def test_names_are_folded_into_patterns():

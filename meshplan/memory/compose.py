@@ -8,154 +8,15 @@ do not tell when that is, both answers are given, and the truth lies between the
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final, Literal, NamedTuple
+from dataclasses import dataclass, replace
 
 from meshplan.memory.log import Event, EventLog, Storage
-from meshplan.memory.work import Mark, Moment, Work
+from meshplan.memory.pieces import END, At, Cut, NotComposableError
+from meshplan.memory.work import Mark, Work
 
 _PLAIN, _AGAIN = 0, 1
-_END: Final = 1 << 60
-"""Behind everything that a piece does."""
-
-
-class NotComposableError(Exception):
-    """The logs are not made of pieces that go together."""
-
-
-class Key(NamedTuple):
-    """Which piece of a log: of a block, or ("") of what lies between blocks.
-
-    Attributes:
-        number: How many pieces of the same block and direction came before.
-    """
-
-    block: str
-    direction: Literal["", "forward", "backward"]
-    number: int
-
-
-class _At(NamedTuple):
-    """A place in a log: the piece, and how many of its events come before."""
-
-    piece: int
-    event: int
-
-
-_NEVER: Final = _At(_END, 0)
-
-
-@dataclass(slots=True)
-class _Piece:
-    """Events and marks of one key.
-
-    Attributes:
-        first: The number of the first event.
-        made: Storages that are made in it.
-    """
-
-    key: Key
-    first: int
-    events: list[Event] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
-    made: list[int] = field(default_factory=list)
-
-
-class _Cut:
-    """A work, in pieces."""
-
-    def __init__(self, work: Work, blocks: Collection[str]) -> None:
-        self.work = work
-        self.pieces = list(_pieces(work, blocks))
-        self.births: dict[int, _At] = {}
-        self.deaths: dict[int, _At] = {}
-        self.sizes: dict[int, int] = {}
-        for number, piece in enumerate(self.pieces):
-            for place, (delta, storage, _) in enumerate(piece.events):
-                at = _At(number, place)
-                if storage not in self.births:
-                    self.births[storage], self.sizes[storage] = at, delta
-                    piece.made.append(storage)
-                elif delta == -self.sizes[storage] and storage not in self.deaths:
-                    self.deaths[storage] = at
-                else:
-                    raise NotComposableError("a storage changes its size")
-
-    def death(self, storage: int) -> _At:
-        """When it ends."""
-        return self.deaths.get(storage, _NEVER)
-
-
-    def alive_in_loss(self) -> set[int]:
-        """What there is when most is, after the last block's forward and before its backward."""
-        forwards = [n for n, piece in enumerate(self.pieces) if piece.key.direction == "forward"]
-        if not forwards:
-            return set()
-        live = most = 0
-        alive: set[int] = set()
-        best: set[int] = set()
-        for number, piece in enumerate(self.pieces):
-            is_between = number == forwards[-1] + 1
-            for delta, storage, _ in piece.events:
-                live += delta
-                if delta > 0:
-                    alive.add(storage)
-                else:
-                    alive.discard(storage)
-                if is_between and live > most:
-                    most, best = live, set(alive)
-            if is_between:
-                break
-        return best
-
-
-def _pieces(work: Work, blocks: Collection[str]) -> Iterator[_Piece]:
-    """The log, cut where blocks begin and end."""
-    numbers: dict[tuple[str, str], int] = {}
-    never_ends = {m.unit for m in work.marks if m.moment == Moment.BEFORE_BACKWARD} - {
-        m.unit for m in work.marks if m.moment == Moment.AFTER_BACKWARD
-    }
-
-    def piece(block: str, direction: Literal["", "forward", "backward"], at: int) -> _Piece:
-        number = numbers[block, direction] = numbers.get((block, direction), -1) + 1
-        return _Piece(Key(block, direction, number), at)
-
-    current = piece("", "", 0)
-    marks = iter([*work.marks, None])
-    mark = next(marks)
-    for number in range(len(work.log.events) + 1):
-        while mark is not None and mark.event == number:
-            own = mark.unit if mark.unit in blocks else None
-            is_open = current.key.block
-            begins: Literal["", "forward", "backward"] = ""
-            if own is not None and mark.moment == Moment.BEFORE_FORWARD:
-                begins = "forward"
-            elif own is not None and mark.moment == Moment.BEFORE_BACKWARD:
-                begins = "backward"
-            if begins and own != is_open:
-                assert own is not None
-                if is_open and not (
-                    is_open in never_ends and current.key.direction == "backward"
-                ):
-                    raise NotComposableError(f"'{own}' begins while '{is_open}' runs")
-                yield current
-                current = piece(own, begins, number)
-            elif mark.moment == Moment.END_OF_BACKWARD and is_open:
-                yield current
-                current = piece("", "", number)
-            current.marks.append(mark)
-            ends = {"forward": Moment.AFTER_FORWARD, "backward": Moment.AFTER_BACKWARD}
-            if own is not None and own == is_open == current.key.block:
-                if mark.moment == ends.get(current.key.direction):
-                    yield current
-                    current = piece("", "", number)
-            mark = next(marks)
-        if number < len(work.log.events):
-            current.events.append(work.log.events[number])
-    yield current
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +24,11 @@ class _Ends:
     """When a storage ends: at the one at the earliest, at the other at the latest.
 
     Attributes:
-        low, high: (the log that tells it, where); `_END` as the event is the end of the piece.
+        low, high: (the log that tells it, where); `END` as the event is the end of the piece.
     """
 
-    low: tuple[int, _At]
-    high: tuple[int, _At]
+    low: tuple[int, At]
+    high: tuple[int, At]
 
 
 class Composer:
@@ -183,7 +44,7 @@ class Composer:
     """
 
     def __init__(self, plain: Work, again: Work, blocks: Collection[str]) -> None:
-        self._cuts = (_Cut(plain, blocks), _Cut(again, blocks))
+        self._cuts = (Cut(plain, blocks), Cut(again, blocks))
         one, other = (cut.pieces for cut in self._cuts)
         if [piece.key for piece in one] != [piece.key for piece in other]:
             raise NotComposableError("blocks run in another order where they run again")
@@ -199,9 +60,7 @@ class Composer:
         for block, storages in again.taken.items():
             for storage in storages:
                 self._takers.setdefault(storage, []).append(block)
-        self._lasts = {
-            (key.block, key.direction): number for number, key in enumerate(self._keys)
-        }
+        self._lasts = {(key.block, key.direction): number for number, key in enumerate(self._keys)}
 
     def work(self, again: Collection[str]) -> tuple[Work, Work]:
         """The least and the most that one microbatch holds; often the same object.
@@ -278,10 +137,10 @@ class Composer:
             else:
                 raise NotComposableError("forward does something else where it runs again")
 
-    def _is_own(self, cut: _Cut, storage: int, block: str) -> bool:
+    def _is_own(self, cut: Cut, storage: int, block: str) -> bool:
         """Whether it ends where the block that made it runs."""
         death = cut.death(storage)
-        return death.piece < _END and bool(block) and self._keys[death.piece].block == block
+        return death.piece < END and bool(block) and self._keys[death.piece].block == block
 
     # When they end
 
@@ -307,7 +166,7 @@ class Composer:
         other = (1 - mode, self._cuts[1 - mode].death(twin))
         if self._is_own(cut, storage, block) and self._is_own(self._cuts[1 - mode], twin, block):
             return _Ends(own, own)
-        if own[1].piece == other[1].piece == _END:
+        if own[1].piece == other[1].piece == END:
             return _Ends(own, own)
         plain, again = (own, other) if mode == _PLAIN else (other, own)
         if own[1].piece == other[1].piece:
@@ -318,13 +177,13 @@ class Composer:
         takers = self._takers.get(storage if mode == _AGAIN else twin, ())
         holds = [*self._held_again(again, takers, modes)]
         holds += self._held_plain(plain, [*takers, *([block] if block else [])], modes)
-        birth = (mode, _At(cut.births[storage].piece, _END))
+        birth = (mode, At(cut.births[storage].piece, END))
         low = max([birth, *(hold.low for hold in holds)], key=lambda end: end[1])
         high = max([birth, *(hold.high for hold in holds)], key=lambda end: end[1])
         return _Ends(low, high)
 
     def _held_again(
-        self, end: tuple[int, _At], takers: Sequence[str], modes: Sequence[int]
+        self, end: tuple[int, At], takers: Sequence[str], modes: Sequence[int]
     ) -> Iterator[_Ends]:
         """What runs again keeps what it is called with until its backward is done."""
         if self._is_there(end, modes):
@@ -332,10 +191,10 @@ class Composer:
         for block in takers:
             last = self._lasts.get((block, "backward"))
             if last is not None and modes[last] == _AGAIN and last != end[1].piece:
-                yield _Ends((_AGAIN, _At(last - 1, _END)), (_AGAIN, _At(last, _END)))
+                yield _Ends((_AGAIN, At(last - 1, END)), (_AGAIN, At(last, END)))
 
     def _held_plain(
-        self, end: tuple[int, _At], holders: Sequence[str], modes: Sequence[int]
+        self, end: tuple[int, At], holders: Sequence[str], modes: Sequence[int]
     ) -> Iterator[_Ends]:
         """What does not keeps what its own operators want, no longer than the log says."""
         if self._is_there(end, modes):
@@ -345,26 +204,26 @@ class Composer:
             first = self._lasts.get((block, "forward"), 0)
             last = self._lasts.get((block, "backward"), first)
             if modes[first] == _PLAIN:
-                low, high = _At(min(first, end[1].piece), _END), _At(last, _END)
-                yield _Ends((_PLAIN, low), (_PLAIN, min(high, _At(end[1].piece, _END))))
+                low, high = At(min(first, end[1].piece), END), At(last, END)
+                yield _Ends((_PLAIN, low), (_PLAIN, min(high, At(end[1].piece, END))))
 
-    def _is_there(self, end: tuple[int, _At], modes: Sequence[int]) -> bool:
+    def _is_there(self, end: tuple[int, At], modes: Sequence[int]) -> bool:
         """Whether the piece in which it ends is taken from the log that says so."""
         mode, at = end
-        if at.piece == _END or not self._keys[at.piece].block:
+        if at.piece == END or not self._keys[at.piece].block:
             return True
         return modes[at.piece] == mode
 
     # Writing
 
     def _written(
-        self, modes: Sequence[int], ends: Mapping[tuple[int, int], tuple[int, _At]]
+        self, modes: Sequence[int], ends: Mapping[tuple[int, int], tuple[int, At]]
     ) -> Work:
         numbers: dict[tuple[int, int], int] = {}
         late: dict[int, list[tuple[int, int, tuple[int, int]]]] = {}
         """By piece, (how much is made before, how many marks are, what ends)."""
         for key, (mode, at) in ends.items():
-            is_written = at.piece == _END or (at.event != _END and modes[at.piece] == mode)
+            is_written = at.piece == END or (at.event != END and modes[at.piece] == mode)
             if not is_written:
                 late.setdefault(at.piece, []).append((*self._moment(mode, at), key))
         storages: list[Storage] = []
@@ -396,7 +255,7 @@ class Composer:
                 if place == len(piece.events):
                     break
                 delta, storage, phase = piece.events[place]
-                at = _At(number, place)
+                at = At(number, place)
                 if cut.births[storage] == at:
                     numbers[mode, storage] = len(storages)
                     storages.append(cut.work.log.storages[storage])
@@ -439,10 +298,10 @@ class Composer:
             losses=losses,
         )
 
-    def _moment(self, mode: int, at: _At) -> tuple[int, int]:
+    def _moment(self, mode: int, at: At) -> tuple[int, int]:
         """How much a piece makes, and how many marks it has, before one of its events."""
-        if at.event == _END:
-            return _END, _END
+        if at.event == END:
+            return END, END
         cut = self._cuts[mode]
         piece = cut.pieces[at.piece]
         made = sum(cut.births[storage].event < at.event for storage in piece.made)
@@ -465,36 +324,3 @@ class Composer:
             if events:
                 return events[-1].phase
         return 0
-
-
-def scaled(one: Work, two: Work, extra: int) -> Work:
-    """The work of more samples, from those of two numbers of samples that differ by one.
-
-    Args:
-        extra: How many samples more than `one` has.
-
-    Raises:
-        NotComposableError: They do not do the same with tensors of other sizes.
-    """
-    if one.marks != two.marks or one.log.phases != two.log.phases or one.taken.keys() != (
-        two.taken.keys()
-    ):
-        raise NotComposableError("one sample takes another course than two")
-    names: dict[int, int] = {}
-    events = []
-    for first, second in itertools.zip_longest(one.log.events, two.log.events):
-        if first is None or second is None or first.phase != second.phase:
-            raise NotComposableError("one sample takes another course than two")
-        if first.storage not in names:
-            names[first.storage] = second.storage
-            ops = one.log.storages[first.storage].op, two.log.storages[second.storage].op
-            if ops[0] != ops[1]:
-                raise NotComposableError("one sample takes other operators than two")
-        delta = first.delta + extra * (second.delta - first.delta)
-        if names[first.storage] != second.storage or (delta > 0) != (first.delta > 0) or not delta:
-            raise NotComposableError("one sample takes another course than two")
-        events.append(Event(delta, first.storage, first.phase))
-    for fqn, storage in one.gradients.items():
-        if names.get(storage) != two.gradients.get(fqn) or one.ready.get(fqn) != two.ready.get(fqn):
-            raise NotComposableError("one sample gives other gradients than two")
-    return replace(one, log=replace(one.log, events=tuple(events)))

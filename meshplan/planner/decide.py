@@ -22,7 +22,6 @@ from meshplan.planner.row import Candidate
 from meshplan.planner.search import Found, Measured, search
 from meshplan.planner.space import Rejected
 
-
 _MOST_CHOICES: Final = 8
 """After each the memory room knows better what it was wrong about."""
 
@@ -42,13 +41,14 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
     limit = job.question.time_limit_s
     told(f"{len(job.grid):,} configurations")
     numbers = job.usual
+    deadline = None if limit is None else time.monotonic() + limit
     for _ in range(_MOST_CHOICES):
         found = search(
             numbers,
             job.capacity,
             lambda candidate: job.measure(numbers, candidate),
             slack=SLACK,
-            deadline=None if limit is None else began + limit,
+            deadline=deadline,
             told=lambda found: told(_line(job, found)),
         )
         chosen, others = Near(job, numbers, found).choose()

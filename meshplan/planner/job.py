@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,10 @@ from meshplan.planner.space import Freedom, check_batch, enumerate_grid, freedom
 from meshplan.planner.tables import numbers_of
 from meshplan.spec import Spec
 
+_SHARES: Final = (1 + RESERVED_ERROR) * (1 + ERROR)
+"""By how much the memory room widens what it reserves."""
+
+
 class Job:
     """One question.
 
@@ -48,9 +52,7 @@ class Job:
         self._few = question.few or question.graph
         self._chains: dict[int, Chain] = {}
         self._driver = driver_bytes(question.device, ()).high
-        # By how much the memory room widens what it reserves.
-        self._shares = (1 + RESERVED_ERROR) * (1 + (ERROR if self._traced is None else 0))
-        self.capacity = (question.limit_bytes - self._driver) / self._shares
+        self.capacity = (question.limit_bytes - self._driver) / _SHARES
         if free is not None:
             self.free = free
 
@@ -208,7 +210,7 @@ class Job:
             return Measured(fits=False, why=error.problems[0].what)
         excess = 0.0
         for group in memory.groups:
-            held = (group.band[1] - self._driver) / self._shares
+            held = (group.band[1] - self._driver) / _SHARES
             excess = max(excess, held - candidate.linear_bytes[_place(plan, group.ranks[0])])
         way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
         return Measured(fits=memory.fits is True, excess_bytes=excess, result=way)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -116,15 +116,12 @@ def overrides(stated: Mapping[str, Any]) -> list[str]:
     return [f"{path}={json.dumps(value)}" for path, value in stated.items()]
 
 
-def locked(
-    source: Any, spec: Spec, graph: ModelGraph, load: Callable[[Sequence[str]], Spec]
-) -> Spec | str:
-    """The spec with its lock's choices on top, or why there is no lock of this plan and model.
+def locked(source: Any, spec: Spec, graph: ModelGraph) -> Mapping[str, Any] | str:
+    """What the lock of a plan file states, or why there is no lock of this plan and model.
 
     Args:
         source: The plan file; a mapping has no lock.
         spec: As the file says it.
-        load: The same with more statements.
 
     Raises:
         SpecError: The lock cannot be read.
@@ -139,4 +136,4 @@ def locked(
         return f"{path.name} was made for another state of this file"
     if lock.model != model_hash(graph):
         return f"{path.name} was made for another model"
-    return load(overrides(lock.chosen))
+    return lock.chosen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -28,41 +28,62 @@ Load = Callable[[Sequence[str]], Spec]
 
 
 def whole_spec(
-    source: Any, load: Load, graph: ModelGraph, told: Callable[[str], None] = lambda text: None
+    source: Any,
+    load: Load,
+    graph: ModelGraph,
+    told: Callable[[str], None] = lambda text: None,
+    ask: Callable[[], Question] | None = None,
 ) -> Spec:
-    """The spec with nothing left to the planner.
+    """The spec with nothing left to the planner; arguments as for `whole_statements`."""
+    spec = load(())
+    if not spec.free_fields:
+        return spec
+    return load(overrides(whole_statements(source, load, graph, told, ask)))
+
+
+def whole_statements(
+    source: Any,
+    load: Load,
+    graph: ModelGraph,
+    told: Callable[[str], None] = lambda text: None,
+    ask: Callable[[], Question] | None = None,
+) -> Mapping[str, Any]:
+    """What a plan file that leaves something open would have to state, by path.
 
     Args:
         source: The plan file, or a mapping.
         graph: The model that it is for.
         told: Is told where the choices come from.
+        ask: The question about a model that no config tells of.
 
     Raises:
         PlanError: Nothing fits, or the plan says too little to be planned.
         SpecError: The lock cannot be read.
     """
     spec = load(())
-    if not spec.free_fields:
-        return spec
-    found = locked(source, spec, graph, load)
-    if isinstance(found, Spec):
+    found = locked(source, spec, graph)
+    if not isinstance(found, str):
         return found
     sized = graph if graph.config else graph_of(spec)
-    if sized is None:
+    if sized is None and ask is None:
         free = " and ".join(spec.free_fields)
         are = "are" if len(spec.free_fields) > 1 else "is"
         what = f"{free} {are} left to the planner, and {found}"
         fix = "give the plan its model, such as model: {config: PATH}, and run meshplan plan"
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
     told(f"{found}: planning")
-    question = question_of(load, sized)
-    if sized is not graph and spec.model is not None and spec.model.config is not None:
+    if sized is None:
+        assert ask is not None
+        question = ask()
+    else:
+        question = question_of(load, sized)
+    if sized is not None and sized is not graph and spec.model and spec.model.config is not None:
         config = Path(spec.source).parent / spec.model.config
         question = _with_shorter(question, config, spec.origin("model.config"))
     decision = decide(question, told)
     if decision.chosen is None:
         raise PlanError(nothing_fits(spec))
-    return load(overrides(decision.chosen.stated))
+    return decision.chosen.stated
 
 
 def nothing_fits(spec: Spec) -> Problem:

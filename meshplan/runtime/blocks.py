@@ -250,7 +250,9 @@ def marking_of(
     return marking
 
 
-def work_of(ledger: Ledger, markings: Sequence[Marking], held: set[int], loss: torch.Tensor) -> Work:
+def work_of(
+    ledger: Ledger, markings: Sequence[Marking], held: set[int], loss: torch.Tensor
+) -> Work:
     """What was noted, without the parameters, whose memory is the wrappers' affair."""
     log = ledger.log()
     num_left_out = sum(event.storage in held for event in log.events)

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from meshplan.cost.types import Chain, Kind, Sent, Tally
 from meshplan.memory.work import Moment, Work
 from meshplan.plan import Plan
-from meshplan.runtime.counting import Done, Where
+from meshplan.runtime.counting import Done
 from meshplan.runtime.probe import Seen
 
 FIRST: Final = ""
@@ -59,11 +59,10 @@ def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
             _for_each(one.kept.get(name, nothing)[way], two.kept.get(name, nothing)[way], samples)
             for way in (0, 1)
         ]
-        forward = _tally(*(share[False, name] for share in plain), samples)
-        backward = _tally(*(share[True, name] for share in plain), samples)
-        repeated = _tally(
-            *(a[True, name].less(p[True, name]) for a, p in zip(again, plain, strict=True)), samples
-        )
+        forward = _tally([share[False, name] for share in plain], samples)
+        backward = _tally([share[True, name] for share in plain], samples)
+        pairs = zip(again, plain, strict=True)
+        repeated = _tally([a[True, name].less(p[True, name]) for a, p in pairs], samples)
         numels, frozen = sizes[name]
         none = Tally()
         kind = Kind(
@@ -145,8 +144,13 @@ def _for_each(one: int, two: int, samples: int) -> float:
     return float(slope + min(constant, 0))
 
 
-def _tally(one: Done, two: Done, samples: int) -> Tally:
-    """What each sample takes, and what is done once."""
+def _tally(done: Sequence[Done], samples: int) -> Tally:
+    """What each sample takes, and what is done once.
+
+    Args:
+        done: With so many samples, and with one more.
+    """
+    one, two = done
     each = Done(*(max(0.0, b - a) for a, b in zip(one, two, strict=True)))
     once = Done(*(max(0.0, a - samples * b) for a, b in zip(one, each, strict=True)))
     return Tally(

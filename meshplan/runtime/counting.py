@@ -158,7 +158,7 @@ def _done(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Done | N
 
 def _attention_flops(func: Any, args: Any, kwargs: Mapping[str, Any]) -> float:
     """Queries by keys and weights by values; of what is masked as causal nothing is computed."""
-    named = {
+    named: dict[str, Any] = {
         argument.name: args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(func._schema.arguments)
     }

@@ -46,12 +46,14 @@ class Seen:
         done: What was done where; of blocks that are alike only those that were run are named.
         shown: By block of the whole model, the one that was run in its place.
         unknown: Operators of whose flops nobody knows.
+        is_steady: Whether the model keeps nothing from one microbatch to the next.
     """
 
     work: Work
     done: Mapping[Where, Done]
     shown: Mapping[str, str]
     unknown: frozenset[str]
+    is_steady: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ def watch(
     loss_fn: LossFn,
     device: str,
     asked: Sequence[Ask],
+    *,
+    is_steady: bool = False,
 ) -> list[Seen]:
     """Microbatches of a model, one after the other.
 
@@ -92,13 +96,12 @@ def watch(
         targets: Likewise.
         device: As for `imagine_step`.
         asked: Those of equal `again` follow each other at least cost.
+        is_steady: What was seen of the same model before.
 
     Blocks that are alike are run a few times, however many there are.
     """
     plans = [with_again(plan, each.again) for each in asked]
-    batches = {
-        each.samples: mapped((inputs, targets), lambda t, n=each.samples: t[:n]) for each in asked
-    }
+    batches = {each.samples: _first(each.samples, (inputs, targets)) for each in asked}
     runs = [] if plan.assignment.apply else runs_of(model, plans[0])
     if any(runs_of(model, other) != runs for other in plans[1:]):
         runs = []
@@ -106,12 +109,18 @@ def watch(
         try:
             with shortened(model, runs) as used:
                 short = [short_plan(each, runs) for each in plans]
-                seen = _Watch(model, short, batches, loss_fn, device, runs).all(asked)
+                seen = _Watch(model, short, batches, loss_fn, device, runs).all(
+                    asked, is_steady=is_steady
+                )
             if not used:
                 return seen
         except Exception:  # The model's code may count on all its blocks, and raise anything:
             seen = []  # all are run then, and what is really wrong is raised again.
-    return _Watch(model, plans, batches, loss_fn, device, ()).all(asked)
+    return _Watch(model, plans, batches, loss_fn, device, ()).all(asked, is_steady=is_steady)
+
+
+def _first(samples: int, batch: Any) -> Any:
+    return mapped(batch, lambda tensor: tensor[:samples])
 
 
 class _Watch:
@@ -130,7 +139,7 @@ class _Watch:
         self._loss_fn, self._device, self._runs = loss_fn, device, runs
         self._blocks = plans[0].graph.blocks()
 
-    def all(self, asked: Sequence[Ask]) -> list[Seen]:
+    def all(self, asked: Sequence[Ask], *, is_steady: bool) -> list[Seen]:
         """All microbatches, as they are from the second one on."""
         plain = without_data(with_again(self._plans[0], frozenset()))
         with warnings.catch_warnings(), imagining_alone(self._model, self._device) as (
@@ -150,10 +159,13 @@ class _Watch:
                     partial(self._take, block), with_kwargs=True
                 )
             self._edges = [Edges(self._wrapped, run, self._ledger) for run in self._runs]
-            found = self._each(asked, twice=len(asked) == 1)
-            if len({before for _, before in found}) > 1:  # The model keeps something.
+            alone = len(asked) == 1 and not is_steady
+            found = self._each(asked, twice=alone)
+            # What one microbatch leaves behind, the next one begins with.
+            is_steady = is_steady or not any(before for _, before in found)
+            if not is_steady and not alone:
                 found = self._each(asked, twice=True)
-            return [seen for seen, _ in found]
+            return [replace(seen, is_steady=is_steady) for seen, _ in found]
 
     def _each(self, asked: Sequence[Ask], *, twice: bool) -> list[tuple[Seen, tuple[int, ...]]]:
         """(what was seen, sizes of what the model had kept before) of each."""
@@ -194,13 +206,14 @@ class _Watch:
         before = tuple(
             event.delta for event in log.events
             if not event.phase and event.storage not in self._held
-            and log.storages[event.storage].term != Term.INPUTS
+            and log.storages[event.storage].term not in (Term.INPUTS, Term.BUFFERS)
         )  # fmt: skip
         seen = Seen(
             work=work,
             done=MappingProxyType(dict(ledger.done)),
             shown=MappingProxyType(self._shown()),
             unknown=frozenset(ledger.unknown),
+            is_steady=False,
         )
         return seen, before
 
