@@ -337,7 +337,11 @@ def estimate_memory(
             assert graph is not None
             decided = make_plan(spec, graph)
             found = told_estimate(
-                decided, device=device, limit_bytes=limit_bytes, notes=(*notes, *more)
+                decided,
+                device=device,
+                limit_bytes=limit_bytes,
+                notes=(*notes, *more),
+                tells_worst=True,
             )
         except (PlanError, SpecError) as error:
             told(f"the config alone does not tell it: {error.problems[0].what}")

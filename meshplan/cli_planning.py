@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from meshplan import api
+from meshplan.errors import SpecError
 from meshplan.render.text import envelope, wants_colour
-from meshplan.verbs import NO, YES, Verb, plan_file, print_notes
+from meshplan.verbs import NO, YES, Verb, plan_file, print_notes, until_interrupted
+
+if TYPE_CHECKING:
+    from meshplan.planner.changed import Change
+    from meshplan.planner.decision import Decision
+    from meshplan.planner.space import EmptySpaceError
 
 
 def _question_flags(parser: argparse.ArgumentParser) -> None:
@@ -14,6 +23,7 @@ def _question_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
     parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
     parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
+    parser.add_argument("--profile", metavar="FILE", help="what calibrate wrote of this machine")
 
 
 def _plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -24,54 +34,114 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     from meshplan import planning
-    from meshplan.render.plan import decision_to_json, decision_to_text
+    from meshplan.planner.space import EmptySpaceError
 
-    path = plan_file(args)
-    decision = planning.search_plan(
-        path,
-        args.set,
-        model=args.model,
-        config=args.config,
-        gpu=args.gpu,
-        memory=args.memory,
-        told=lambda text: print_notes(args, [text]),
-    )
-    if args.json:
-        print(envelope("plan/1", decision_to_json(decision)))
+    asked = _Asked(args)
+    with until_interrupted() as is_stopped:
+        try:
+            decision = planning.search_plan(**asked.flags, is_stopped=is_stopped)
+        except EmptySpaceError as error:
+            return _print_trouble(asked, error, is_stopped)
+        if decision.chosen is None:
+            return _print_trouble(asked, decision, is_stopped)
+    return _print_plan(asked, decision)
+
+
+class _Asked:
+    """The flags of a question about a plan file, as `planning` has them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.path = args, plan_file(args)
+        self.flags: dict[str, Any] = {
+            "plan": self.path,
+            "overrides": args.set,
+            "model": args.model,
+            "config": args.config,
+            "gpu": args.gpu,
+            "memory": args.memory,
+            "profile": args.profile,
+            "told": lambda text: print_notes(args, [text]),
+        }
+
+
+def _print_trouble(
+    asked: _Asked, found: Decision | EmptySpaceError, is_stopped: Callable[[], bool]
+) -> int:
+    """That there is no plan, why, and what would help."""
+    from meshplan import planning
+    from meshplan.render.plan import decision_to_json, decision_to_text, no_space_to_json
+    from meshplan.render.trouble import trouble_to_json, trouble_to_text
+
+    args = asked.args
+    if isinstance(found, Exception):
+        problem = found.problems[0]
+        result, lines = no_space_to_json(problem.what), [f"{asked.path}: {problem.what}"]
+        is_whole = True
     else:
         colour = wants_colour(no_color=args.no_color)
-        print(*decision_to_text(decision, path, colour=colour), sep="\n")
-    if decision.chosen is None:
+        result, is_whole = decision_to_json(found), found.is_whole
+        lines = decision_to_text(found, asked.path, colour=colour)
+    trouble = None
+    if is_whole:  # What was not searched to its end may be no trouble.
+        trouble = planning.find_trouble(**asked.flags, is_stopped=is_stopped)
+    if args.json:
+        more = trouble_to_json(trouble) if trouble else {"conflict": None, "fixes": []}
+        print(envelope("plan/1", {**result, "changed": None, **more}))
         return NO
+    print(*lines, *(["", *trouble_to_text(trouble)] if trouble else []), sep="\n")
+    return NO
+
+
+def _print_plan(asked: _Asked, decision: Decision) -> int:
+    from meshplan import planning
+    from meshplan.render.changes import changes_to_json, changes_to_text
+    from meshplan.render.plan import decision_to_json, decision_to_text
+
+    args = asked.args
+    changes = _changes(args, asked.path, decision)
+    if args.json:
+        result = {**decision_to_json(decision), "changed": changes_to_json(changes)}
+        print(envelope("plan/1", {**result, "conflict": None, "fixes": []}))
+    else:
+        colour = wants_colour(no_color=args.no_color)
+        print(*decision_to_text(decision, asked.path, colour=colour), sep="\n")
+    print_notes(args, changes_to_text(changes))
     if args.set and not args.dry_run and args.output is None:
         print_notes(args, ["no lock is written for a plan changed by --set; -o FILE writes one"])
     elif not args.dry_run:
-        target = planning.lock_plan(path, decision, args.output)
+        target = planning.lock_plan(asked.path, decision, args.output)
         print_notes(args, [f"wrote {target}"])
-    return YES
+    return YES if decision.is_whole else NO
+
+
+def _changes(args: argparse.Namespace, path: str, decision: Decision) -> tuple[Change, ...] | None:
+    """What is not as the last lock says; a lock that cannot be read is only told of."""
+    from meshplan import planning
+
+    try:
+        return planning.changes_since(path, decision, args.output)
+    except SpecError as error:
+        print_notes(args, [f"the last lock cannot be compared: {error.problems[0]}"])
+        return None
 
 
 def _explain_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "words", nargs="+", metavar="WORD", help="why FIELD, or why-not FIELD=VALUE"
+        "words",
+        nargs="+",
+        metavar="WORD",
+        help="why FIELD, why-not FIELD=VALUE, memory, or a module's name",
     )
     _question_flags(parser)
 
 
 def _explain(args: argparse.Namespace) -> int:
+    if len(args.words) == 1:
+        return _explain_memory(args) if args.words == ["memory"] else _explain_module(args)
     from meshplan import planning
     from meshplan.render.explain import why_not_to_json, why_not_to_text
 
-    answers = planning.explain(
-        plan_file(args),
-        args.words,
-        args.set,
-        model=args.model,
-        config=args.config,
-        gpu=args.gpu,
-        memory=args.memory,
-        told=lambda text: print_notes(args, [text]),
-    )
+    answers = planning.explain(words=args.words, **_Asked(args).flags)
     if args.json:
         print(envelope("explain/1", {"answers": [why_not_to_json(each) for each in answers]}))
     elif len(answers) == 1:
@@ -79,6 +149,37 @@ def _explain(args: argparse.Namespace) -> int:
     else:
         print(*(why_not_to_text(each)[0] for each in answers), sep="\n")
     return YES if any(each.seconds is not None for each in answers) else NO
+
+
+def _explain_module(args: argparse.Namespace) -> int:
+    from meshplan import planning
+    from meshplan.render.module import module_to_json, module_to_text
+
+    plan = api.decide(plan_file(args), args.set, config=args.config)
+    answer = planning.explain_module(plan, args.words[0], profile=args.profile)
+    if args.json:
+        print(envelope("explain/1", {"module": module_to_json(answer)}))
+    else:
+        print(*module_to_text(answer), sep="\n")
+    return YES
+
+
+def _explain_memory(args: argparse.Namespace) -> int:
+    from meshplan.render.module import explained_memory_to_json, explained_memory_to_text
+
+    estimate = api.estimate_memory(
+        plan_file(args),
+        args.set,
+        config=args.config,
+        gpu=args.gpu,
+        memory=args.memory,
+        told=lambda text: print_notes(args, [text]),
+    )
+    if args.json:
+        print(envelope("explain/1", {"memory": explained_memory_to_json(estimate)}))
+    else:
+        print(*explained_memory_to_text(estimate), sep="\n")
+    return YES if estimate.fits is not False else NO
 
 
 def _calibrate_flags(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +207,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("plan", "decide all that a plan leaves open: the fastest that fits", _plan_flags, _plan),
     Verb(
         "explain",
-        "why a plan is what it is: why FIELD, why-not FIELD=VALUE",
+        "why a plan is what it is: why FIELD, why-not FIELD=VALUE, MODULE, memory",
         _explain_flags,
         _explain,
     ),

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from meshplan.cost.calibration import profile_from, write_profile
 from meshplan.cost.profile import Profile
 from meshplan.errors import Origin, Problem, SpecError
+from meshplan.plan import Plan
+from meshplan.planner import locking, module
+from meshplan.planner.changed import Change
 from meshplan.planner.decide import decide
 from meshplan.planner.decision import Decision, Question
 from meshplan.planner.explain import Asker, WhyNot, settings_of
-from meshplan.planner.locking import write_lock
-from meshplan.planner.whole import question_of_file
+from meshplan.planner.module import ModuleAnswer
+from meshplan.planner.remedy import Trouble, trouble_of
+from meshplan.planner.whole import question_of_file, with_profile
 from meshplan.reader import load_spec
 
 PlanSource = str | os.PathLike[str] | Mapping[str, Any]
@@ -28,20 +33,25 @@ def search_plan(
     config: str | Path | None = None,
     gpu: str | None = None,
     memory: str | int | None = None,
+    profile: str | Path | None = None,
     told: Callable[[str], None] = lambda text: None,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> Decision:
     """The fastest plan for all that a plan file leaves open, proved, and what was left out.
 
     Args:
         plan, model, config: As for `check_plan`.
         gpu, memory: As for `estimate_memory`.
+        profile: What `meshplan calibrate` wrote; None takes what is known of such devices.
         told: Is told of each better plan.
+        is_stopped: Whether the best so far is wanted now.
 
     Raises:
         SpecError: The plan or the model cannot be read.
         PlanError: The plan contradicts itself, or says too little.
     """
-    return decide(_question(plan, overrides, model, config, gpu, memory, told), told)
+    question = _question(plan, overrides, model, config, gpu, memory, profile, told)
+    return decide(replace(question, is_stopped=is_stopped), told)
 
 
 def _question(
@@ -51,16 +61,40 @@ def _question(
     config: str | Path | None,
     gpu: str | None,
     memory: str | int | None,
+    profile: str | Path | None,
     told: Callable[[str], None],
 ) -> Question:
     """What is asked, of a model that its config tells of, or of one that has to be run."""
     stated = load_spec(plan, overrides).model
     is_live = model is not None or (config is None and stated is not None and stated.entry)
     if not is_live:
-        return question_of_file(plan, overrides, config, gpu, memory)
+        return question_of_file(plan, overrides, config, gpu, memory, profile)
     from meshplan.runtime.planned import question_of_entry  # torch
 
-    return question_of_entry(plan, overrides, model, config, gpu=gpu, memory=memory, told=told)
+    question = question_of_entry(plan, overrides, model, config, gpu=gpu, memory=memory, told=told)
+    return with_profile(question, Path(profile) if profile is not None else None)
+
+
+def find_trouble(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    config: str | Path | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    profile: str | Path | None = None,
+    told: Callable[[str], None] = lambda text: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Trouble:
+    """Why `search_plan` finds nothing: what contradicts what, and what would help.
+
+    Args:
+        plan, model, config, gpu, memory, profile, is_stopped: As for `search_plan`.
+        told: Is told what is looked for.
+    """
+    question = _question(plan, overrides, model, config, gpu, memory, profile, told)
+    return trouble_of(replace(question, is_stopped=is_stopped), told)
 
 
 def explain(
@@ -72,12 +106,13 @@ def explain(
     config: str | Path | None = None,
     gpu: str | None = None,
     memory: str | int | None = None,
+    profile: str | Path | None = None,
     told: Callable[[str], None] = lambda text: None,
 ) -> list[WhyNot]:
     """Why the plan is not another.
 
     Args:
-        plan, model, config, gpu, memory: As for `search_plan`.
+        plan, model, config, gpu, memory, profile: As for `search_plan`.
         words: "why-not" and a setting such as "mesh.tp=8", or "why" and a field such as "mesh.tp",
             which asks of each of its values.
 
@@ -85,7 +120,7 @@ def explain(
         SpecError: The words ask nothing that is planned, or something cannot be read.
         PlanError: The plan contradicts itself, or says too little.
     """
-    asker = Asker(_question(plan, overrides, model, config, gpu, memory, told), told)
+    asker = Asker(_question(plan, overrides, model, config, gpu, memory, profile, told), told)
     if len(words) == 2 and words[0] == "why-not":
         return [asker.why_not(words[1])]
     if len(words) == 2 and words[0] == "why":
@@ -94,11 +129,35 @@ def explain(
     raise SpecError(Problem(what, Origin("explain"), "ask why FIELD, or why-not FIELD=VALUE"))
 
 
+def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) -> ModuleAnswer:
+    """How the tensors of a module lie and why, what they hold, and what its block takes.
+
+    Args:
+        plan: Decided for its model.
+        profile: As for `search_plan`.
+
+    Raises:
+        SpecError: The model has no such module.
+    """
+    return module.explain_module(plan, name, profile=profile)
+
+
 def lock_plan(
     plan: str | os.PathLike[str], decision: Decision, path: str | Path | None = None
 ) -> Path:
     """Write a decision beside its plan file; returns where."""
-    return write_lock(plan, decision, path)
+    return locking.write_lock(plan, decision, path)
+
+
+def changes_since(
+    plan: str | os.PathLike[str], decision: Decision, path: str | Path | None = None
+) -> tuple[Change, ...] | None:
+    """What a decision says otherwise than the lock beside its plan file; None without one.
+
+    Raises:
+        SpecError: There is a lock, and it cannot be read.
+    """
+    return locking.changes_since(plan, decision, path)
 
 
 def calibrate(out: str | os.PathLike[str]) -> Profile | None:

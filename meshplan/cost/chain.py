@@ -55,6 +55,9 @@ def chain_of(
         PlanError: The model's operations are not known, or tp does not divide its sizes.
     """
     shape = shape_of(graph)
+    if shape.dense:
+        what = "blocks with experts and blocks without take turns, which a chain does not know"
+        raise PlanError(Problem(what, fix="state all that is open: estimate tells their memory"))
     sizes = {
         "attention heads": shape.heads,
         "key/value heads": shape.kv_heads,

@@ -20,11 +20,13 @@ from meshplan.memory.log import Term
 from meshplan.memory.tape import Row, Span, Tape, play
 from meshplan.memory.work import Moment
 
-KEPT: Final = frozenset({"mm", "addmm", "bmm", "convolution", "attention"})
+KEPT: Final = frozenset({"mm", "addmm", "grouped_mm", "bmm", "convolution", "attention"})
 """Operations whose results selective recomputation keeps. Source: `runtime.recompute`."""
 
-_PRODUCTS: Final = frozenset({"mm", "bmm", "column", "row"})
-"""Products: with a parameter, of two activations, and nanotron's with a collective in them."""
+_PRODUCTS: Final = frozenset({"mm", "grouped_mm", "bmm", "column", "row"})
+"""Products: with a parameter, with one for each group of rows, of two activations, and nanotron's
+with a collective in them."""
+_INT32: Final = 4
 _ATTENTION: Final = frozenset({"attention", "bmm"})
 _ATTENTION_BACK: Final = 2.5
 _SENT: Final = {
@@ -181,6 +183,8 @@ class Reading:
             count = max(sizes) // size // self._seq_len**2
         else:
             sizes, count = (self._given(row), row.parameters[0][1], self._made(row)), 1
+            if row.op == "grouped_mm":  # Where each group ends: a row meets one group's weights.
+                count = self._size(row.reads[1]) // _INT32
         return 2.0 * math.sqrt(math.prod(each // size for each in sizes) / count)
 
     def _given(self, row: Row) -> int:

@@ -14,10 +14,10 @@ import numpy as np
 
 from meshplan.cost.profile import without
 from meshplan.mesh import AXES
-from meshplan.planner.decision import Decision, Ladder, Question
+from meshplan.planner.decision import Bound, Decision, Ladder, Question
 from meshplan.planner.job import Job
 from meshplan.planner.near import SLACK, Near
-from meshplan.planner.numbers import Numbers
+from meshplan.planner.numbers import Numbers, memory_bounds, time_bounds
 from meshplan.planner.row import Candidate
 from meshplan.planner.search import Found, Measured, search
 from meshplan.planner.space import Rejected
@@ -49,6 +49,7 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
             lambda candidate: job.measure(numbers, candidate),
             slack=SLACK,
             deadline=deadline,
+            is_stopped=job.question.is_stopped,
             told=lambda found: told(_line(job, found)),
         )
         chosen, others = Near(job, numbers, found).choose()
@@ -62,6 +63,8 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
         chosen = None
     best = found.best
     samples = job.samples(best.row) if best else 0
+    ladder = _ladder(job, numbers, best) if best else None
+    is_stopped = job.question.is_stopped()
     return Decision(
         spec=job.spec,
         chosen=chosen,
@@ -69,7 +72,7 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
         gap=found.gap,
         alternatives=others,
         rejected=(*job.free.rejected, *_why_refused(found)),
-        ladder=_ladder(job, numbers, best) if best else None,
+        ladder=ladder,
         num_configs=len(job.grid),
         num_options=sum(job.free.options),
         num_measured=found.num_measured,
@@ -79,8 +82,20 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
         flops=job.flops(best.row) if best else 0.0,
         profile=job.profile,
         limit_bytes=job.question.limit_bytes,
-        is_whole=found.is_whole,
+        # What was cut short after the search may have ended with another plan than usual.
+        is_whole=found.is_whole and not is_stopped,
+        is_interrupted=is_stopped,
+        profile_path=job.question.profile_path,
+        bounds=tuple(_bounds(job, numbers)),
+        measured=tuple(job.measured),
     )
+
+
+def _bounds(job: Job, numbers: Numbers) -> Iterator[Bound]:
+    """Of every row that exists."""
+    for seconds, held in zip(time_bounds(numbers), memory_bounds(numbers), strict=True):
+        if np.isfinite(seconds) and np.isfinite(held):
+            yield Bound(float(seconds), job.widened(float(held)))
 
 
 def _line(job: Job, found: Found) -> str:
@@ -91,10 +106,16 @@ def _line(job: Job, found: Found) -> str:
     return f"{found.best.seconds:.3f} s: {mesh}"
 
 
-def _ladder(job: Job, numbers: Numbers, best: Candidate) -> Ladder:
-    """The same space where the network, or memory, is no limit."""
-    no_network = search(job.numbers(without(job.profile, network=True)), job.capacity, _fits)
-    no_limit = search(numbers, float("inf"), _fits)
+def _ladder(job: Job, numbers: Numbers, best: Candidate) -> Ladder | None:
+    """The same space where the network, or memory, is no limit; None if that is not waited for."""
+    stop = job.question.is_stopped
+    if stop():
+        return None
+    free = job.numbers(without(job.profile, network=True))
+    no_network = search(free, job.capacity, _fits, is_stopped=stop)
+    no_limit = search(numbers, float("inf"), _fits, is_stopped=stop)
+    if not (no_network.is_whole and no_limit.is_whole):
+        return None
     assert no_network.best is not None
     assert no_limit.best is not None
     return Ladder(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from meshplan.cost.profile import Profile
@@ -25,6 +26,9 @@ class Question:
         graph: The model.
         few: The same with few blocks, for trials of what it allows; None takes the model itself.
         shorter: The same with so many blocks; None where nobody can make it.
+        is_stopped: Whether somebody wants the best so far now.
+        profile: What the machine was measured to reach; None takes what is known of such devices.
+        profile_path: The file that it is from.
         device: A name of `hardware`, or "cuda".
         limit_bytes: What one may hold.
         cluster: The machine.
@@ -41,6 +45,9 @@ class Question:
     few: ModelGraph | None = None
     shorter: Callable[[int], ModelGraph] | None = None
     traced: Traced | None = None
+    is_stopped: Callable[[], bool] = lambda: False
+    profile: Profile | None = None
+    profile_path: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +75,19 @@ class Ladder:
     plan_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One configuration from below: nothing with it takes less time, and nothing less memory.
+
+    Attributes:
+        seconds: Of a step, whatever memory it takes.
+        num_bytes: Of the rank that holds most, whatever time that takes.
+    """
+
+    seconds: float
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What the planner came to.
@@ -84,6 +104,10 @@ class Decision:
         samples: Of a step.
         flops: Of a step, without recomputation.
         is_whole: Whether the search came to its end.
+        is_interrupted: Whether somebody ended it; else the time was up.
+        profile_path: The file that the profile is from; None for one of meshplan's own.
+        bounds: Of all configurations.
+        measured: What the memory room was asked for, and told, fitting or not.
     """
 
     spec: Spec
@@ -103,6 +127,10 @@ class Decision:
     profile: Profile
     limit_bytes: int
     is_whole: bool = True
+    is_interrupted: bool = False
+    profile_path: Path | None = None
+    bounds: tuple[Bound, ...] = ()
+    measured: tuple[Way, ...] = ()
 
     def tokens_per_s(self, way: Way) -> float:
         """Of one device."""

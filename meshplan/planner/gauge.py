@@ -140,7 +140,9 @@ class _Blocks:
 
     def running(self) -> Iterator[tuple[str, str]]:
         """By event, the blocks whose operators made something last, and will next; "" for none."""
-        return zip(self._last(self._log.events), reversed([*self._last(self._log.events[::-1])]))
+        events = self._log.events
+        after = [*self._last(events[::-1])]
+        return zip(self._last(events), reversed(after), strict=True)
 
     def _last(self, events: Sequence[Event]) -> Iterator[str]:
         """By event, the block whose operator was the last of its phase to make something."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.chain import chain_of
-from meshplan.cost.profile import Profile, profile_of
+from meshplan.cost.profile import Profile, measured_for, profile_of
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
@@ -26,7 +26,14 @@ from meshplan.planner.pins import Pins, check_pins, pins_of
 from meshplan.planner.row import Candidate
 from meshplan.planner.search import Measured
 from meshplan.planner.settle import Block, blocks_of, statements
-from meshplan.planner.space import Freedom, check_batch, enumerate_grid, freedom_of, with_axes
+from meshplan.planner.space import (
+    EmptySpaceError,
+    Freedom,
+    check_batch,
+    enumerate_grid,
+    freedom_of,
+    with_axes,
+)
 from meshplan.planner.tables import numbers_of
 from meshplan.spec import Spec
 
@@ -40,6 +47,7 @@ class Job:
     Attributes:
         spec: As the plan file says it.
         capacity: Bytes that a rank may hold by the linear figures.
+        measured: What the memory room told to its end.
     """
 
     def __init__(self, question: Question, free: Freedom | None = None) -> None:
@@ -53,8 +61,13 @@ class Job:
         self._chains: dict[int, Chain] = {}
         self._driver = driver_bytes(question.device, ()).high
         self.capacity = (question.limit_bytes - self._driver) / _SHARES
+        self.measured: list[Way] = []
         if free is not None:
             self.free = free
+
+    def widened(self, linear_bytes: float) -> int:
+        """What the memory room would say at the least of so many bytes by the linear figures."""
+        return int(linear_bytes * _SHARES) + self._driver
 
     # What there is
 
@@ -133,7 +146,7 @@ class Job:
             what = f"no mesh of {self.free.world} devices has all that is stated"
             whys = [f"{each.what}: {each.why}" for each in self.free.rejected]
             fix = "; ".join(whys) or "state less, or another batch.global"
-            raise PlanError(Problem(what, self.spec.origin("mesh"), fix))
+            raise EmptySpaceError(Problem(what, self.spec.origin("mesh"), fix))
         return grid
 
     def numbers(self, profile: Profile) -> Numbers:
@@ -163,7 +176,10 @@ class Job:
     @cached_property
     def profile(self) -> Profile:
         """How fast the machine is."""
-        return profile_of(self.question.cluster, dtype=self._compute_dtype)
+        measured, dtype = self.question.profile, self._compute_dtype
+        if measured is None:
+            return profile_of(self.question.cluster, dtype=dtype)
+        return measured_for(measured, self.question.cluster, dtype)
 
     @property
     def _compute_dtype(self) -> str:
@@ -205,7 +221,7 @@ class Job:
             memory = self._memory(plan, float("inf") if to_the_end else self.capacity)
         except OverError as over:
             held = candidate.linear_bytes[_place(plan, over.rank)]
-            return Measured(fits=False, excess_bytes=over.tensor_bytes - held)
+            return Measured(fits=False, excess_bytes=over.reserved_bytes - held)
         except MeshplanError as error:
             return Measured(fits=False, why=error.problems[0].what)
         excess = 0.0
@@ -213,6 +229,7 @@ class Job:
             held = (group.band[1] - self._driver) / _SHARES
             excess = max(excess, held - candidate.linear_bytes[_place(plan, group.ranks[0])])
         way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
+        self.measured.append(way)
         return Measured(fits=memory.fits is True, excess_bytes=excess, result=way)
 
     def _memory(self, plan: Plan, most_bytes: float) -> MemoryEstimate:

@@ -59,7 +59,7 @@ class Found:
         excess: By row, what its last answer really held above the linear figures.
         num_solved, num_measured: How much work it was.
         given_up: Rows whose answers were measured too often.
-        is_whole: Whether the search came to its end, and not to the time limit's.
+        is_whole: Whether the search came to its end, and was not ended.
     """
 
     best: Candidate | None = None
@@ -87,6 +87,7 @@ def search(
     slack: float = 0.0,
     tolerance: float = TOLERANCE,
     deadline: float | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
     told: Callable[[Found], None] = lambda found: None,
 ) -> Found:
     """The fastest row of the space that fits.
@@ -96,9 +97,12 @@ def search(
         measure: Asks the memory room.
         slack: Rows this much slower than the best are told too, as a share.
         deadline: `time.monotonic()` at which to end with what is there.
+        is_stopped: Whether somebody wants it to end with that now.
         told: Is told of each better answer.
     """
-    return _Search(numbers, capacity, measure, slack, tolerance, deadline, told).run()
+    found = _Search(numbers, capacity, measure, slack, tolerance, deadline, told)
+    found.is_stopped = is_stopped
+    return found.run()
 
 
 @dataclass(slots=True)
@@ -132,6 +136,7 @@ class _Search:
         self._numbers, self._capacity, self._measure = numbers, capacity, measure
         self._slack, self._tolerance = slack, tolerance
         self._deadline, self._told = deadline, told
+        self.is_stopped: Callable[[], bool] = lambda: False
         self.found = Found()
         self._waiting: list[tuple[float, int]] = []
         """(seconds that it takes at the least, row)."""
@@ -183,7 +188,8 @@ class _Search:
         return False
 
     def _is_late(self) -> bool:
-        return self._deadline is not None and time.monotonic() > self._deadline
+        late = self._deadline is not None and time.monotonic() > self._deadline
+        return late or self.is_stopped()
 
     def _seed(self) -> None:
         """Find any answer where the fastest rows fail: one that keeps well clear of the limit."""
@@ -201,9 +207,8 @@ class _Search:
                     continue
                 measured = self._measured(candidate)
                 if measured.fits:
-                    self.found.best, self.found.measured = candidate, measured
                     self.found.excess[row] = max(measured.excess_bytes, 0.0)
-                    self._told(self.found)
+                    self._take(candidate, measured)
                     return
 
     def _by_bound(self) -> Iterator[tuple[float, int]]:
@@ -252,9 +257,8 @@ class _Search:
             return
         held = max(candidate.linear_bytes)
         if measured.fits:
-            found.best, found.measured = candidate, measured
+            self._take(candidate, measured)
             state.fits_up_to = held
-            self._told(found)
         else:
             state.over_from = min(state.over_from, held)
             self._failures += 1
@@ -267,6 +271,13 @@ class _Search:
         if self._failures == _FAILURES and found.best is None:
             self._seed()
 
+    def _take(self, candidate: Candidate, measured: Measured) -> None:
+        """What fits is the answer, if it is faster than the one before."""
+        found = self.found
+        if found.best is None or candidate.seconds < found.best.seconds:
+            found.best, found.measured = candidate, measured
+            self._told(found)
+
     def _measured(self, candidate: Candidate) -> Measured:
         self.found.num_measured += 1
         return self._measure(candidate)
@@ -274,8 +285,11 @@ class _Search:
     def _can_fit(self, row: int, candidate: Candidate) -> bool:
         """Whether what holds the least does; if not, the row is out, and others with it."""
         smallest = Row(self._numbers, row, float("inf")).smallest()
-        if smallest.linear_bytes != candidate.linear_bytes and self._measured(smallest).fits:
-            return True
+        if smallest.linear_bytes != candidate.linear_bytes:
+            measured = self._measured(smallest)
+            if measured.fits:
+                self._take(smallest, measured)
+                return True
         config = self._numbers.grid[row]
         key, micro = _mesh_key(config), int(config["micro"])
         self._over[key] = min(micro, self._over.get(key, micro))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from meshplan.cost.grid import GRID, MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
 from meshplan.errors import PlanError, Problem
 from meshplan.mesh import AXES
-from meshplan.spec import AUTO, Pipeline, Spec
+from meshplan.spec import AUTO, Pipeline, Rule, Spec
 
 _DDP, _ZERO1, _SHARD = range(len(MODES))
 _MOST_MICRO: Final = 64
@@ -33,6 +33,10 @@ STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
 """By word, (modes, reshards)."""
 _SCHEDULES: Final = ("1F1B",)
 """Those that are tried: GPipe takes as long and keeps more."""
+
+
+class EmptySpaceError(PlanError):
+    """What a plan states leaves nothing to choose from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +225,14 @@ def with_axes(spec: Spec, sizes: Mapping[str, int], *, sequence_parallel: bool =
         activation_checkpointing=replace(spec.activation_checkpointing, mode="none", budget=None),
         pipeline=_as_trial(spec.pipeline) if "pp" in sizes else None,
         # A trial may be of fewer blocks than rules speak of.
-        rules=tuple(replace(rule, optional=True) for rule in spec.rules),
+        rules=tuple(_rule_as_trial(rule, sizes) for rule in spec.rules),
     )
+
+
+def _rule_as_trial(rule: Rule, sizes: Mapping[str, int]) -> Rule:
+    """Without what parameters that are not cut have no use for."""
+    back = rule.reshard_after_forward if sizes.get("dp_shard", 1) > 1 else None
+    return replace(rule, optional=True, reshard_after_forward=back)
 
 
 def _as_trial(pipeline: Pipeline | None) -> Pipeline | None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshplan.blueprint import from_config
+from meshplan.cost.calibration import read_profile
 from meshplan.errors import Origin, PlanError, Problem
 from meshplan.graph import ModelGraph
 from meshplan.hardware import Cluster, Link, find_device
 from meshplan.planner.decide import decide
 from meshplan.planner.decision import Question
-from meshplan.planner.lock import locked, overrides
+from meshplan.planner.lock import chosen_spec, locked, profile_of_lock
 from meshplan.reader import load_spec
 from meshplan.sizing import graph_of, read_limit
 from meshplan.spec import Spec
@@ -35,10 +36,9 @@ def whole_spec(
     ask: Callable[[], Question] | None = None,
 ) -> Spec:
     """The spec with nothing left to the planner; arguments as for `whole_statements`."""
-    spec = load(())
-    if not spec.free_fields:
-        return spec
-    return load(overrides(whole_statements(source, load, graph, told, ask)))
+    if not load(()).free_fields:
+        return load(())
+    return chosen_spec(load, *whole_statements(source, load, graph, told, ask))
 
 
 def whole_statements(
@@ -47,8 +47,8 @@ def whole_statements(
     graph: ModelGraph,
     told: Callable[[str], None] = lambda text: None,
     ask: Callable[[], Question] | None = None,
-) -> Mapping[str, Any]:
-    """What a plan file that leaves something open would have to state, by path.
+) -> tuple[Mapping[str, Any], str]:
+    """(what a plan file that leaves something open would have to state, who says so).
 
     Args:
         source: The plan file, or a mapping.
@@ -63,7 +63,7 @@ def whole_statements(
     spec = load(())
     found = locked(source, spec, graph)
     if not isinstance(found, str):
-        return found
+        return found.chosen, found.path.name
     sized = graph if graph.config else graph_of(spec)
     if sized is None and ask is None:
         free = " and ".join(spec.free_fields)
@@ -72,18 +72,16 @@ def whole_statements(
         fix = "give the plan its model, such as model: {config: PATH}, and run meshplan plan"
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
     told(f"{found}: planning")
-    if sized is None:
-        assert ask is not None
-        question = ask()
-    else:
-        question = question_of(load, sized)
-    if sized is not None and sized is not graph and spec.model and spec.model.config is not None:
+    question = ask() if sized is None and ask is not None else question_of(load, sized or graph)
+    question = with_profile(question, profile_of_lock(source))
+    is_other = sized is not None and sized is not graph
+    if is_other and spec.model is not None and spec.model.config is not None:
         config = Path(spec.source).parent / spec.model.config
         question = _with_shorter(question, config, spec.origin("model.config"))
     decision = decide(question, told)
     if decision.chosen is None:
         raise PlanError(nothing_fits(spec))
-    return decision.chosen.stated
+    return decision.chosen.stated, "the planner"
 
 
 def nothing_fits(spec: Spec) -> Problem:
@@ -98,12 +96,14 @@ def question_of_file(
     config: str | Path | None = None,
     gpu: str | None = None,
     memory: str | int | None = None,
+    profile: str | Path | None = None,
 ) -> Question:
     """What a plan file, or a mapping, asks of the planner.
 
     Args:
         config: A Hugging Face config, which goes before the plan's own `model`.
         gpu: Name of the device whose memory is the limit, or `memory`, the limit itself.
+        profile: What `meshplan calibrate` wrote.
     """
 
     def load(more: Sequence[str]) -> Spec:
@@ -119,7 +119,8 @@ def question_of_file(
         fix = "add model: {config: PATH} to the plan, or --config PATH"
         raise PlanError(Problem(what, spec.origin("model"), fix))
     assert path is not None
-    return _with_shorter(question_of(load, graph, gpu, memory), path, origin)
+    question = _with_shorter(question_of(load, graph, gpu, memory), path, origin)
+    return with_profile(question, Path(profile) if profile is not None else None)
 
 
 def _with_shorter(question: Question, config: str | Path, origin: Origin) -> Question:
@@ -131,6 +132,18 @@ def _with_shorter(question: Question, config: str | Path, origin: Origin) -> Que
 
     few = shorter(min(_FEW, len(question.graph.blocks())))
     return replace(question, few=few, shorter=shorter)
+
+
+def with_profile(question: Question, path: Path | None) -> Question:
+    """The question about a machine that was measured.
+
+    Raises:
+        PlanError: The file is no profile.
+    """
+    if path is None:
+        return question
+    found = read_profile(path, Origin("--profile"))
+    return replace(question, profile=found, profile_path=path)
 
 
 def question_of(

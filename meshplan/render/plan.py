@@ -24,6 +24,7 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
         "fits": chosen is not None,
         "gap": decision.gap if chosen else None,
         "is_whole": decision.is_whole,
+        "is_interrupted": decision.is_interrupted,
         "num_configs": decision.num_configs,
         "num_measured": decision.num_measured,
         "search_s": decision.search_s,
@@ -43,6 +44,7 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
             "framework": decision.profile.framework,
             "dtype": decision.profile.dtype,
             "residual": decision.profile.residual,
+            "file": str(decision.profile_path) if decision.profile_path else None,
         },
     }
 
@@ -81,6 +83,21 @@ def _way_to_json(decision: Decision, way: Way) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def no_space_to_json(why: str) -> dict[str, Any]:
+    """The `result` of schema plan/1 where what is stated leaves nothing to choose from."""
+    return {
+        **dict.fromkeys(_KEYS),
+        "fits": False,
+        "gap": None,
+        "is_whole": True,
+        "num_configs": 0,
+        "ladder": None,
+        "chosen": None,
+        "alternatives": [],
+        "rejected": [{"what": "everything", "why": why}],
+    }
+
+
 def decision_to_text(decision: Decision, title: str, *, colour: bool = False) -> list[str]:
     """The lines of the answer, without the notes.
 
@@ -92,7 +109,8 @@ def decision_to_text(decision: Decision, title: str, *, colour: bool = False) ->
         limit = format_gib(decision.limit_bytes)
         line = f"{title}: nothing in the space fits into {limit}"
         if not decision.is_whole:
-            line = f"{title}: the time was up before anything was found that fits into {limit}"
+            end = "it was interrupted" if decision.is_interrupted else "the time was up"
+            line = f"{title}: {end} before anything was found that fits into {limit}"
         return [paint(line, "bold", colour), "", *_rejected(decision)]
     lines = [
         paint(f"{title}: {_seconds(chosen.seconds)} a step", "bold", colour)
@@ -104,6 +122,7 @@ def decision_to_text(decision: Decision, title: str, *, colour: bool = False) ->
         *_memory(decision, chosen),
         "",
         *_ladder(decision),
+        *_unproved(decision),
         *_alternatives(decision),
         "",
         *_rejected(decision),
@@ -122,15 +141,15 @@ def statement_lines(stated: Mapping[str, Any]) -> Iterator[str]:
     """Statements as they would stand in a plan file, one a line."""
     for path, value in stated.items():
         if value is not None:
-            yield f"{path}: {_flow(value)}"
+            yield f"{path}: {flow(value)}"
 
 
-def _flow(value: Any) -> str:
+def flow(value: Any) -> str:
     """A value as YAML on one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_flow, value)) + "]"
+        return "[" + ", ".join(map(flow, value)) + "]"
     if isinstance(value, str):
         return value if value.replace("_", "").isalnum() else json.dumps(value)
     return json.dumps(value)
@@ -159,9 +178,15 @@ def _ladder(decision: Decision) -> list[str]:
         f"{ladder.plan_s / ladder.no_memory_limit_s - 1:.1%}",
         f"        {_seconds(ladder.plan_s)} the fastest of {decision.num_configs:,} "
         f"configurations, each with {decision.num_options} choices for every block "
-        + (f"(gap {decision.gap:.2%})" if decision.is_whole else "so far: the time was up"),
-        *([] if decision.is_whole else [f"        nothing is {decision.gap:.1%} faster"]),
+        + (f"(gap {decision.gap:.2%})" if decision.is_whole else "so far"),
     ]
+
+
+def _unproved(decision: Decision) -> list[str]:
+    if decision.is_whole:
+        return []
+    end = "it was interrupted" if decision.is_interrupted else "the time was up"
+    return [f"so far: {end}; nothing in the space is more than {decision.gap:.1%} faster"]
 
 
 def _alternatives(decision: Decision) -> list[str]:

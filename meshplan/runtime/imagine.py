@@ -24,6 +24,7 @@ from meshplan.memory.log import EventLog, Term
 from meshplan.plan import Plan
 from meshplan.runtime.applied import applied, apply_plan
 from meshplan.runtime.batch import mapped
+from meshplan.runtime.expert_protocol import find_for_twin
 from meshplan.runtime.ledger import Ledger
 from meshplan.runtime.materialize import Values
 from meshplan.runtime.mesh import device_mesh
@@ -108,15 +109,18 @@ def imagining(
     with group_of_fakes(rank, plan.mesh.world_size):
         mesh = device_mesh(plan.mesh)
         open_groups(plan, mesh)
-        with meshes_outside_fakes(), imagining_alone(model, device) as (twin, fake, behaviour):
+        with meshes_outside_fakes(), imagining_alone(model, device, plan) as (twin, fake, behaviour):
             yield twin, mesh, fake, behaviour
 
 
 @contextmanager
 def imagining_alone(
-    model: nn.Module, device: str = CPU
+    model: nn.Module, device: str = CPU, plan: Plan | None = None
 ) -> Iterator[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor], Behaviour]]:
     """The same, of what needs no other rank: in whatever group this process is, or in none.
+
+    Args:
+        plan: Whose experts are looked for.
 
     Returns:
         A copy of the model, what makes a tensor one without numbers, and how the device behaves.
@@ -124,6 +128,8 @@ def imagining_alone(
     with _no_collection():
         mode = fake_mode()
         twin, _, _ = twin_of(model, (), mode)
+        if plan is not None:
+            find_for_twin(model, twin, plan)
         shadows = Shadows()
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:

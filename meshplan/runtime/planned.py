@@ -16,7 +16,7 @@ from torch import nn
 
 from meshplan.errors import ApplyError, MeshplanError, Origin, Problem
 from meshplan.planner.decision import Question
-from meshplan.planner.lock import overrides, spec_hash
+from meshplan.planner.lock import chosen_spec, spec_hash
 from meshplan.planner.whole import Load, question_of, whole_statements
 from meshplan.reader import load_spec
 from meshplan.runtime.applied import exchange, raise_told
@@ -134,16 +134,17 @@ def closed_together(model: nn.Module, plan: Any, example_inputs: Any) -> Any:
         raise ApplyError(Problem(what, fix="give every rank the same plan file"))
     if outcome[0] == "closed":
         return plan
-    return load_spec(plan, overrides(_stated(model, plan, example_inputs)))
+    stated, source = _stated(model, plan, example_inputs)
+    return chosen_spec(lambda more: load_spec(plan, more), stated, source)
 
 
-def _stated(model: nn.Module, plan: Any, example_inputs: Any) -> Mapping[str, Any]:
+def _stated(model: nn.Module, plan: Any, example_inputs: Any) -> tuple[Mapping[str, Any], str]:
     """What rank 0 chose, on every rank."""
     outcome = "", ""
     error: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            outcome = "stated", json.dumps(dict(_choose(model, plan, example_inputs)))
+            outcome = "stated", json.dumps(_choose(model, plan, example_inputs))
         except MeshplanError as caught:
             error, outcome = caught, ("error", caught.render())
         except Exception as caught:  # Told to the others, then raised as it is.
@@ -152,15 +153,16 @@ def _stated(model: nn.Module, plan: Any, example_inputs: Any) -> Mapping[str, An
     if error is not None:
         raise error
     raise_told(outcomes)
-    found: Mapping[str, Any] = json.loads(outcomes[0][1])
-    return found
+    found, source = json.loads(outcomes[0][1])
+    return found, source
 
 
-def _choose(model: nn.Module, plan: Any, example_inputs: Any) -> Mapping[str, Any]:
+def _choose(model: nn.Module, plan: Any, example_inputs: Any) -> tuple[dict[str, Any], str]:
     def load(more: Sequence[str]) -> Spec:
         return load_spec(plan, more)
 
     def ask() -> Question:
         return question_of_model(model, load, example_inputs=example_inputs)
 
-    return whole_statements(plan, load, graph_of(model), ask=ask)
+    stated, source = whole_statements(plan, load, graph_of(model), ask=ask)
+    return dict(stated), source

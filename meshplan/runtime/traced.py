@@ -18,8 +18,10 @@ from torch import nn
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, Origin, PlanError, Problem
 from meshplan.graph import ModelGraph
+from meshplan.memory.allocator import Reserve, reserve
 from meshplan.memory.assemble import assemble
 from meshplan.memory.compose import Composer
+from meshplan.memory.driver import with_workspaces
 from meshplan.memory.estimate import MemoryEstimate, Tier
 from meshplan.memory.groups import equal_ranks
 from meshplan.memory.log import EventLog, on_streams
@@ -251,11 +253,15 @@ class TracedModel:
 
     def _estimate(self, plan: Plan, work: Prepared, most_bytes: float) -> MemoryEstimate:
         groups = equal_ranks(plan.assignment)
-        logs = []
-        for ranks in groups:
+        logs: list[EventLog] = []
+        held: dict[int, Reserve] = {}
+        for number, ranks in enumerate(groups):
             logs.append(_log(work, plan, ranks[0]))
-            if logs[-1].peak.live_bytes > most_bytes:
-                raise OverError(ranks[0], logs[-1].peak.live_bytes)
+            if logs[-1].pooled_bytes > most_bytes:
+                raise OverError(ranks[0], logs[-1].pooled_bytes)
+            held[number] = reserve(with_workspaces(logs[-1], self._device))
+            if held[number].reserved_bytes > most_bytes:
+                raise OverError(ranks[0], held[number].reserved_bytes)
         is_exact = any(work is each for each in self._exact.values())
         how = "as the plan has it" if is_exact else "in pieces, and put together"
         return assemble(
@@ -268,6 +274,7 @@ class TracedModel:
             certified=f"a microbatch of the model was traced {how}; what wrappers add was composed",
             assumed=self._assumed(plan),
             error=ERROR,
+            held=held,
         )
 
     def _assumed(self, plan: Plan) -> tuple[tuple[str, str], ...]:

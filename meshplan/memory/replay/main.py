@@ -77,7 +77,6 @@ def _unknown(plan: Plan, work: Prepared) -> Iterator[Problem]:
             "a parameter that two stages of one rank hold",
         ),
         (bool(a.compiled), "compiled blocks"),
-        (bool(a.experts), "expert parallelism"),
         (
             a.wrapper == "ddp" and Options.of(spec.ddp).clones_output and plan.accumulate > 1,
             "find_unused_parameters with accumulation",
