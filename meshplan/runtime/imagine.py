@@ -109,7 +109,8 @@ def imagining(
     with group_of_fakes(rank, plan.mesh.world_size):
         mesh = device_mesh(plan.mesh)
         open_groups(plan, mesh)
-        with meshes_outside_fakes(), imagining_alone(model, device, plan) as (twin, fake, behaviour):
+        with meshes_outside_fakes(), imagining_alone(model, device, plan) as found:
+            twin, fake, behaviour = found
             yield twin, mesh, fake, behaviour
 
 
