@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def _question_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="PKG.MOD:FN", help="what builds the model, if no config")
     parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
     parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
     parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
@@ -54,6 +55,7 @@ class _Asked:
         self.flags: dict[str, Any] = {
             "plan": self.path,
             "overrides": args.set,
+            "model": args.model,
             "config": args.config,
             "gpu": args.gpu,
             "memory": args.memory,

@@ -9,6 +9,7 @@ Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, for padding; `
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,3 +37,10 @@ def share(grid: Array, kind: Kind) -> Array:
     """Elements of all parameters that it keeps."""
     ranks = grid["dp_shard"].astype(np.float64) * grid["cp"]
     return np.asarray((sum(kind.numels) - kind.expert_numel) / ranks + expert_share(grid, kind))
+
+
+def trained(kind: Kind) -> Kind:
+    """The same with those of its parameters alone that get a gradient."""
+    if not kind.frozen:
+        return kind
+    return replace(kind, numels=(sum(kind.numels) - kind.frozen,), frozen=0)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from meshplan.cost.collectives import all_gather, all_reduce, all_to_all, group, send
 from meshplan.cost.grid import MODES, OPTION_RESHARD, OPTIONS, SCHEDULE_WORDS
 from meshplan.cost.profile import Profile
-from meshplan.cost.shares import expert_share, share
+from meshplan.cost.shares import expert_share, share, trained
 from meshplan.cost.types import Kind, Sent, Tally
 from meshplan.graph import DTYPE_BYTES
 from meshplan.spec import Precision
@@ -134,6 +134,8 @@ def terms(
     host = rows.launch
     forward = np.maximum(forward_c + forward_t + keys, host(kind.forward, kind.sent_forward))
     gathered, reduced, summed, whole = rows.data(kind)
+    if kind.frozen:
+        _, reduced, summed, whole = rows.data(trained(kind))
     is_whole, is_at_once = rows.mode == _DDP, rows.mode == _SHARD
     gathers = gathered if whole is None else np.where(is_whole, 0.0, gathered)
     after = np.zeros_like(gathered)
@@ -160,7 +162,7 @@ def terms(
         last.append(end - usual)
     missing = OPTION_RESHARD[None] & ~is_at_once[:, None]
     backward_s, settle_s = np.stack(first, axis=1), np.stack(last, axis=1)
-    update = rows.update(kind) + after
+    update = rows.update(trained(kind)) + after
     once = (settle_s + update[:, None]) / rows.microbatches[:, None]
     seconds = forward_s[:, None] + backward_s + once
     return Terms(

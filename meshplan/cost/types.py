@@ -66,6 +66,7 @@ class Kind:
         boundary_bytes: Of what it hands to the next block, for one sample.
         context_bytes: Of the keys and values that its attention reads, for one sample.
         scores_flops: The part of `forward.flops` that grows with the square of the length.
+        frozen: Elements of `numels` that get no gradient.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Kind:
     scores_flops: float = 0.0
     expert_numel: int = 0
     num_experts: int = 0
+    frozen: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

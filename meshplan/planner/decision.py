@@ -13,6 +13,7 @@ from meshplan.hardware import Cluster
 from meshplan.memory.estimate import MemoryEstimate
 from meshplan.plan import Plan
 from meshplan.planner.space import Rejected
+from meshplan.planner.traced import Traced
 from meshplan.spec import Spec
 
 
@@ -32,6 +33,7 @@ class Question:
         limit_bytes: What one may hold.
         cluster: The machine.
         time_limit_s: After which the best so far is the answer; None for no limit.
+        traced: What a live model tells; None where its config tells all.
     """
 
     read: Callable[[Sequence[str]], Spec]
@@ -42,6 +44,7 @@ class Question:
     time_limit_s: float | None = None
     few: ModelGraph | None = None
     shorter: Callable[[int], ModelGraph] | None = None
+    traced: Traced | None = None
     is_stopped: Callable[[], bool] = lambda: False
     profile: Profile | None = None
     profile_path: Path | None = None

@@ -51,7 +51,8 @@ def resident_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> F
     numel = float(sum(kind.numels))
     mode = grid["mode"][:, None]
     held = np.where(mode == _DDP, numel, share(grid, kind)[:, None])
-    own = held * (sizes.stored + sizes.states)
+    trained = held * _trained(kind)
+    own = held * sizes.stored + trained * sizes.states
     # What is computed with is a copy, unless nothing is cut and nothing cast.
     is_copied = (mode != _DDP) | (sizes.computed != sizes.stored)
     is_freed = (mode == _SHARD) & kind.has_options & OPTION_RESHARD[None, :]
@@ -59,6 +60,7 @@ def resident_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> F
     # Gradients are there once there was a backward: a pipeline runs up to pp forwards before.
     waits = grid["microbatches"][:, None] > grid["pp"][:, None]
     gradients = np.where(waits, np.where(mode == _ZERO1, numel, held) * sizes.stored, 0.0)
+    gradients = gradients * _trained(kind)
     return np.asarray(own + copied + gradients, dtype=np.float64)
 
 
@@ -66,7 +68,15 @@ def step_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Float
     """[rows] what one block holds when the optimizer begins: states and gradients."""
     numel = float(sum(kind.numels))
     held = np.where(grid["mode"] == _DDP, numel, share(grid, kind))
-    return np.asarray(held * (2 * sizes.stored + sizes.states), dtype=np.float64)
+    trained = held * _trained(kind)
+    held_bytes = held * sizes.stored + trained * (sizes.stored + sizes.states)
+    return np.asarray(held_bytes, dtype=np.float64)
+
+
+def _trained(kind: Kind) -> float:
+    """The share of a block's elements that get a gradient."""
+    numel = sum(kind.numels)
+    return 1 - kind.frozen / numel if numel else 1.0
 
 
 def waiting_bytes(grid: NDArray[np.void], first: Kind, last: Kind, reduce_bytes: int) -> Floats:
@@ -79,7 +89,8 @@ def waiting_bytes(grid: NDArray[np.void], first: Kind, last: Kind, reduce_bytes:
             units around the first and the last stage.
         reduce_bytes: Of an element that is summed.
     """
-    numel = float(sum(last.numels)) + np.where(grid["pp"] == 1, float(sum(first.numels)), 0.0)
+    at_first, at_last = (float(sum(kind.numels) - kind.frozen) for kind in (first, last))
+    numel = at_last + np.where(grid["pp"] == 1, at_first, 0.0)
     waits = (grid["mode"] == _SHARD) & (grid["microbatches"] > grid["pp"])
     return np.asarray(np.where(waits, numel * reduce_bytes, 0.0), dtype=np.float64)
 

@@ -14,7 +14,7 @@ from meshplan.cost.profile import Profile, measured_for, profile_of
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
-from meshplan.memory.estimate import RESERVED_ERROR
+from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
 from meshplan.memory.told import ERROR, OverError, refusals, styled_of, told_estimate, told_rank
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.cutting import StagePins, stage_pins_of
@@ -55,7 +55,8 @@ class Job:
     def __init__(self, question: Question, free: Freedom | None = None) -> None:
         self.question = question
         self.spec = question.read(())
-        check_batch(self.spec)
+        self._traced = question.traced
+        check_batch(self.spec, reads_tokens=self._traced is None)
         check_pins(self.spec)
         self._graph = question.graph
         self._few = question.few or question.graph
@@ -97,8 +98,12 @@ class Job:
 
     def _refuses(self, trial: Spec) -> str:
         """Why a trial cannot be, "" if it can be."""
+        if self._traced is not None and (why := self._traced.refuses(trial)):
+            return why
         try:
             plan = make_plan(trial, self._few)
+            if self._traced is not None:
+                return ""
             problems = list(refusals(plan))
             if not problems and plan.mesh.size("tp") > 1:
                 self._chain_of(plan)
@@ -118,6 +123,8 @@ class Job:
         return next(p.info.dtype for p in tensors if not p.info.is_buffer)
 
     def _chain(self, tp: int, ep: int = 1) -> Chain:
+        if self._traced is not None:
+            return self._traced.chain()
         if (tp, ep) not in self._chains:
             cuts = tp > 1 and self.free.sequence_parallel[tp]
             trial = with_axes(self.spec, {"tp": tp}, sequence_parallel=cuts)
@@ -228,12 +235,7 @@ class Job:
             return Measured(fits=False, excess_bytes=excess)
         try:
             plan = make_plan(question.read(overrides(stated)), self._graph)
-            memory = told_estimate(
-                plan,
-                device=question.device,
-                limit_bytes=question.limit_bytes,
-                most_bytes=float("inf") if to_the_end else self.capacity,
-            )
+            memory = self._memory(plan, float("inf") if to_the_end else self.capacity)
         except OverError as over:
             held = candidate.linear_bytes[_place(plan, over.rank)]
             return Measured(fits=False, excess_bytes=over.reserved_bytes - held)
@@ -246,6 +248,24 @@ class Job:
         way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
         self.measured.append(way)
         return Measured(fits=memory.fits is True, excess_bytes=excess, result=way)
+
+    def _memory(self, plan: Plan, most_bytes: float) -> MemoryEstimate:
+        question = self.question
+        if self._traced is not None:
+            return self._traced.memory(plan, most_bytes)
+        return told_estimate(
+            plan,
+            device=question.device,
+            limit_bytes=question.limit_bytes,
+            most_bytes=most_bytes,
+        )
+
+    def certified(self, way: Way) -> Way | None:
+        """What was chosen, as its model does it and not as it was composed; None if it is over."""
+        if self._traced is None:
+            return way
+        memory = self._traced.certify(way.plan)
+        return replace(way, memory=memory) if memory.fits else None
 
     def _over(self, numbers: Numbers, candidate: Candidate) -> float | None:
         """What a rank that is over holds above the linear figure, if a short model tells so."""

@@ -342,8 +342,11 @@ def _recompute(
             yield RECOMPUTE.index(word)
 
 
-def check_batch(spec: Spec) -> None:
+def check_batch(spec: Spec, *, reads_tokens: bool = True) -> None:
     """Two of micro, accumulate and global must say or leave free how large a step is.
+
+    Args:
+        reads_tokens: Whether a sample has a length.
 
     Raises:
         PlanError: They do not.
@@ -354,7 +357,7 @@ def check_batch(spec: Spec) -> None:
     ):
         what = "nothing says how many samples a step has, so no two plans can be compared"
         problems.append(Problem(what, spec.origin("batch"), "add batch: {global: 64}"))
-    if batch.seq_len is None:
+    if reads_tokens and batch.seq_len is None:
         what = "nothing says how long a sample is"
         problems.append(Problem(what, spec.origin("batch"), "add batch: {seq_len: 2048}"))
     if problems:

@@ -114,7 +114,7 @@ def decision_to_text(decision: Decision, title: str, *, colour: bool = False) ->
         return [paint(line, "bold", colour), "", *_rejected(decision)]
     lines = [
         paint(f"{title}: {_seconds(chosen.seconds)} a step", "bold", colour)
-        + f", {decision.tokens_per_s(chosen):,.0f} tokens/s per GPU"
+        + f", {_rate(decision, chosen)} per GPU"
         + f", MFU {decision.mfu(chosen):.1%}",
         "",
         *(f"  {line}" for line in statement_lines(chosen.stated)),
@@ -128,6 +128,13 @@ def decision_to_text(decision: Decision, title: str, *, colour: bool = False) ->
         *_rejected(decision),
     ]
     return lines
+
+
+def _rate(decision: Decision, way: Way) -> str:
+    """Tokens, or samples where these have no length."""
+    if decision.tokens:
+        return f"{decision.tokens_per_s(way):,.0f} tokens/s"
+    return f"{decision.samples / way.seconds / way.plan.mesh.world_size:,.1f} samples/s"
 
 
 def statement_lines(stated: Mapping[str, Any]) -> Iterator[str]:
