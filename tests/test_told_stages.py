@@ -22,7 +22,8 @@ from meshplan.memory import EventLog, stage_pass, stage_tape, stage_work, told_s
 from meshplan.memory.log import Term
 from meshplan.memory.replay import main, replay
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.told import BRIEF_ERROR, _told_work, told_estimate, told_log
+from meshplan.memory.told import BRIEF_ERROR, told_estimate, told_log
+from meshplan.memory.told_works import told_works
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from meshplan.schedules import Action
@@ -273,7 +274,7 @@ def test_in_brief_a_rank_needs_as_much(
     plan = decided(FUSED, plan_of(given.pop("schedule"), 2, 24, **given, **MIXED))
 
     def log(rank: int, *, in_brief: bool = False) -> EventLog:
-        works = _told_work(plan, 48, told.LENGTH)
+        works = told_works(plan, 48, told.LENGTH)
         return replay(works.of_rank(rank, in_brief=in_brief), plan, "adamw", rank=rank)
 
     for rank in (0, 3):

@@ -15,7 +15,8 @@ from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
 from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
-from meshplan.memory.told import ERROR, OverError, refusals, styled_of, told_estimate, told_rank
+from meshplan.memory.told import ERROR, OverError, told_estimate, told_rank
+from meshplan.memory.told_works import refusals, styled_of
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.cutting import StagePins, stage_pins_of
 from meshplan.planner.decision import Question, Way
