@@ -46,6 +46,7 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
         told=lambda found: told(_line(job, found)),
     )
     chosen, others = Near(job, numbers, found).choose()
+    chosen = job.at_worst(chosen) if chosen else None
     best = found.best
     samples = job.samples(best.row) if best else 0
     return Decision(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -211,6 +212,18 @@ class Job:
             excess = max(excess, held - candidate.linear_bytes[_place(plan, group.ranks[0])])
         way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
         return Measured(fits=memory.fits is True, excess_bytes=excess, result=way)
+
+    def at_worst(self, way: Way) -> Way:
+        """The same, saying what the worst routing would need."""
+        if way.plan.mesh.size("ep") == 1:
+            return way
+        memory = told_estimate(
+            way.plan,
+            device=self.question.device,
+            limit_bytes=self.question.limit_bytes,
+            tells_worst=True,
+        )
+        return replace(way, memory=memory)
 
 
 def _place(plan: Plan, rank: int) -> int:

@@ -111,6 +111,8 @@ def loop_of(model: nn.Module, plan: Plan) -> Loop:
 
     assumed = [("inputs of a rank's step", ", ".join(parts)), ("loss", words)]
     assumed.append(("optimizer", f"torch's {make.__name__} with its defaults"))
+    if (ep := plan.mesh.size("ep")) > 1:
+        assumed.append(("routing", f"the {ep} ranks of ep are sent as many tokens each"))
     return Loop(
         inputs=inputs,
         targets=targets,
