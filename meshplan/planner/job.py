@@ -264,7 +264,7 @@ class Job:
     def certified(self, way: Way) -> Way | None:
         """What was chosen, as its model does it and not as it was composed; None if it is over."""
         if self._traced is None:
-            return way
+            return self._at_worst(way)
         memory = self._traced.certify(way.plan)
         return replace(way, memory=memory) if memory.fits else None
 
@@ -293,6 +293,18 @@ class Job:
             if held > self.capacity:
                 return held - linear[place]
         return None
+
+    def _at_worst(self, way: Way) -> Way:
+        """The same, saying what the worst routing would need."""
+        if way.plan.mesh.size("ep") == 1:
+            return way
+        memory = told_estimate(
+            way.plan,
+            device=self.question.device,
+            limit_bytes=self.question.limit_bytes,
+            tells_worst=True,
+        )
+        return replace(way, memory=memory)
 
 
 def _place(plan: Plan, rank: int) -> int:
