@@ -383,4 +383,6 @@ def span_in_words(piece: Piece | None, noun: str) -> str:
         return "…"
     if piece.start == piece.stop:
         return f"no {noun}"
+    if piece.start + 1 == piece.stop:
+        return f"{noun[:-1]} {piece.start:,}"
     return f"{noun} {piece.start:,}–{piece.stop - 1:,}"
