@@ -353,7 +353,10 @@ def _cell(
     ink = shard_ink(shard, face.num_shards)
     ranks = face.ranks(row, column)
     words = ranks_in_words(ranks)
-    box(plane, x, y, wide, tall, ink, edge=theme.paper, line=1.2, gid=f"shard {shard}: {words}")
+    spans = [span_in_words(row, "rows")] if row else []
+    spans += [span_in_words(column, "columns" if row else "elements")] if column else []
+    name = ", ".join([f"shard {shard}: {words}", *spans])
+    box(plane, x, y, wide, tall, ink, edge=theme.paper, line=1.2, gid=name)
     is_empty = any(piece is not None and piece.start == piece.stop for piece in (row, column))
     text = (
         f"{words}\nnothing" if is_empty and tall > 0.4 else f"{words}: nothing" * is_empty or words
