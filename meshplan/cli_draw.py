@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from meshplan import api
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.render.text import envelope, wants_colour
+from meshplan.sizing import read_limit
 from meshplan.verbs import YES, Verb, plan_file, print_notes
 
 if TYPE_CHECKING:
+    from meshplan.memory.log import EventLog
     from meshplan.pictures.types import Picture
     from meshplan.plan import Plan
 
@@ -125,6 +127,8 @@ def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
         "name": args.module, "rank": None if args.rank is None else int(args.rank),
         "gpu": args.gpu, "memory": args.memory, "of": args.bytes,
     }  # fmt: skip
+    if args.what == "timeline" and not plan.graph.config:
+        given["log"] = _traced(plan, args)
     if args.what in _OF_MEMORY:
         told: Callable[[str], None] = lambda text: print_notes(args, [text])  # noqa: E731
         try:
@@ -137,6 +141,17 @@ def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
             if args.what != "memory":
                 raise
     return given
+
+
+def _traced(plan: Plan, args: argparse.Namespace) -> EventLog:
+    """The step of a rank whose model is live."""
+    from meshplan.runtime.foretell import Question, log_of_rank  # torch
+    from meshplan.runtime.shrink import source_of
+
+    device, limit_bytes, _ = read_limit(args.gpu, args.memory, plan.spec)
+    source = source_of(plan.spec, args.model, args.config)
+    question = Question(spec=plan.spec, source=source, device=device, limit_bytes=limit_bytes)
+    return log_of_rank(question, int(args.rank or 0), lambda text: print_notes(args, [text]))
 
 
 VERBS: tuple[Verb, ...] = (

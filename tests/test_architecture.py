@@ -74,6 +74,7 @@ LATE_BETWEEN = {
     ("cli_draw", "pictures"),
     ("cli_draw", "planning"),
     ("cli_draw", "render"),
+    ("cli_draw", "runtime"),
     ("cli", "memory"),
     ("cli", "reader"),
     ("cli", "render"),

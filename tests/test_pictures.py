@@ -304,6 +304,10 @@ def test_a_notebook_shows_the_sentence_too():
     assert isinstance(picture, Picture)
     shown = picture._repr_html_()
     assert 'role="img"' in shown
+    assert "<title>rank 3</title>" in shown
+    layout = draw(llama(2), "layout")._repr_html_()
+    assert "<title>shard 1: ranks 1, 9, rows 16,032–32,063, columns 0–4,095</title>" in layout
+    assert not re.search(r'<g id="', shown)
     assert picture.alt in shown
     assert llama(2).draw("mesh").title == picture.title
 

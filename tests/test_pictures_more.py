@@ -14,7 +14,7 @@ from meshplan import planning
 from meshplan.cli import main
 from meshplan.errors import PlanError, SpecError
 from meshplan.memory.log import Event, EventLog, Storage, Term
-from meshplan.memory.told import told_estimate
+from meshplan.memory.told import told_estimate, told_log
 from meshplan.pictures.comm import comm
 from meshplan.pictures.ladder import ladder
 from meshplan.pictures.links import links_of
@@ -95,6 +95,25 @@ def test_the_timeline_keeps_every_peak_where_events_are_many():
     assert (facts.points[-1].live_bytes, facts.num_events) == (0, 6000)
     assert facts.title == "Tensors of rank 3 peak at 11 B, in forward of m"
     assert len(facts.points) < 800
+
+
+def test_a_traced_log_is_drawn_as_it_is():
+    plan = llama(2)
+    log = told_log(plan, batch=1, seq_len=1024, rank=5)
+    picture = draw(plan, "timeline", log=log, rank=5)
+    assert picture.title.startswith("Tensors of rank 5 peak at ")
+    assert (
+        "Of 4 forwards of the step 3 are drawn; the others are like the last but one."
+        in written(picture.figure)
+    )
+
+
+@pytest.mark.wide
+def test_a_live_model_is_traced_for_its_timeline(tmp_path, capsys):
+    out = tmp_path / "timeline.svg"
+    flags = ["-f", "plans/hybrid_2x4.yaml", "--what", "timeline", "-o", str(out)]
+    assert main(["draw", *flags]) == 0
+    assert "Tensors of rank 0 peak at " in capsys.readouterr().out
 
 
 def test_terms_of_no_bytes_and_an_empty_log_are_drawn():
