@@ -59,6 +59,10 @@ def test_the_waterfall_ends_at_the_estimate_to_the_byte(theme):
     drawn = boxes(picture.figure, "step ")
     sizes = [int(name.split(": ")[1].removesuffix(" B")) for name in drawn]
     assert sizes == [step.delta_bytes for step in facts.steps]
+    before = [0, *(step.total_bytes for step in facts.steps)]
+    for box, begin, end in zip(drawn.values(), before, before[1:], strict=False):
+        low, high = sorted((begin, end))
+        assert (box.get_x() * GIB, box.get_width() * GIB) == pytest.approx((low, high - low))
     total = boxes(picture.figure, "total")["total"].get_width()
     assert total * GIB == pytest.approx(facts.total_bytes, rel=1e-12)
     assert picture.title.startswith("From the textbook's ")
@@ -216,6 +220,16 @@ def test_a_pipeline_sends_to_the_stages_beside_it():
     assert beside == pytest.approx([micro] * 24, abs=100)
     assert facts.matrix[:4, 8:].max() < 100
     middle = links_of(plan, 4)
+    data = {lane.kind: lane for lane in middle.lanes if lane.axes == ("dp_shard",)}
+    tensors, stages = plan.assignment.tensors, plan.assignment.stages
+    stage = [
+        tensors[f] for f, at in stages.tensors.items() if 1 in at and not tensors[f].info.is_buffer
+    ]
+    held = sum(p.info.numel for p in stage if p.stored.dim_of("tp") is not None) // 2
+    held += sum(p.info.numel for p in stage if p.stored.dim_of("tp") is None)
+    # Each of four microbatches reduces the gradients of the stage, in float32, between two.
+    assert data["reduce_scatter"].pair_bytes == 4 * 4 * held / 2
+    assert data["all_gather"].pair_bytes > 0
     assert next(lane for lane in middle.lanes if lane.kind == "send").sent_bytes == 2 * micro
     check_readable(draw(plan, "comm", rank=4).figure)
 
