@@ -14,12 +14,14 @@ from meshplan.errors import Origin, Problem, SpecError
 from meshplan.plan import Plan
 from meshplan.planner import locking, module
 from meshplan.planner.changed import Change
-from meshplan.planner.decide import decide
-from meshplan.planner.decision import Decision
+from meshplan.planner.decision import Decision, Way
 from meshplan.planner.difference import Difference, difference, side_of
 from meshplan.planner.explain import Asker, WhyNot, settings_of
+from meshplan.planner.frontier import frontier
 from meshplan.planner.module import ModuleAnswer
+from meshplan.planner.objectives import answer
 from meshplan.planner.remedy import Trouble, trouble_of
+from meshplan.planner.sizes import Training, fewest, positive
 from meshplan.planner.whole import question_of_file
 
 PlanSource = str | os.PathLike[str] | Mapping[str, Any]
@@ -50,7 +52,52 @@ def search_plan(
         PlanError: The plan contradicts itself, or says too little.
     """
     question = question_of_file(plan, overrides, config, gpu, memory, profile)
-    return decide(replace(question, is_stopped=is_stopped), told)
+    return answer(replace(question, is_stopped=is_stopped), told)
+
+
+def find_frontier(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    config: str | Path | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    profile: str | Path | None = None,
+    told: Callable[[str], None] = lambda text: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> tuple[tuple[Way, ...], bool]:
+    """(the fastest plans within less and less memory, whether the time sufficed).
+
+    Args:
+        plan, config, gpu, memory, profile, is_stopped: As for `search_plan`.
+    """
+    question = question_of_file(plan, overrides, config, gpu, memory, profile)
+    return frontier(replace(question, is_stopped=is_stopped), told)
+
+
+def fewest_devices(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    tokens: str | float,
+    days: str | float,
+    config: str | Path | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    profile: str | Path | None = None,
+    told: Callable[[str], None] = lambda text: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Training:
+    """The fewest whole nodes that train on so many tokens in so many days.
+
+    Args:
+        plan, config, gpu, memory, profile, is_stopped: As for `search_plan`; how many nodes the
+            plan's `hardware` has does not matter.
+        tokens, days: Of the whole training.
+    """
+    amounts = positive(tokens, "--tokens"), positive(days, "--days")
+    question = question_of_file(plan, overrides, config, gpu, memory, profile)
+    return fewest(replace(question, is_stopped=is_stopped), *amounts, told)
 
 
 def find_trouble(

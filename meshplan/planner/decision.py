@@ -24,6 +24,7 @@ class Question:
         read: The spec of the plan file with more statements.
         graph: The model.
         few: The same with few blocks, for trials of what it allows; None takes the model itself.
+        objective: One of `asking.OBJECTIVES`.
         is_stopped: Whether somebody wants the best so far now.
         profile: What the machine was measured to reach; None takes what is known of such devices.
         profile_path: The file that it is from.
@@ -40,6 +41,7 @@ class Question:
     cluster: Cluster
     time_limit_s: float | None = None
     few: ModelGraph | None = None
+    objective: str = "time"
     is_stopped: Callable[[], bool] = lambda: False
     profile: Profile | None = None
     profile_path: Path | None = None
@@ -88,6 +90,7 @@ class Decision:
         is_whole: Whether the search came to its end.
         is_interrupted: Whether somebody ended it; else the time was up.
         profile_path: The file that the profile is from; None for one of meshplan's own.
+        objective: By which it is the best.
     """
 
     spec: Spec
@@ -108,7 +111,13 @@ class Decision:
     limit_bytes: int
     is_whole: bool = True
     is_interrupted: bool = False
+    objective: str = "time"
     profile_path: Path | None = None
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """All that are told: each fits."""
+        return (*((self.chosen,) if self.chosen else ()), *self.alternatives)
 
     def tokens_per_s(self, way: Way) -> float:
         """Of one device."""
