@@ -29,6 +29,7 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
     _question_flags(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="the lock (default PLAN.lock.yaml)")
     parser.add_argument("--dry-run", action="store_true", help="write no lock")
+    parser.add_argument("--retarget", metavar="HW", help="other hardware: nodes=4,gpu=h200")
     parser.add_argument("--frontier", action="store_true", help="memory against time, plan by plan")
     parser.add_argument("--price", metavar="P", help="of a GPU for an hour")
     parser.add_argument("--tokens", metavar="N", help="of a whole training: 15e12, with --days")
@@ -39,8 +40,15 @@ def _plan(args: argparse.Namespace) -> int:
     from meshplan import planning
     from meshplan.planner.frontier import undominated
     from meshplan.planner.space import EmptySpaceError
+    from meshplan.render.retarget import retarget_to_json, retarget_to_text
     from meshplan.render.sizing import frontier_to_json, frontier_to_text
 
+    old = api.decide(plan_file(args), args.set, config=args.config) if args.retarget else None
+    if args.retarget and (args.tokens or args.days):
+        what = "--retarget says how many nodes there are, and --tokens asks how many it takes"
+        raise SpecError(Problem(what, Origin("--retarget"), "leave one of them out"))
+    if args.retarget:
+        args.set = [*args.set, *planning.retarget_settings(args.retarget)]
     asked = _Asked(args)
     if args.tokens is not None or args.days is not None:
         return _plan_training(asked)
@@ -56,6 +64,14 @@ def _plan(args: argparse.Namespace) -> int:
             ways, is_whole = planning.find_frontier(**asked.flags, is_stopped=is_stopped)
     more = frontier_to_json(decision, ways, is_whole=is_whole)
     lines = ["", *frontier_to_text(ways, is_whole=is_whole)] if args.frontier else []
+    if old is not None:
+        assert decision.chosen is not None
+        found = planning.compare(
+            (str(asked.path), old), (args.retarget, decision.chosen.plan), profile=args.profile
+        )
+        moved = planning.moved_between(old, decision.chosen.plan)
+        more["retarget"] = retarget_to_json(found, moved)
+        lines += ["", *retarget_to_text(found, moved)]
     return _print_plan(asked, decision, more, lines)
 
 

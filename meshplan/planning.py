@@ -21,9 +21,11 @@ from meshplan.planner.frontier import frontier
 from meshplan.planner.module import ModuleAnswer
 from meshplan.planner.objectives import answer
 from meshplan.planner.remedy import Trouble, trouble_of
+from meshplan.planner.reshard import Reshard, reshard
 from meshplan.planner.sizes import Training, fewest, positive
 from meshplan.planner.whole import question_of_file
 
+_HARDWARE = ("nodes", "gpus_per_node", "gpu", "memory", "intra", "inter", "headroom")
 PlanSource = str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -176,6 +178,35 @@ def compare(
     """
     measured = read_profile(Path(profile), Origin("--profile")) if profile is not None else None
     return difference(*(side_of(name, plan, measured) for name, plan in (old, new)))
+
+
+def moved_between(old: Plan, new: Plan) -> Reshard:
+    """Bytes of parameters and optimizer state that change hands from one plan to another.
+
+    Raises:
+        PlanError: They are not of one model and one optimizer.
+    """
+    return reshard(old, new)
+
+
+def retarget_settings(words: str) -> list[str]:
+    """Other hardware, as statements.
+
+    Args:
+        words: Such as "nodes=4,gpu=h200".
+
+    Raises:
+        SpecError: It says something that is not of hardware.
+    """
+    out = []
+    for word in words.split(","):
+        name, equals, value = word.strip().partition("=")
+        if not equals or name not in _HARDWARE:
+            what = f"'{word}' is nothing of hardware"
+            fix = f"write {', '.join(f'{each}=...' for each in _HARDWARE)}"
+            raise SpecError(Problem(what, Origin("--retarget"), fix))
+        out.append(f"hardware.{name}={value}")
+    return out
 
 
 def plan_of_lock(path: str | os.PathLike[str]) -> tuple[str, list[str]] | None:
