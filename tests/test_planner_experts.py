@@ -19,6 +19,7 @@ import meshplan
 from meshplan import api
 from meshplan.blueprint import from_config
 from meshplan.cost.grid import GRID, MODES, OPTIONS
+from meshplan.planner.asking import question_of
 from meshplan.planner.enumeration import enumerate_grid
 from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
@@ -26,7 +27,6 @@ from meshplan.planner.row import Candidate, solve_row
 from meshplan.planner.search import _mesh_key, search
 from meshplan.planner.space import Freedom, divisors
 from meshplan.planner.spread import experts_of
-from meshplan.planner.whole import question_of
 from meshplan.planning import search_plan
 from meshplan.reader import load_spec
 from tests.test_planner import LLAMA, PLAN

@@ -63,9 +63,9 @@ class Job:
         self._few = question.few or question.graph
         self._chains: dict[tuple[int, int], Chain] = {}
         self._driver = driver_bytes(question.device, ()).high
-        self.capacity = (question.limit_bytes - self._driver) / _SHARES
         self.measured: list[Way] = []
         self._known: dict[tuple[object, ...], Measured] = {}
+        self.allow(question.limit_bytes)
         if free is not None:
             self.free = free
 
@@ -204,9 +204,24 @@ class Job:
 
     def flops(self, row: int) -> float:
         """Of one step of all ranks, nothing counted twice."""
+        return self.flops_of_sample * self.samples(row)
+
+    @property
+    def flops_of_sample(self) -> float:
+        """Forward and backward."""
         chain = self._chain(1)
-        one = sum(chain.kinds[k].forward.flops + chain.kinds[k].backward.flops for k in chain.order)
-        return one * self.samples(row)
+        return sum(
+            chain.kinds[k].forward.flops + chain.kinds[k].backward.flops for k in chain.order
+        )
+
+    def allow(self, limit_bytes: float) -> None:
+        """Ranks may hold no more than this."""
+        self.capacity = (limit_bytes - self._driver) / _SHARES
+        self._known.clear()
+
+    def bytes_of(self, linear_bytes: float) -> float:
+        """The upper end of the band of a rank that holds so much by the linear figures."""
+        return linear_bytes * _SHARES + self._driver
 
     def blocks(self, numbers: Numbers, candidate: Candidate) -> tuple[tuple[Block, ...], ...]:
         """By stage, what each block does."""
