@@ -95,6 +95,12 @@ CASES: dict[str, Case] = {
     "qwen, spread over one": (QWEN, SPREAD | {"mesh": {"dp_shard": 4, "ep": 1}}, 4),
     "mixtral, one expert a token, spread, recomputed": (
         MIXTRAL | {"num_experts_per_tok": 1}, SPREAD | FULL, 4),
+    "mixtral, spread, beside tp as transformers has it": (
+        MIXTRAL,
+        SPREAD | {
+            "mesh": {"dp_shard": 2, "tp": 2, "ep": "2 in dp_shard"}, "tp_plan": "hf",
+            "rules": [*SPREAD["rules"], *WHOLE["rules"]],
+        }, 4),
     "mixtral, spread, beside tp": (
         MIXTRAL,
         SPREAD | {
