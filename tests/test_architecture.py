@@ -70,6 +70,7 @@ LATE_BETWEEN = {
     ("planning", "runtime"),
     ("cli_planning", "planning"),  # numpy
     ("cli_planning", "render"),
+    ("cli_draw", "memory"),
     ("cli_draw", "pictures"),
     ("cli_draw", "planning"),
     ("cli_draw", "render"),
