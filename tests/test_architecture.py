@@ -73,6 +73,7 @@ LATE_BETWEEN = {
     ("cli_planning", "planning"),  # numpy
     ("cli_planning", "render"),
     ("cli_planning", "planner"),
+    ("cli_draw", "memory"),
     ("cli_draw", "pictures"),
     ("cli_draw", "planning"),
     ("cli_draw", "render"),

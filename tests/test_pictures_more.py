@@ -390,6 +390,7 @@ def test_the_command_line_writes_a_picture(tmp_path, capsys):
         (["--what", "mesh", "-o", "/nowhere/x.png"], "its folder does not exist"),
         (["--what", "mesh", "-o", "x.png", "--theme", "pink"], "'pink' is no theme"),
         (["--what", "comm", "-o", "x.png", "--rank", "16"], "there is no rank 16"),
+        (["--what", "timeline", "-o", "x.png", "--rank", "99"], "there is no rank 99"),
         (["--what", "comm", "-o", "x.png", "--rank", "-1"], "'-1' is no rank"),
         (["--what", "mesh", "-o", "x.png", "--module", "a"], "takes no 'name'"),
         (["--what", "pareto", "-o", "x.png", "--rank", "1"], "takes no --rank"),
