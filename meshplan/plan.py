@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshplan.agreement import split_batch
 from meshplan.assign import Assignment, assign
@@ -20,6 +20,9 @@ from meshplan.mesh import DATA_AXES, Mesh
 from meshplan.rehearsal import Rehearse
 from meshplan.spec import Spec
 from meshplan.strategies import resolve_mesh
+
+if TYPE_CHECKING:
+    from meshplan.pictures.types import Picture
 
 
 # Plans and specs travel between processes, and Python does not know how to send their
@@ -57,6 +60,17 @@ class Plan:
     def num_data_ranks(self) -> int:
         """Ranks that read different samples."""
         return self.mesh.size(*DATA_AXES)
+
+    def draw(self, what: str, **options: Any) -> Picture:
+        """A picture that answers one question; arguments as of `pictures.main.draw`."""
+        from meshplan.pictures.main import draw  # matplotlib, in the end
+
+        return draw(self, what, **options)
+
+    def _repr_html_(self) -> str:
+        from meshplan.pictures.notebook import plan_html  # what only notebooks ask for
+
+        return plan_html(self)
 
     def digest(self) -> str:
         """A hash of every decision: equal on two ranks exactly when they would do the same."""

@@ -14,7 +14,7 @@ from meshplan.errors import Origin, Problem, SpecError
 from meshplan.plan import Plan
 from meshplan.planner import locking, module
 from meshplan.planner.changed import Change
-from meshplan.planner.decision import Decision, Way
+from meshplan.planner.decision import Decision, Question, Way
 from meshplan.planner.difference import Difference, difference, side_of
 from meshplan.planner.explain import Asker, WhyNot, settings_of
 from meshplan.planner.frontier import frontier
@@ -23,7 +23,8 @@ from meshplan.planner.objectives import answer
 from meshplan.planner.remedy import Trouble, trouble_of
 from meshplan.planner.reshard import Reshard, reshard
 from meshplan.planner.sizes import Training, fewest, positive
-from meshplan.planner.whole import question_of_file
+from meshplan.planner.whole import question_of_file, with_profile
+from meshplan.reader import load_spec
 
 _HARDWARE = ("nodes", "gpus_per_node", "gpu", "memory", "intra", "inter", "headroom")
 PlanSource = str | os.PathLike[str] | Mapping[str, Any]
@@ -33,6 +34,7 @@ def search_plan(
     plan: PlanSource,
     overrides: Sequence[str] = (),
     *,
+    model: str | None = None,
     config: str | Path | None = None,
     gpu: str | None = None,
     memory: str | int | None = None,
@@ -43,7 +45,7 @@ def search_plan(
     """The fastest plan for all that a plan file leaves open, proved, and what was left out.
 
     Args:
-        plan, config: As for `check_plan`.
+        plan, model, config: As for `check_plan`.
         gpu, memory: As for `estimate_memory`.
         profile: What `meshplan calibrate` wrote; None takes what is known of such devices.
         told: Is told of each better plan.
@@ -53,7 +55,7 @@ def search_plan(
         SpecError: The plan or the model cannot be read.
         PlanError: The plan contradicts itself, or says too little.
     """
-    question = question_of_file(plan, overrides, config, gpu, memory, profile)
+    question = _question(plan, overrides, model, config, gpu, memory, profile, told)
     return answer(replace(question, is_stopped=is_stopped), told)
 
 
@@ -61,6 +63,7 @@ def find_frontier(
     plan: PlanSource,
     overrides: Sequence[str] = (),
     *,
+    model: str | None = None,
     config: str | Path | None = None,
     gpu: str | None = None,
     memory: str | int | None = None,
@@ -71,9 +74,9 @@ def find_frontier(
     """(the fastest plans within less and less memory, whether the time sufficed).
 
     Args:
-        plan, config, gpu, memory, profile, is_stopped: As for `search_plan`.
+        plan, model, config, gpu, memory, profile, is_stopped: As for `search_plan`.
     """
-    question = question_of_file(plan, overrides, config, gpu, memory, profile)
+    question = _question(plan, overrides, model, config, gpu, memory, profile, told)
     return frontier(replace(question, is_stopped=is_stopped), told)
 
 
@@ -83,6 +86,7 @@ def fewest_devices(
     *,
     tokens: str | float,
     days: str | float,
+    model: str | None = None,
     config: str | Path | None = None,
     gpu: str | None = None,
     memory: str | int | None = None,
@@ -93,19 +97,41 @@ def fewest_devices(
     """The fewest whole nodes that train on so many tokens in so many days.
 
     Args:
-        plan, config, gpu, memory, profile, is_stopped: As for `search_plan`; how many nodes the
-            plan's `hardware` has does not matter.
+        plan, model, config, gpu, memory, profile, is_stopped: As for `search_plan`; how many nodes
+            the plan's `hardware` has does not matter.
         tokens, days: Of the whole training.
     """
     amounts = positive(tokens, "--tokens"), positive(days, "--days")
-    question = question_of_file(plan, overrides, config, gpu, memory, profile)
+    question = _question(plan, overrides, model, config, gpu, memory, profile, told)
     return fewest(replace(question, is_stopped=is_stopped), *amounts, told)
+
+
+def _question(
+    plan: PlanSource,
+    overrides: Sequence[str],
+    model: str | None,
+    config: str | Path | None,
+    gpu: str | None,
+    memory: str | int | None,
+    profile: str | Path | None,
+    told: Callable[[str], None],
+) -> Question:
+    """What is asked, of a model that its config tells of, or of one that has to be run."""
+    stated = load_spec(plan, overrides).model
+    is_live = model is not None or (config is None and stated is not None and stated.entry)
+    if not is_live:
+        return question_of_file(plan, overrides, config, gpu, memory, profile)
+    from meshplan.runtime.planned import question_of_entry  # torch
+
+    question = question_of_entry(plan, overrides, model, config, gpu=gpu, memory=memory, told=told)
+    return with_profile(question, Path(profile) if profile is not None else None)
 
 
 def find_trouble(
     plan: PlanSource,
     overrides: Sequence[str] = (),
     *,
+    model: str | None = None,
     config: str | Path | None = None,
     gpu: str | None = None,
     memory: str | int | None = None,
@@ -116,10 +142,10 @@ def find_trouble(
     """Why `search_plan` finds nothing: what contradicts what, and what would help.
 
     Args:
-        plan, config, gpu, memory, profile, is_stopped: As for `search_plan`.
+        plan, model, config, gpu, memory, profile, is_stopped: As for `search_plan`.
         told: Is told what is looked for.
     """
-    question = question_of_file(plan, overrides, config, gpu, memory, profile)
+    question = _question(plan, overrides, model, config, gpu, memory, profile, told)
     return trouble_of(replace(question, is_stopped=is_stopped), told)
 
 
@@ -128,6 +154,7 @@ def explain(
     words: Sequence[str],
     overrides: Sequence[str] = (),
     *,
+    model: str | None = None,
     config: str | Path | None = None,
     gpu: str | None = None,
     memory: str | int | None = None,
@@ -137,7 +164,7 @@ def explain(
     """Why the plan is not another.
 
     Args:
-        plan, config, gpu, memory, profile: As for `search_plan`.
+        plan, model, config, gpu, memory, profile: As for `search_plan`.
         words: "why-not" and a setting such as "mesh.tp=8", or "why" and a field such as "mesh.tp",
             which asks of each of its values.
 
@@ -145,7 +172,7 @@ def explain(
         SpecError: The words ask nothing that is planned, or something cannot be read.
         PlanError: The plan contradicts itself, or says too little.
     """
-    asker = Asker(question_of_file(plan, overrides, config, gpu, memory, profile), told)
+    asker = Asker(_question(plan, overrides, model, config, gpu, memory, profile, told), told)
     if len(words) == 2 and words[0] == "why-not":
         return [asker.why_not(words[1])]
     if len(words) == 2 and words[0] == "why":

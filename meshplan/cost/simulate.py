@@ -10,7 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshplan.schedules import Schedule, actions
+from meshplan.schedules import Action, Schedule, actions
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One compute step of a rank, from when to when."""
+
+    rank: int
+    action: Action
+    begin_s: float
+    end_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +30,12 @@ class Run:
     Args:
         seconds: Until the last rank is done.
         busy_s: By rank, how long it computed.
+        spans: All compute steps; those of a rank in order.
     """
 
     seconds: float
     busy_s: tuple[float, ...]
+    spans: tuple[Span, ...] = ()
 
     @property
     def idle_share(self) -> float:
@@ -62,6 +74,7 @@ def simulate(
     last = len(forward_s) - 1
     done: dict[tuple[str, int, int], float] = {}
     clock, busy, at = [0.0] * ranks, [0.0] * ranks, [0] * ranks
+    spans: list[Span] = []
     while any(at[rank] < len(orders[rank]) for rank in range(ranks)):
         before = sum(at)
         for rank, order in enumerate(orders):
@@ -78,9 +91,10 @@ def simulate(
                     begin = max(begin, arrived + crossing_s * is_far)
                 seconds = costs[step.kind][step.stage]
                 clock[rank] = begin + seconds
+                spans.append(Span(rank, step, begin, clock[rank]))
                 busy[rank] += seconds
                 if step.kind != "W":
                     done[kind, step.stage, step.microbatch] = clock[rank]
                 at[rank] += 1
         assert sum(at) > before, f"{schedule.name} waits for itself"
-    return Run(max(clock), tuple(busy))
+    return Run(max(clock), tuple(busy), tuple(spans))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,9 +56,19 @@ def question_of_file(
         fix = "add model: {config: PATH} to the plan, or --config PATH"
         raise PlanError(Problem(what, spec.origin("model"), fix))
     assert path is not None
-    few = from_config(path, origin, blocks=min(_FEW, len(graph.blocks())))
-    question = replace(question_of(load, graph, gpu, memory), few=few)
+    question = with_shorter(question_of(load, graph, gpu, memory), path, origin)
     return with_profile(question, Path(profile) if profile is not None else None)
+
+
+def with_shorter(question: Question, config: str | Path, origin: Origin) -> Question:
+    """Beside the model, the same with fewer blocks."""
+
+    @cache
+    def shorter(blocks: int) -> ModelGraph:
+        return from_config(config, origin, blocks=blocks)
+
+    few = shorter(min(_FEW, len(question.graph.blocks())))
+    return replace(question, few=few, shorter=shorter)
 
 
 def with_profile(question: Question, path: Path | None) -> Question:

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Final
 
 import numpy as np
 
 from meshplan.cost.profile import without
 from meshplan.mesh import AXES
-from meshplan.planner.decision import Decision, Ladder, Question
+from meshplan.planner.decision import Bound, Decision, Ladder, Question
 from meshplan.planner.job import Job
 from meshplan.planner.near import SLACK, Near
-from meshplan.planner.numbers import Numbers
+from meshplan.planner.numbers import Numbers, memory_bounds, time_bounds
 from meshplan.planner.row import Candidate
 from meshplan.planner.search import Found, Measured, search
 from meshplan.planner.space import Rejected
+
+_MOST_CHOICES: Final = 8
+"""After each the memory room knows better what it was wrong about."""
 
 
 def decide(question: Question, told: Callable[[str], None] = lambda text: None) -> Decision:
@@ -37,16 +41,26 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
     limit = job.question.time_limit_s
     told(f"{len(job.grid):,} configurations")
     numbers = job.usual
-    found = search(
-        numbers,
-        job.capacity,
-        lambda candidate: job.measure(numbers, candidate),
-        slack=SLACK,
-        deadline=None if limit is None else began + limit,
-        is_stopped=job.question.is_stopped,
-        told=lambda found: told(_line(job, found)),
-    )
-    chosen, others = Near(job, numbers, found).choose()
+    deadline = None if limit is None else time.monotonic() + limit
+    for _ in range(_MOST_CHOICES):
+        found = search(
+            numbers,
+            job.capacity,
+            lambda candidate: job.measure(numbers, candidate),
+            slack=SLACK,
+            deadline=deadline,
+            is_stopped=job.question.is_stopped,
+            told=lambda found: told(_line(job, found)),
+        )
+        chosen, others = Near(job, numbers, found).choose()
+        if chosen is None:
+            break
+        if (certified := job.certified(chosen)) is not None:
+            chosen = certified
+            break
+        told("what was chosen holds more than its pieces told: looking again")
+    else:
+        chosen = None
     best = found.best
     samples = job.samples(best.row) if best else 0
     ladder = _ladder(job, numbers, best) if best else None
@@ -72,7 +86,16 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
         is_whole=found.is_whole and not is_stopped,
         is_interrupted=is_stopped,
         profile_path=job.question.profile_path,
+        bounds=tuple(_bounds(job, numbers)),
+        measured=tuple(job.measured),
     )
+
+
+def _bounds(job: Job, numbers: Numbers) -> Iterator[Bound]:
+    """Of every row that exists."""
+    for seconds, held in zip(time_bounds(numbers), memory_bounds(numbers), strict=True):
+        if np.isfinite(seconds) and np.isfinite(held):
+            yield Bound(float(seconds), job.widened(float(held)))
 
 
 def _line(job: Job, found: Found) -> str:

@@ -13,6 +13,7 @@ from meshplan.hardware import Cluster
 from meshplan.memory.estimate import MemoryEstimate
 from meshplan.plan import Plan
 from meshplan.planner.space import Rejected
+from meshplan.planner.traced import Traced
 from meshplan.spec import Spec
 
 
@@ -25,6 +26,7 @@ class Question:
         graph: The model.
         few: The same with few blocks, for trials of what it allows; None takes the model itself.
         objective: One of `asking.OBJECTIVES`.
+        shorter: The same with so many blocks; None where nobody can make it.
         is_stopped: Whether somebody wants the best so far now.
         profile: What the machine was measured to reach; None takes what is known of such devices.
         profile_path: The file that it is from.
@@ -32,6 +34,7 @@ class Question:
         limit_bytes: What one may hold.
         cluster: The machine.
         time_limit_s: After which the best so far is the answer; None for no limit.
+        traced: What a live model tells; None where its config tells all.
     """
 
     read: Callable[[Sequence[str]], Spec]
@@ -42,6 +45,8 @@ class Question:
     time_limit_s: float | None = None
     few: ModelGraph | None = None
     objective: str = "time"
+    shorter: Callable[[int], ModelGraph] | None = None
+    traced: Traced | None = None
     is_stopped: Callable[[], bool] = lambda: False
     profile: Profile | None = None
     profile_path: Path | None = None
@@ -72,6 +77,19 @@ class Ladder:
     plan_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One configuration from below: nothing with it takes less time, and nothing less memory.
+
+    Attributes:
+        seconds: Of a step, whatever memory it takes.
+        num_bytes: Of the rank that holds most, whatever time that takes.
+    """
+
+    seconds: float
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What the planner came to.
@@ -91,6 +109,8 @@ class Decision:
         is_interrupted: Whether somebody ended it; else the time was up.
         profile_path: The file that the profile is from; None for one of meshplan's own.
         objective: By which it is the best.
+        bounds: Of all configurations.
+        measured: What the memory room was asked for, and told, fitting or not.
     """
 
     spec: Spec
@@ -113,6 +133,8 @@ class Decision:
     is_interrupted: bool = False
     objective: str = "time"
     profile_path: Path | None = None
+    bounds: tuple[Bound, ...] = ()
+    measured: tuple[Way, ...] = ()
 
     @property
     def ways(self) -> tuple[Way, ...]:

@@ -14,11 +14,14 @@ from meshplan.cost.profile import Profile, measured_for, profile_of
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
-from meshplan.memory.estimate import RESERVED_ERROR
-from meshplan.memory.told import ERROR, OverError, refusals, styled_of, told_estimate
+from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
+from meshplan.memory.told import ERROR, OverError, told_estimate, told_rank
+from meshplan.memory.told_works import refusals, styled_of
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.cutting import StagePins, stage_pins_of
 from meshplan.planner.decision import Question, Way
+from meshplan.planner.enumeration import enumerate_grid
+from meshplan.planner.gauge import least_bytes, shorten
 from meshplan.planner.held import element_bytes_of
 from meshplan.planner.lock import overrides
 from meshplan.planner.numbers import Numbers
@@ -30,10 +33,10 @@ from meshplan.planner.space import (
     EmptySpaceError,
     Freedom,
     check_batch,
-    enumerate_grid,
     freedom_of,
     with_axes,
 )
+from meshplan.planner.spread import experts_of
 from meshplan.planner.tables import numbers_of
 from meshplan.spec import Spec
 
@@ -47,20 +50,28 @@ class Job:
     Attributes:
         spec: As the plan file says it.
         capacity: Bytes that a rank may hold by the linear figures.
+        measured: What the memory room told to its end.
     """
 
     def __init__(self, question: Question, free: Freedom | None = None) -> None:
         self.question = question
         self.spec = question.read(())
-        check_batch(self.spec)
+        self._traced = question.traced
+        check_batch(self.spec, reads_tokens=self._traced is None)
         check_pins(self.spec)
         self._graph = question.graph
         self._few = question.few or question.graph
-        self._chains: dict[int, Chain] = {}
+        self._chains: dict[tuple[int, int], Chain] = {}
         self._driver = driver_bytes(question.device, ()).high
         self.allow(question.limit_bytes)
+        self.measured: list[Way] = []
+        self._known: dict[tuple[object, ...], Measured] = {}
         if free is not None:
             self.free = free
+
+    def widened(self, linear_bytes: float) -> int:
+        """What the memory room would say at the least of so many bytes by the linear figures."""
+        return int(linear_bytes * _SHARES) + self._driver
 
     # What there is
 
@@ -83,12 +94,17 @@ class Job:
             num_blocks=sum(map(bool, self._chain(1).names)),
             refuses=self._refuses,
             can_cut=lambda stages: self._cuts.can_cut(self._graph.blocks(), stages),
+            experts=experts_of(self._graph),
         )
 
     def _refuses(self, trial: Spec) -> str:
         """Why a trial cannot be, "" if it can be."""
+        if self._traced is not None and (why := self._traced.refuses(trial)):
+            return why
         try:
             plan = make_plan(trial, self._few)
+            if self._traced is not None:
+                return ""
             problems = list(refusals(plan))
             if not problems and plan.mesh.size("tp") > 1:
                 self._chain_of(plan)
@@ -107,15 +123,17 @@ class Job:
         tensors = self._trial.assignment.tensors.values()
         return next(p.info.dtype for p in tensors if not p.info.is_buffer)
 
-    def _chain(self, tp: int) -> Chain:
-        if tp not in self._chains:
+    def _chain(self, tp: int, ep: int = 1) -> Chain:
+        if self._traced is not None:
+            return self._traced.chain()
+        if (tp, ep) not in self._chains:
             cuts = tp > 1 and self.free.sequence_parallel[tp]
             trial = with_axes(self.spec, {"tp": tp}, sequence_parallel=cuts)
-            self._chains[tp] = self._chain_of(make_plan(trial, self._few))
-        return self._chains[tp]
+            self._chains[tp, ep] = self._chain_of(make_plan(trial, self._few), ep)
+        return self._chains[tp, ep]
 
-    def _chain_of(self, plan: Plan) -> Chain:
-        """The model as one rank of the plan's tp computes it."""
+    def _chain_of(self, plan: Plan, ep: int = 1) -> Chain:
+        """The model as one rank of the plan's tp, and of ep, computes it."""
         length, tp = self.spec.batch.seq_len, plan.mesh.size("tp")
         assert length is not None
         return chain_of(
@@ -123,6 +141,7 @@ class Job:
             seq_len=length,
             element_bytes=element_bytes_of(self._trial).computed,
             tp=tp,
+            ep=ep,
             styled=styled_of(plan) if tp > 1 else None,
         )
 
@@ -199,10 +218,6 @@ class Job:
         """Ranks may hold no more than this."""
         self.capacity = (limit_bytes - self._driver) / _SHARES
 
-    def bytes_of(self, linear_bytes: float) -> float:
-        """The upper end of the band of a rank that holds so much by the linear figures."""
-        return linear_bytes * _SHARES + self._driver
-
     def blocks(self, numbers: Numbers, candidate: Candidate) -> tuple[tuple[Block, ...], ...]:
         """By stage, what each block does."""
         return blocks_of(candidate, numbers.order, numbers.names)
@@ -220,18 +235,21 @@ class Job:
         Args:
             to_the_end: Whether what does not fit is of interest too.
         """
+        key = candidate.row, candidate.ends, candidate.takes, to_the_end
+        if key not in self._known:
+            self._known[key] = self._measure(numbers, candidate, to_the_end=to_the_end)
+        return self._known[key]
+
+    def _measure(self, numbers: Numbers, candidate: Candidate, *, to_the_end: bool) -> Measured:
         question, stated = self.question, self.stated(numbers, candidate)
+        if not to_the_end and (excess := self._over(numbers, candidate)) is not None:
+            return Measured(fits=False, excess_bytes=excess)
         try:
             plan = make_plan(question.read(overrides(stated)), self._graph)
-            memory = told_estimate(
-                plan,
-                device=question.device,
-                limit_bytes=question.limit_bytes,
-                most_bytes=float("inf") if to_the_end else self.capacity,
-            )
+            memory = self._memory(plan, float("inf") if to_the_end else self.capacity)
         except OverError as over:
             held = candidate.linear_bytes[_place(plan, over.rank)]
-            return Measured(fits=False, excess_bytes=over.tensor_bytes - held)
+            return Measured(fits=False, excess_bytes=over.reserved_bytes - held)
         except MeshplanError as error:
             return Measured(fits=False, why=error.problems[0].what)
         excess = 0.0
@@ -239,7 +257,64 @@ class Job:
             held = (group.band[1] - self._driver) / _SHARES
             excess = max(excess, held - candidate.linear_bytes[_place(plan, group.ranks[0])])
         way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
+        self.measured.append(way)
         return Measured(fits=memory.fits is True, excess_bytes=excess, result=way)
+
+    def _memory(self, plan: Plan, most_bytes: float) -> MemoryEstimate:
+        question = self.question
+        if self._traced is not None:
+            return self._traced.memory(plan, most_bytes)
+        return told_estimate(
+            plan,
+            device=question.device,
+            limit_bytes=question.limit_bytes,
+            most_bytes=most_bytes,
+        )
+
+    def certified(self, way: Way) -> Way | None:
+        """What was chosen, as its model does it and not as it was composed; None if it is over."""
+        if self._traced is None:
+            return self._at_worst(way)
+        memory = self._traced.certify(way.plan)
+        return replace(way, memory=memory) if memory.fits else None
+
+    def _over(self, numbers: Numbers, candidate: Candidate) -> float | None:
+        """What a rank that is over holds above the linear figure, if a short model tells so."""
+        shorter = self.question.shorter
+        kinds = {numbers.order[n] for n, name in enumerate(numbers.names) if name}
+        if shorter is None or self.spec.rules or len(kinds) > 1:
+            return None
+        stages = self.blocks(numbers, candidate)
+        linear = candidate.linear_bytes
+        fullest = max(range(len(stages)), key=linear.__getitem__)
+        for place in dict.fromkeys((fullest, 0, len(stages) - 1)):
+            short = shorten(stages, place, shorter)
+            if short is None:
+                continue
+            row = self.grid[candidate.row]
+            stated = statements(self.spec, self.free, row, short.stages, self._pins)
+            try:
+                plan = make_plan(self.question.read(overrides(stated)), short.graph)
+                rank = place * (plan.mesh.world_size // len(stages))  # pp goes outermost.
+                log = told_rank(plan, rank, device=self.question.device)
+            except MeshplanError:
+                return None  # The model itself tells why.
+            held = least_bytes(log, short)
+            if held > self.capacity:
+                return held - linear[place]
+        return None
+
+    def _at_worst(self, way: Way) -> Way:
+        """The same, saying what the worst routing would need."""
+        if way.plan.mesh.size("ep") == 1:
+            return way
+        memory = told_estimate(
+            way.plan,
+            device=self.question.device,
+            limit_bytes=self.question.limit_bytes,
+            tells_worst=True,
+        )
+        return replace(way, memory=memory)
 
 
 def _place(plan: Plan, rank: int) -> int:

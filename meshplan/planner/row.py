@@ -117,7 +117,13 @@ class Row:
         linear = [
             float(table[at]) for at in zip(range(self._stages), ends[:-1], ends[1:], strict=True)
         ]
-        return Candidate(row, float("nan"), ends, tuple(takes), tuple(linear))
+        a, b = (float(each[0]) for each in weights(numbers.grid[row : row + 1]))
+        times = [
+            float(np.where(np.array(take) > 0, menu.seconds, 0.0).ravel() @ np.array(take).ravel())
+            for take, menu in zip(takes, self._menus, strict=True)
+        ]
+        seconds = a * max(times) + b * sum(times) + float(numbers.once_s[row])
+        return Candidate(row, seconds, ends, tuple(takes), tuple(linear))
 
     def _is_open(self, stage: int, i: Counts, j: Counts) -> NDArray[np.bool_]:
         """Where a stage may begin and end: blocks are left for those before and after it."""

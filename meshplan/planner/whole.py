@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
 from meshplan.planner.asking import TIME_LIMIT_S as TIME_LIMIT_S
-from meshplan.planner.asking import Load, with_profile
+from meshplan.planner.asking import Load as Load
 from meshplan.planner.asking import cluster_of as cluster_of
 from meshplan.planner.asking import question_of as question_of
 from meshplan.planner.asking import question_of_file as question_of_file
+from meshplan.planner.asking import with_profile as with_profile
+from meshplan.planner.asking import with_shorter
+from meshplan.planner.decision import Question
 from meshplan.planner.lock import chosen_spec, locked, profile_of_lock
 from meshplan.planner.objectives import answer
 from meshplan.sizing import graph_of
@@ -19,38 +23,59 @@ from meshplan.spec import Spec
 
 
 def whole_spec(
-    source: Any, load: Load, graph: ModelGraph, told: Callable[[str], None] = lambda text: None
+    source: Any,
+    load: Load,
+    graph: ModelGraph,
+    told: Callable[[str], None] = lambda text: None,
+    ask: Callable[[], Question] | None = None,
 ) -> Spec:
-    """The spec with nothing left to the planner.
+    """The spec with nothing left to the planner; arguments as for `whole_statements`."""
+    if not load(()).free_fields:
+        return load(())
+    return chosen_spec(load, *whole_statements(source, load, graph, told, ask))
+
+
+def whole_statements(
+    source: Any,
+    load: Load,
+    graph: ModelGraph,
+    told: Callable[[str], None] = lambda text: None,
+    ask: Callable[[], Question] | None = None,
+) -> tuple[Mapping[str, Any], str]:
+    """(what a plan file that leaves something open would have to state, who says so).
 
     Args:
         source: The plan file, or a mapping.
         graph: The model that it is for.
         told: Is told where the choices come from.
+        ask: The question about a model that no config tells of.
 
     Raises:
         PlanError: Nothing fits, or the plan says too little to be planned.
         SpecError: The lock cannot be read.
     """
     spec = load(())
-    if not spec.free_fields:
-        return spec
-    found = locked(source, spec, graph, load)
-    if isinstance(found, Spec):
-        return found
+    found = locked(source, spec, graph)
+    if not isinstance(found, str):
+        return found.chosen, found.path.name
     sized = graph if graph.config else graph_of(spec)
-    if sized is None:
+    if sized is None and ask is None:
         free = " and ".join(spec.free_fields)
         are = "are" if len(spec.free_fields) > 1 else "is"
         what = f"{free} {are} left to the planner, and {found}"
         fix = "give the plan its model, such as model: {config: PATH}, and run meshplan plan"
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
     told(f"{found}: planning")
-    question = with_profile(question_of(load, sized), profile_of_lock(source))
+    question = ask() if sized is None and ask is not None else question_of(load, sized or graph)
+    question = with_profile(question, profile_of_lock(source))
+    is_other = sized is not None and sized is not graph
+    if is_other and spec.model is not None and spec.model.config is not None:
+        config = Path(spec.source).parent / spec.model.config
+        question = with_shorter(question, config, spec.origin("model.config"))
     decision = answer(question, told)
     if decision.chosen is None:
         raise PlanError(nothing_fits(spec))
-    return chosen_spec(load, decision.chosen.stated, "the planner")
+    return decision.chosen.stated, "the planner"
 
 
 def nothing_fits(spec: Spec) -> Problem:

@@ -62,7 +62,7 @@ def way_to_json(decision: Decision, way: Way) -> dict[str, Any]:
     a, stages = plan.assignment, plan.assignment.stages
     batch = plan.spec.batch
     return {
-        "mesh": {axis.name: axis.size for axis in a.mesh},
+        "mesh": {each.name: each.size for each in (*a.mesh, *a.mesh.loans)},
         "strategy": a.strategy.name,
         "batch": {
             "micro": plan.micro,
@@ -116,7 +116,7 @@ def decision_to_text(decision: Decision, title: str, *, colour: bool = False) ->
         return [paint(line, "bold", colour), "", *_rejected(decision)]
     lines = [
         paint(f"{title}: {_seconds(chosen.seconds)} a step", "bold", colour)
-        + f", {decision.tokens_per_s(chosen):,.0f} tokens/s per GPU"
+        + f", {_rate(decision, chosen)} per GPU"
         + f", MFU {decision.mfu(chosen):.1%}",
         "",
         *(f"  {line}" for line in statement_lines(chosen.stated)),
@@ -131,6 +131,13 @@ def decision_to_text(decision: Decision, title: str, *, colour: bool = False) ->
         *_rejected(decision),
     ]
     return lines
+
+
+def _rate(decision: Decision, way: Way) -> str:
+    """Tokens, or samples where these have no length."""
+    if decision.tokens:
+        return f"{decision.tokens_per_s(way):,.0f} tokens/s"
+    return f"{decision.samples / way.seconds / way.plan.mesh.world_size:,.1f} samples/s"
 
 
 def statement_lines(stated: Mapping[str, Any]) -> Iterator[str]:
@@ -159,6 +166,7 @@ def _memory(decision: Decision, way: Way) -> list[str]:
         f"{format_gib(limit - high)} left",
         f"        on ranks {ranks_to_text(worst.ranks)}, in {worst.at.phase}"
         + (f" of {worst.at.module}" if worst.at.module else ""),
+        *(f"        if {value}" for what, value in way.memory.assumed if what == "routing"),
     ]
 
 

@@ -58,6 +58,7 @@ def forecast(
         cut = stretches(plan, forward)
         if isinstance(cut, str):
             unknown.append(f"what the stages send, {cut}")
+            traffic += _stages(plan, rank, None)
         else:
             traffic += pipeline(plan, rank, cut)
             traffic += _stages(plan, rank, cut)
@@ -78,21 +79,31 @@ def _computes_loss(plan: Plan, rank: int) -> bool:
     return stages is None or stages.num - 1 in stages.of_rank(plan.mesh.index(rank, ("pp",)))
 
 
-def _stages(plan: Plan, rank: int, cut: Sequence[Stretch]) -> Iterator[Traffic]:
-    """What the stages of `rank` send within themselves."""
+def _stages(plan: Plan, rank: int, cut: Sequence[Stretch] | None) -> Iterator[Traffic]:
+    """What the stages of `rank` send within themselves.
+
+    Args:
+        cut: The forward, by stage; None takes each stage to be reached by gradients.
+    """
     stages, steps = plan.assignment.stages, steps_of(plan, rank)
     assert stages is not None
     splits = SCHEDULES[stages.schedule].splits_backward
     for stage in stages.of_rank(plan.mesh.index(rank, ("pp",))):
         # What comes from no input of the stage is left to the second half.
-        has_first_half = stage > 0 and any(t.needs_grad for t in cut[stage - 1].sends)
-        is_reached = stage == stages.num - 1 or any(t.needs_grad for t in cut[stage].sends)
+        has_first_half = stage > 0 and _is_learned(cut, stage - 1)
+        is_reached = stage == stages.num - 1 or _is_learned(cut, stage)
         words = {"F": "F"}
         if is_reached:
             words |= {"B": "B", ("I" if has_first_half else "W"): "B"}
         order = [words[s.kind] for s in steps if s.stage == stage and s.kind in words]
         passes = Passes(tuple(order) * plan.accumulate, splits, is_reached or splits)
-        yield from _compute(restrict(plan, stage), cut[stage].forward, rank, passes)
+        forward = None if cut is None else cut[stage].forward
+        yield from _compute(restrict(plan, stage), forward, rank, passes)
+
+
+def _is_learned(cut: Sequence[Stretch] | None, stage: int) -> bool:
+    """Whether gradients come back for what a stage sends."""
+    return cut is None or any(tensor.needs_grad for tensor in cut[stage].sends)
 
 
 def _compute(plan: Plan, forward: Forward | None, rank: int, passes: Passes) -> Iterator[Traffic]:

@@ -1,0 +1,159 @@
+"""`meshplan draw`: a plan as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshplan import api
+from meshplan.errors import Origin, PlanError, Problem, SpecError
+from meshplan.render.text import envelope, wants_colour
+from meshplan.sizing import read_limit
+from meshplan.verbs import YES, Verb, plan_file, print_notes
+
+if TYPE_CHECKING:
+    from meshplan.memory.log import EventLog
+    from meshplan.pictures.types import Picture
+    from meshplan.plan import Plan
+
+_OF_MEMORY = ("memory", "waterfall")
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--what", metavar="WHAT", help="mesh, layout, memory, waterfall, timeline, "
+                        "treemap, gantt, comm, pareto, ladder or graph")  # fmt: skip
+    parser.add_argument("-o", "--output", metavar="FILE", help="a .png, .svg or .html")
+    parser.add_argument("--model", metavar="PKG.MOD:FN", help="a function that builds the model")
+    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
+    parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
+    parser.add_argument("--theme", metavar="NAME", default="light", help="light or dark")
+    parser.add_argument("--module", metavar="NAME", help="layout: whose largest parameter")
+    parser.add_argument("--rank", metavar="N", help="timeline, treemap, comm: which rank")
+    parser.add_argument("--bytes", metavar="OF", help="treemap: local (default) or global")
+
+
+def _draw(args: argparse.Namespace) -> int:
+    from meshplan.pictures.main import check_what
+    from meshplan.pictures.palette import theme_of
+    from meshplan.pictures.types import check_target
+
+    path = plan_file(args)
+    if args.what is None:
+        raise SpecError(Problem("nothing says what to draw", None, "add --what mesh, say"))
+    check_what(args.what)
+    theme_of(args.theme)
+    if args.output is None:
+        return _in_terminal(path, args)
+    check_target(Path(args.output))
+    picture = _picture(path, args)
+    saved = picture.save(args.output)
+    if args.json:
+        result = {
+            "what": picture.what,
+            "title": picture.title,
+            "alt": picture.alt,
+            "file": str(saved),
+        }
+        print(envelope("draw/1", result))
+    else:
+        print(picture.title)
+        print_notes(args, [f"wrote {saved}"])
+    return YES
+
+
+def _in_terminal(path: str, args: argparse.Namespace) -> int:
+    """The twin of a picture, where it has one."""
+    from meshplan.pictures.main import facts_of
+    from meshplan.render.drawn import (
+        gantt_lines,
+        layout_lines,
+        memory_lines,
+        mesh_lines,
+        print_lines,
+    )
+
+    twins: dict[str, Callable[[Any], Any]] = {
+        "mesh": mesh_lines, "layout": layout_lines, "memory": memory_lines, "gantt": gantt_lines,
+    }  # fmt: skip
+    if args.what not in twins or args.json:
+        what = f"a picture of {args.what} needs a file to be in"
+        if args.json:
+            what = "--json tells what was written, and nothing is"
+        raise SpecError(Problem(what, Origin("-o"), "add -o out.png, out.svg or out.html"))
+    plan = api.decide(path, args.set, model=args.model, config=args.config)
+    facts = facts_of(plan, args.what, **_given(path, plan, args))
+    colour = wants_colour(no_color=args.no_color)
+    print_lines(twins[args.what](facts), sys.stdout, colour=colour)
+    return YES
+
+
+def _picture(path: str, args: argparse.Namespace) -> Picture:
+    from meshplan.pictures.main import OF_DECISIONS, draw
+
+    if args.what in OF_DECISIONS:
+        return _of_search(path, args)
+    plan = api.decide(path, args.set, model=args.model, config=args.config)
+    return draw(plan, args.what, theme=args.theme, **_given(path, plan, args))
+
+
+def _of_search(path: str, args: argparse.Namespace) -> Picture:
+    """What is about all candidates, and not about one plan."""
+    from meshplan.pictures.main import draw_decision
+    from meshplan.planning import search_plan
+
+    if args.model is not None:
+        what = "the planner reads a model from its config"
+        raise SpecError(Problem(what, Origin("--model"), "give --config PATH in its place"))
+    decision = search_plan(
+        path, args.set, config=args.config, gpu=args.gpu, memory=args.memory,
+        told=lambda text: print_notes(args, [text]),
+    )  # fmt: skip
+    for flag in ("module", "rank", "bytes"):
+        if getattr(args, flag) is not None:
+            what = f"the picture of {args.what} takes no --{flag}"
+            raise SpecError(Problem(what, Origin(f"--{flag}"), "leave it out"))
+    return draw_decision(decision, args.what, theme=args.theme)
+
+
+def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
+    """What goes with the question."""
+    if args.rank is not None and not args.rank.isdigit():
+        raise SpecError(Problem(f"'{args.rank}' is no rank", Origin("--rank"), "such as --rank 0"))
+    given: dict[str, Any] = {
+        "name": args.module, "rank": None if args.rank is None else int(args.rank),
+        "gpu": args.gpu, "memory": args.memory, "of": args.bytes,
+    }  # fmt: skip
+    if args.what == "timeline" and not plan.graph.config:
+        given["log"] = _traced(plan, args)
+    if args.what in _OF_MEMORY:
+        told: Callable[[str], None] = lambda text: print_notes(args, [text])  # noqa: E731
+        try:
+            given["estimate"] = api.estimate_memory(
+                path, args.set, model=args.model, config=args.config, gpu=args.gpu,
+                memory=args.memory, fixes=False, told=told,
+            )  # fmt: skip
+        except PlanError:
+            # Where nothing tells the step, the picture of memory shows the states, and says so.
+            if args.what != "memory":
+                raise
+    return given
+
+
+def _traced(plan: Plan, args: argparse.Namespace) -> EventLog:
+    """The step of a rank whose model is live."""
+    from meshplan.runtime.foretell import Question, log_of_rank  # torch
+    from meshplan.runtime.shrink import source_of
+
+    device, limit_bytes, _ = read_limit(args.gpu, args.memory, plan.spec)
+    source = source_of(plan.spec, args.model, args.config)
+    question = Question(spec=plan.spec, source=source, device=device, limit_bytes=limit_bytes)
+    return log_of_rank(question, int(args.rank or 0), lambda text: print_notes(args, [text]))
+
+
+VERBS: tuple[Verb, ...] = (
+    Verb("draw", "a picture of a plan: mesh, layout, memory, pipeline and more", _flags, _draw),
+)

@@ -1,0 +1,283 @@
+"""Who sends how much to whom in a step, as a matrix, and by which collective, as bars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.pictures.links import Lane, links_of, machine_of, strides
+from meshplan.pictures.palette import COLLECTIVES, GREY, Ink, Theme, between, ink_on, rgb
+from meshplan.pictures.sheet import SMALL, TEXT, Sheet, box, fitted, width_of, write
+from meshplan.pictures.types import Picture
+from meshplan.pictures.words import counted, in_short, speed
+from meshplan.plan import Plan
+from meshplan.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MOST_CELLS: Final = 32
+_MOST_NUMBERS: Final = 16
+_MOST_BARS: Final = 7
+_LEAST: Final = 1e-4
+"""What is a smaller share of the most is left blank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comm:
+    """What the picture shows.
+
+    Args:
+        num_ranks: Of the mesh.
+        per_cell: Ranks that a row and a column stand for.
+        per_node: Ranks of a node; None where nothing says.
+        matrix: [from, to] bytes of a step, all ranks of a cell together.
+        lanes: What `rank` sends.
+        crossing_bytes: Of all ranks, to ranks of other nodes; None where nothing says.
+        unknown: What else is sent, and not known.
+        is_told: As of `links.Links`.
+    """
+
+    num_ranks: int
+    per_cell: int
+    per_node: int | None
+    matrix: NDArray[np.float64]
+    rank: int
+    lanes: tuple[Lane, ...]
+    crossing_bytes: float | None
+    unknown: tuple[str, ...]
+    is_told: bool = False
+
+    @property
+    def sent_bytes(self) -> float:
+        """By the rank."""
+        return sum(lane.sent_bytes for lane in self.lanes)
+
+    @property
+    def title(self) -> str:
+        """The verdict."""
+        if self.num_ranks == 1:
+            return "1 rank: nothing is sent"
+        least = "at least " if self.unknown else ""
+        sent = f"Rank {self.rank} sends {least}{format_bytes(self.sent_bytes)} a step"
+        total = float(self.matrix.sum())
+        if self.crossing_bytes is None or not total or self.num_ranks <= (self.per_node or 0):
+            return sent
+        share = self.crossing_bytes / total
+        return f"{sent}; of what all ranks send, {share:.1%} goes to other nodes"
+
+    @property
+    def alt(self) -> str:
+        """What is to be seen."""
+        cell = "rank" if self.per_cell == 1 else f"group of {self.per_cell:,} ranks"
+        most = ", ".join(
+            f"{lane.kind} along {' × '.join(lane.axes)} {format_bytes(lane.sent_bytes)}"
+            for lane in self.lanes[:3]
+        )
+        return (
+            f"A matrix of bytes a step from each {cell} to each other one, and a bar for each "
+            f"collective of rank {self.rank}: {most or 'none'}."
+        )
+
+
+def comm(plan: Plan, rank: int = 0) -> Comm:
+    """The facts."""
+    mesh, machine = plan.mesh, machine_of(plan)
+    world = mesh.world_size
+    per_node = machine.per_node
+    per_cell = 1
+    if world > _MOST_CELLS:
+        per_cell = per_node or 1
+        while -(-world // per_cell) > _MOST_CELLS:
+            per_cell *= 2
+    cells = -(-world // per_cell)
+    ranks = np.arange(world)
+    pp = strides(mesh, ("pp",))
+    places = ranks // pp[0][1] % pp[0][0] if pp else np.zeros(world, dtype=int)
+    matrix = np.zeros((cells, cells))
+    crossing = 0.0
+    links = links_of(plan, rank)
+    for place in range(int(places.max()) + 1):
+        own = ranks[places == place]
+        for lane in links_of(plan, int(own[0])).lanes:
+            if lane.to:
+                to = [(own + (at - place) * pp[0][1], size) for at, size in lane.to]
+                sent, out = _placed(to, own, world, per_cell, per_node)
+            else:
+                sent, out = _sent(lane, own, strides(mesh, lane.axes), world, per_cell, per_node)
+            matrix += sent
+            crossing += out
+    return Comm(
+        num_ranks=world,
+        per_cell=per_cell,
+        per_node=per_node,
+        matrix=matrix,
+        rank=rank,
+        lanes=links.lanes,
+        crossing_bytes=crossing if per_node is not None else None,
+        unknown=links.unknown,
+        is_told=links.is_told,
+    )
+
+
+def _sent(
+    lane: Lane,
+    own: NDArray[Any],
+    spans: tuple[tuple[int, int], ...],
+    world: int,
+    per_cell: int,
+    per_node: int | None,
+) -> tuple[NDArray[np.float64], float]:
+    """([from, to] bytes by cell, those that leave their node) of the ranks `own`."""
+    cells = -(-world // per_cell)
+    crossing = 0
+    if lane.num_ranks == world:
+        # All send to all: no need to go through every pair.
+        sizes = np.bincount(np.arange(world) // per_cell, minlength=cells)
+        mine = np.bincount(own // per_cell, minlength=cells)
+        pairs = np.outer(mine, sizes) - np.diag(mine)
+        if per_node is not None:
+            nodes = np.bincount(np.arange(world) // per_node)
+            crossing = int((world - nodes[own // per_node]).sum())
+        return np.asarray(pairs * lane.pair_bytes, dtype=np.float64), crossing * lane.pair_bytes
+    base = own.copy()
+    for size, stride in spans:
+        base -= own // stride % size * stride
+    offsets = np.zeros(1, dtype=int)
+    for size, stride in spans:
+        offsets = (offsets[:, None] + np.arange(size)[None] * stride).ravel()
+    to = [(base + offset, lane.pair_bytes) for offset in offsets]
+    return _placed(to, own, world, per_cell, per_node)
+
+
+def _placed(
+    to: Sequence[tuple[NDArray[Any], float]],
+    own: NDArray[Any],
+    world: int,
+    per_cell: int,
+    per_node: int | None,
+) -> tuple[NDArray[np.float64], float]:
+    """The same, of `own` ranks that send so much to these."""
+    cells = -(-world // per_cell)
+    out = np.zeros(cells * cells)
+    crossing = 0.0
+    for ranks, size in to:
+        is_other = ranks != own
+        places = own[is_other] // per_cell * cells + ranks[is_other] // per_cell
+        out += np.bincount(places, minlength=cells * cells) * size
+        if per_node is not None:
+            crossing += size * int((own // per_node != ranks // per_node).sum())
+    return out.reshape(cells, cells), crossing
+
+
+def draw_comm(facts: Comm, theme: Theme) -> Picture:
+    """The matrix on the left, the bars on the right."""
+    notes = [
+        "Bytes that a rank needs of another one, counted as if sent directly; a ring moves as many "
+        "in all, and libraries may pass them on."
+    ]
+    if facts.is_told:
+        notes.append("What activations send is told by the sizes of the model.")
+    if facts.unknown:
+        notes.append(f"Unknown, and not counted: {in_short(facts.unknown)}.")
+    sheet = Sheet(theme, facts.title, 5.2, notes=notes)
+    cells = len(facts.matrix)
+    axes = sheet.axes(left=0.95, right=sheet.width - 0.95 - 4.1, top=0.3, bottom=0.8)
+    low, high = (theme.paper, "#0B4F8A") if theme.name == "light" else (theme.panel, "#8CCBF5")
+    most = float(facts.matrix.max()) or 1.0
+    pixels = np.zeros((cells, cells, 3), dtype=np.uint8)
+    for row in range(cells):
+        for column in range(cells):
+            size = float(facts.matrix[row, column])
+            is_seen = size > most * _LEAST
+            colour = between(low, high, 0.12 + 0.88 * size / most) if is_seen else low
+            if cells > _MOST_NUMBERS:
+                pixels[row][column] = rgb(colour)
+                continue
+            gid = f"cell {row} {column}: {size:.0f} B"
+            box(axes, column - 0.5, row - 0.5, 1, 1, Ink(colour), gid=gid)
+            if is_seen:
+                text = _short(size, most)
+                write(axes, column, row, text if width_of(text, 8.0) < 4.1 / cells else "", theme,
+                      size=8.0, colour=ink_on(colour), across="center", up="center")  # fmt: skip
+    if cells > _MOST_NUMBERS:
+        axes.imshow(pixels, interpolation="nearest", aspect="auto", gid="cells")
+    axes.set_xlim(-0.5, cells - 0.5)
+    axes.set_ylim(cells - 0.5, -0.5)
+    _edges(axes, facts, cells, theme)
+    unit = "rank" if facts.per_cell == 1 else f"ranks, {facts.per_cell:,} together"
+    axes.set_xlabel(f"to {unit}")
+    axes.set_ylabel(f"from {unit}")
+    step = max(1, -(-cells // 8))
+    axes.set_xticks(range(0, cells, step))
+    axes.set_yticks(range(0, cells, step))
+    names = [f"{place * facts.per_cell}" for place in range(0, cells, step)]
+    axes.set_xticklabels(names)
+    axes.set_yticklabels(names)
+    head = f"{'GiB' if most >= GIB / 10 else 'MiB'} a step; darkest: {format_bytes(most)}"
+    if theme.name == "dark":
+        head = head.replace("darkest", "brightest")
+    write(axes, -0.5, -0.5 - 0.1 * cells / 4.1, head, theme, size=SMALL, colour=theme.quiet)
+    _bars(sheet, axes, facts, theme)
+    return Picture("comm", facts.title, facts.alt, sheet.figure)
+
+
+def _short(size: float, most: float) -> str:
+    """In the unit of the picture: GiB, or MiB where all is small."""
+    unit = GIB if most >= GIB / 10 else 2**20
+    if size / unit < 0.05:
+        return "~0"
+    return f"{size / unit:.1f}" if size / unit < 99.95 else f"{size / unit:.0f}"
+
+
+def _edges(axes: Axes, facts: Comm, cells: int, theme: Theme) -> None:
+    """Where nodes end."""
+    if facts.per_node is None or facts.per_node >= facts.num_ranks:
+        return
+    step = facts.per_node / facts.per_cell
+    if step < 1 or (step == 1 and cells > _MOST_NUMBERS):
+        return
+    place = step - 0.5
+    while place < cells - 0.5:
+        axes.axhline(place, color=theme.bad, lw=1.8, gid="node")
+        axes.axvline(place, color=theme.bad, lw=1.8, gid="node")
+        place += step
+
+
+def _bars(sheet: Sheet, axes: Axes, facts: Comm, theme: Theme) -> None:
+    """What the rank sends by each collective, in words beneath each bar."""
+    plane = sheet.plane()
+    x, wide = 5.55, sheet.width - 5.55 - 0.35
+    head = fitted(f"what rank {facts.rank} sends in a step", wide, TEXT, bold=True)
+    write(plane, x, sheet.height - 0.2, head, theme, weight="bold")
+    if not facts.lanes:
+        write(plane, x, sheet.height - 0.6, "nothing", theme)
+        return
+    most = facts.lanes[0].sent_bytes or 1.0
+    y = sheet.height - 0.35
+    for lane in facts.lanes[:_MOST_BARS]:
+        y -= 0.58
+        ink = Ink(COLLECTIVES.get(lane.kind, GREY))
+        gid = f"lane {lane.kind}: {lane.sent_bytes:.0f} B"
+        size = format_bytes(lane.sent_bytes)
+        room = wide - width_of(size, SMALL) - 0.1
+        long = max(room * lane.sent_bytes / most, 0.02)
+        box(plane, x, y + 0.22, long, 0.2, ink, edge=theme.quiet, line=0.5, gid=gid)
+        write(plane, x + long + 0.07, y + 0.26, size, theme, size=SMALL)
+        where = {True: "ACROSS NODES", False: "inside nodes", None: "nodes not stated"}
+        text = (
+            f"{lane.kind} along {' × '.join(lane.axes)}, {where[lane.crosses]}, "
+            f"{speed(lane.bytes_per_s)}"
+        )
+        colour = theme.bad if lane.crosses else theme.ink
+        write(plane, x, y + 0.04, fitted(text, wide, SMALL), theme, size=SMALL, colour=colour)
+    if len(facts.lanes) > _MOST_BARS:
+        more = counted(len(facts.lanes) - _MOST_BARS, "lesser kind")
+        write(plane, x, y - 0.3, f"and {more}", theme, size=SMALL, colour=theme.quiet)
+    if any(line.get_gid() == "node" for line in axes.lines):
+        text = "lines in the matrix: where nodes end"
+        write(plane, x, 0.85, text, theme, size=SMALL, colour=theme.bad)

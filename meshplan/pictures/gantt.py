@@ -1,0 +1,321 @@
+"""One step of the pipeline on a time axis: who computes what when, who waits, and what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from meshplan.cost.simulate import Run, simulate
+from meshplan.pictures.palette import PASSES, STAGES, Ink, Theme, ink_on
+from meshplan.pictures.sheet import SMALL, Item, Sheet, box, fitted, width_of, write
+from meshplan.pictures.types import Picture
+from meshplan.pictures.words import counted
+from meshplan.plan import Plan
+from meshplan.schedules import SCHEDULES
+from meshplan.units import format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_NAMES: Final = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, gradients of inputs",
+    "W": "backward, gradients of weights",
+}
+_MOST_RANKS: Final = 16
+_MOST_SINGLE: Final = 500
+_MOST_LINES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Something that a rank computes.
+
+    Args:
+        rank: Along pp.
+        kind: F, B, I or W, as of `schedules.Action`.
+    """
+
+    rank: int
+    kind: str
+    stage: int
+    microbatch: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gantt:
+    """What the picture shows.
+
+    Args:
+        schedule: "" without a pipeline.
+        ranks: Along pp.
+        idle_share: Of the time of all ranks.
+        blocks: In order, of each rank.
+        kept: By rank, (when, forwards kept for backward from then on).
+        step: How long all takes.
+        is_seconds: Whether times are seconds, and not forwards of a stage.
+        assumed: What times are taken for granted.
+    """
+
+    schedule: str
+    ranks: int
+    virtual: int
+    microbatches: int
+    idle_share: float
+    blocks: tuple[Block, ...]
+    kept: tuple[tuple[tuple[float, int], ...], ...]
+    step: float
+    is_seconds: bool
+    assumed: str
+
+    @property
+    def most_kept(self) -> tuple[int, ...]:
+        """By rank."""
+        return tuple(max(count for _, count in row) for row in self.kept)
+
+    def time(self, value: float) -> str:
+        """In words."""
+        return format_seconds(value) if self.is_seconds else f"{value:,.4g} forwards of a stage"
+
+    @property
+    def title(self) -> str:
+        """The verdict."""
+        if not self.schedule:
+            many = counted(self.microbatches, "microbatch", "microbatches")
+            return f"No pipeline: every rank computes {many} in turn, and waits for no stage"
+        stages = f"{self.ranks * self.virtual} stages on {self.ranks} ranks"
+        whole = f"a step of {self.time(self.step)}" if self.is_seconds else "the time"
+        return (
+            f"{self.schedule}: ranks wait {self.idle_share:.1%} of {whole} "
+            f"({stages}, {counted(self.microbatches, 'microbatch', 'microbatches')})"
+        )
+
+    @property
+    def alt(self) -> str:
+        """What is to be seen."""
+        most = self.most_kept
+        if not self.schedule:
+            return (
+                f"One row, since all ranks do alike: {counted(self.microbatches, 'forward')}, each "
+                "followed by its backward."
+            )
+        return (
+            f"A row for each rank along pp, its forwards and backwards on a time axis of "
+            f"{self.time(self.step)}; what is empty is the bubble, {self.idle_share:.1%}. Below, "
+            f"how many forwards each rank keeps for backward: at the most {most[0]} on the first "
+            f"and {most[-1]} on the last."
+        )
+
+
+def gantt(
+    plan: Plan,
+    forward_s: Sequence[float] = (),
+    backward_s: Sequence[float] = (),
+    *,
+    crossing_s: float = 0.0,
+    assumed: str = "",
+) -> Gantt:
+    """The facts.
+
+    Args:
+        forward_s, backward_s: Of each stage; () takes one forward as 1, and a backward as 2.
+        crossing_s: To hand something to the next stage.
+        assumed: What these are.
+    """
+    stages = plan.assignment.stages
+    ranks, virtual = (1, 1) if stages is None else (stages.num_ranks, stages.virtual)
+    count = plan.accumulate if stages is None else stages.microbatches
+    is_known = bool(forward_s)
+    forward_s = forward_s or [1.0 / virtual] * (ranks * virtual)
+    backward_s = backward_s or [2.0 * each for each in forward_s]
+    name = "1F1B" if stages is None else stages.schedule
+    run = simulate(
+        SCHEDULES[name], forward_s, backward_s, ranks=ranks, microbatches=count,
+        crossing_s=crossing_s,
+    )  # fmt: skip
+    blocks = tuple(
+        Block(s.rank, s.action.kind, s.action.stage, s.action.microbatch, s.begin_s, s.end_s)
+        for s in run.spans
+    )
+    return Gantt(
+        schedule="" if stages is None else name,
+        ranks=ranks,
+        virtual=virtual,
+        microbatches=count,
+        idle_share=max(0.0, run.idle_share),
+        blocks=blocks,
+        kept=tuple(_kept(run, rank) for rank in range(ranks)),
+        step=run.seconds,
+        is_seconds=is_known,
+        assumed=assumed
+        or "Taken for granted: stages are equal, and a backward takes twice its forward.",
+    )
+
+
+def _kept(run: Run, rank: int) -> tuple[tuple[float, int], ...]:
+    """(when, forwards kept from then on): from the begin of each to the end of its backward."""
+    splits = any(span.action.kind == "W" for span in run.spans)
+    changes = [(0.0, 0)]
+    for span in run.spans:
+        if span.rank == rank and span.action.kind == "F":
+            changes.append((span.begin_s, 1))
+        if span.rank == rank and span.action.kind in (("B", "W") if splits else ("B",)):
+            changes.append((span.end_s, -1))
+    out: list[tuple[float, int]] = []
+    held = 0
+    # What ends makes room for what begins at the same time.
+    for when, change in sorted(changes):
+        held += change
+        if out and out[-1][0] == when:
+            out[-1] = (when, held)
+        else:
+            out.append((when, held))
+    return tuple(out)
+
+
+def draw_gantt(facts: Gantt, theme: Theme) -> Picture:
+    """Rows above, what is kept below, on one time axis."""
+    shown = _some(facts.ranks)
+    kinds = [kind for kind in PASSES if any(block.kind == kind for block in facts.blocks)]
+    legend: list[Item] = [(_NAMES[kind], PASSES[kind]) for kind in kinds]
+    legend.append(("waiting (the bubble)", Ink(theme.forbidden)))
+    row = 0.42 if len(shown) <= 8 else 0.3
+    tall, low = row * len(shown) + 0.1, 1.5
+    sheet = Sheet(theme, facts.title, tall + low + 0.75, legend=legend, notes=_notes(facts, shown))
+    labels = [_label(facts, rank) for rank in shown]
+    left = max(max(width_of(label, SMALL) for label in labels) + 0.45, 0.95)
+    right = 1.25
+    above = sheet.axes(left=left, right=right, top=0.05, bottom=low + 0.75)
+    above.set_xlim(0, facts.step)
+    above.set_ylim(len(shown), 0)
+    above.set_facecolor(theme.forbidden)
+    above.tick_params(bottom=False, labelbottom=False)
+    above.set_yticks([place + 0.5 for place in range(len(shown))])
+    above.set_yticklabels(labels)
+    per_inch = facts.step / (sheet.width - left - right)
+    place_of = {rank: place for place, rank in enumerate(shown) if rank is not None}
+    drawn = [block for block in facts.blocks if block.rank in place_of]
+    if len(drawn) <= _MOST_SINGLE:
+        for block in drawn:
+            room = (block.end - block.begin) / per_inch
+            _draw_block(above, facts, block, place_of[block.rank], room, theme)
+    else:
+        _draw_many(above, drawn, place_of, theme)
+    for place, rank in enumerate(shown):
+        if rank is None:
+            box(above, 0, place, facts.step, 1, Ink(theme.panel))
+            more = f"… {facts.ranks - len(shown) + 1} more ranks"
+            write(above, facts.step / 2, place + 0.5, more, theme, size=SMALL, across="center",
+                  up="center")  # fmt: skip
+    below = sheet.axes(left=left, right=right, top=tall + 0.15, bottom=0.55)
+    _draw_kept(below, facts, theme, right)
+    unit = "seconds" if facts.is_seconds else "1 = the forward of one rank's stages"
+    below.set_xlabel(f"time in a step ({unit})")
+    return Picture("gantt", facts.title, facts.alt, sheet.figure)
+
+
+def _draw_block(above: Axes, facts: Gantt, block: Block, y: int, room: float, theme: Theme) -> None:
+    ink = PASSES[block.kind]
+    name = f"{block.kind} stage {block.stage} microbatch {block.microbatch}"
+    box(above, block.begin, y + 0.08, block.end - block.begin, 0.84, ink, edge=theme.paper,
+        line=0.5, gid=name)  # fmt: skip
+    if text := _inside(facts, block, room):
+        write(
+            above, (block.begin + block.end) / 2, y + 0.5, text, theme, size=8.0,
+            colour=ink_on(ink.colour), across="center", up="center",
+        )  # fmt: skip
+
+
+def _draw_many(
+    above: Axes, blocks: Sequence[Block], place_of: Mapping[int, int], theme: Theme
+) -> None:
+    """Blocks too small for words, those of a rank and kind together."""
+    rows: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for block in blocks:
+        span = (block.begin, block.end - block.begin)
+        rows.setdefault((block.rank, block.kind), []).append(span)
+    for (rank, kind), spans in rows.items():
+        above.broken_barh(
+            spans, (place_of[rank] + 0.08, 0.84), facecolor=PASSES[kind].colour,
+            edgecolor=theme.paper, linewidth=0.2, gid=f"{kind} on pp {rank}: {len(spans)}",
+        )  # fmt: skip
+
+
+def _draw_kept(below: Axes, facts: Gantt, theme: Theme, right: float) -> None:
+    """Forwards kept for backward, a line for each rank."""
+    from matplotlib.ticker import MaxNLocator
+
+    most = max(facts.most_kept, default=1)
+    below.set_xlim(0, facts.step)
+    below.set_ylim(0, most * 1.12 + 0.2)
+    below.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    below.set_ylabel("forwards\nkept", fontsize=SMALL)
+    ranks = _spread(facts.ranks, _MOST_LINES)
+    ends: list[float] = []
+    for number, rank in enumerate(ranks):
+        times = [when for when, _ in facts.kept[rank]] + [facts.step]
+        counts = [count for _, count in facts.kept[rank]]
+        ink = STAGES[number % len(STAGES)]
+        style = ("-", "--", "-.", ":")[number % 4]
+        below.plot(
+            times, [*counts, counts[-1]], drawstyle="steps-post", color=ink.colour, lw=1.7,
+            ls=style, gid=f"kept on pp {rank}",
+        )  # fmt: skip
+        at = 1 - (number + 0.5) / len(ranks)
+        ends.append(at)
+        below.plot([1.015, 1.05], [at, at], transform=below.transAxes, color=ink.colour, lw=2.2,
+                   ls=style, clip_on=False)  # fmt: skip
+        name = "all ranks" if not facts.schedule else f"pp {rank}: {facts.most_kept[rank]:,}"
+        write(below, 1.06, at, fitted(name, right - 0.35, 8.0), theme, size=8.0, up="center",
+              transform=below.transAxes)  # fmt: skip
+
+
+def _label(facts: Gantt, rank: int | None) -> str:
+    if rank is None:
+        return ""
+    if not facts.schedule:
+        return "every rank"
+    stages = sorted({block.stage for block in facts.blocks if block.rank == rank})
+    words = ", ".join(map(str, stages[:3])) + (", …" if len(stages) > 3 else "")
+    return f"pp {rank}: stage{'s' if len(stages) > 1 else ''} {words}"
+
+
+def _inside(facts: Gantt, block: Block, room: float) -> str:
+    """What is written in a block: its microbatch, with its stage where a rank has several."""
+    long = f"{block.kind}{block.microbatch}"
+    if facts.virtual > 1 and width_of(f"{long}/{block.stage}", 8.0) < room - 0.04:
+        return f"{long}/{block.stage}"
+    if width_of(long, 8.0) < room - 0.04:
+        return long
+    short = str(block.microbatch)
+    return short if width_of(short, 8.0) < room - 0.03 else ""
+
+
+def _notes(facts: Gantt, shown: Sequence[int | None]) -> list[str]:
+    notes = [facts.assumed]
+    if facts.virtual > 1:
+        notes.insert(
+            0, "F3/5 is the forward of microbatch 3 in stage 5; 3 alone is its microbatch."
+        )
+    else:
+        notes.insert(0, "F3 is the forward of microbatch 3; a number alone is a microbatch.")
+    if facts.ranks > _MOST_LINES:
+        notes.append("Of what is kept, only some ranks are drawn.")
+    return notes
+
+
+def _some(ranks: int) -> list[int | None]:
+    if ranks <= _MOST_RANKS:
+        return list(range(ranks))
+    return [*range(_MOST_RANKS - 3), None, ranks - 1]
+
+
+def _spread(ranks: int, most: int) -> list[int]:
+    """So many of them, the first and the last too."""
+    if ranks <= most:
+        return list(range(ranks))
+    return [round(place * (ranks - 1) / (most - 1)) for place in range(most)]

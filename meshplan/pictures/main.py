@@ -1,0 +1,294 @@
+"""One line from a plan to a picture: which question, its facts, its drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from meshplan.cost.profile import profile_of
+from meshplan.cost.stages import stage_seconds
+from meshplan.errors import Origin, PlanError, Problem, SpecError
+from meshplan.memory.driver import with_workspaces
+from meshplan.memory.estimate import MemoryEstimate
+from meshplan.memory.log import EventLog
+from meshplan.memory.told import told_estimate
+from meshplan.pictures.comm import comm, draw_comm
+from meshplan.pictures.gantt import Gantt, draw_gantt, gantt
+from meshplan.pictures.ladder import draw_ladder, ladder
+from meshplan.pictures.memory_bars import MemoryBars, draw_memory, memory_bars, states_alone
+from meshplan.pictures.mesh_map import MeshMap, draw_mesh, mesh_map
+from meshplan.pictures.module_tree import draw_graph, module_tree
+from meshplan.pictures.palette import Theme, theme_of
+from meshplan.pictures.pareto import draw_pareto, pareto
+from meshplan.pictures.tensor import TensorLayout, draw_layout, tensor_layout
+from meshplan.pictures.timeline import draw_timeline, log_of, timeline
+from meshplan.pictures.treemap import Of, draw_treemap, treemap
+from meshplan.pictures.types import Picture
+from meshplan.pictures.waterfall import draw_waterfall, waterfall
+from meshplan.plan import Plan
+from meshplan.planner.whole import cluster_of
+from meshplan.sizing import read_limit
+
+if TYPE_CHECKING:
+    from meshplan.planner.decision import Decision
+
+OF_DECISIONS: Final = ("pareto", "ladder")
+"""What is about a search, and not about one plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A question, and what was given with it; arguments of `draw`."""
+
+    plan: Plan
+    theme: Theme
+    name: str | None = None
+    rank: int | None = None
+    estimate: MemoryEstimate | None = None
+    decision: Decision | None = None
+    gpu: str | None = None
+    memory: str | int | None = None
+    of: Of = "local"
+    log: EventLog | None = None
+
+    @property
+    def limit(self) -> tuple[str, int | None, tuple[str, ...]]:
+        """(device, bytes that it may hold, notes), as `meshplan estimate` reads them."""
+        return read_limit(self.gpu, self.memory, self.plan.spec)
+
+    @property
+    def known(self) -> MemoryEstimate:
+        """The estimate that was given, or the one that `meshplan estimate` tells from a config.
+
+        Raises:
+            PlanError: Nothing tells it.
+        """
+        if self.estimate is not None:
+            return self.estimate
+        device, limit_bytes, notes = self.limit
+        try:
+            return told_estimate(self.plan, device=device, limit_bytes=limit_bytes, notes=notes)
+        except PlanError as error:
+            first = error.problems[0]
+            fix = f"{first.fix or 'see the plan'}; or give estimate=meshplan.estimate_memory(...)"
+            raise PlanError(Problem(first.what, first.origin, fix)) from None
+
+
+def _mesh(asked: Asked) -> Picture:
+    return draw_mesh(_mesh_facts(asked), asked.theme)
+
+
+def _mesh_facts(asked: Asked) -> MeshMap:
+    return mesh_map(asked.plan)
+
+
+def _layout(asked: Asked) -> Picture:
+    return draw_layout(_layout_facts(asked), asked.theme)
+
+
+def _layout_facts(asked: Asked) -> TensorLayout:
+    return tensor_layout(asked.plan, asked.name)
+
+
+def memory_facts(asked: Asked) -> MemoryBars:
+    """Of the step where it is known, of the states where it is not."""
+    try:
+        return memory_bars(asked.known)
+    except PlanError as error:
+        _, limit_bytes, _ = asked.limit
+        return states_alone(asked.plan, limit_bytes, error.problems[0].what)
+
+
+def _memory(asked: Asked) -> Picture:
+    return draw_memory(memory_facts(asked), asked.theme)
+
+
+def _waterfall(asked: Asked) -> Picture:
+    return draw_waterfall(waterfall(asked.known), asked.theme)
+
+
+def _timeline(asked: Asked) -> Picture:
+    """Of the rank that was asked for, or of one that needs most."""
+    plan, stages = asked.plan, asked.plan.assignment.stages
+    count = plan.accumulate * (stages.microbatches * stages.virtual if stages is not None else 1)
+    if asked.log is not None:
+        log, rank = with_workspaces(asked.log, asked.limit[0]), asked.rank or 0
+    else:
+        rank = asked.rank if asked.rank is not None else asked.known.worst.ranks[0]
+        log = log_of(plan, rank, asked.limit[0])
+    return draw_timeline(timeline(log, rank, count), asked.theme)
+
+
+def _treemap(asked: Asked) -> Picture:
+    return draw_treemap(treemap(asked.plan, asked.of, asked.rank or 0), asked.theme)
+
+
+def gantt_facts(asked: Asked) -> Gantt:
+    """In seconds where the model and the machine are known, else in forwards of a stage."""
+    hardware = asked.plan.spec.hardware
+    if hardware is None or hardware.gpu is None:
+        return gantt(asked.plan)
+    cluster = cluster_of(asked.plan.spec, hardware.gpu)
+    try:
+        a = asked.plan.assignment
+        dtype = next((p.compute_dtype for p in a.tensors.values() if not p.info.is_buffer), "")
+        profile = profile_of(cluster, dtype=dtype)
+        times = stage_seconds(asked.plan, profile, hardware.gpus_per_node)
+    except PlanError:
+        return gantt(asked.plan)
+    return gantt(
+        asked.plan, times.forward_s, times.backward_s, crossing_s=times.crossing_s,
+        assumed=f"Seconds are a cost model's for {profile.device}, without what ends a step: the "
+        "last reductions and the optimizer.",
+    )  # fmt: skip
+
+
+def _gantt(asked: Asked) -> Picture:
+    return draw_gantt(gantt_facts(asked), asked.theme)
+
+
+def _comm(asked: Asked) -> Picture:
+    return draw_comm(comm(asked.plan, asked.rank or 0), asked.theme)
+
+
+def _searched(asked: Asked) -> Decision:
+    if asked.decision is None:
+        what = "a plan does not say what it was chosen from"
+        fix = "give decision=meshplan.planning.search_plan(...), or use meshplan draw -f plan.yaml"
+        raise PlanError(Problem(what, Origin("draw"), fix))
+    return asked.decision
+
+
+def _pareto(asked: Asked) -> Picture:
+    return draw_decision(_searched(asked), "pareto", theme=asked.theme.name)
+
+
+def _ladder(asked: Asked) -> Picture:
+    return draw_decision(_searched(asked), "ladder", theme=asked.theme.name)
+
+
+def _graph(asked: Asked) -> Picture:
+    return draw_graph(module_tree(asked.plan), asked.theme)
+
+
+_DRAWN: Final[Mapping[str, Callable[[Asked], Picture]]] = MappingProxyType(
+    {
+        "mesh": _mesh,
+        "layout": _layout,
+        "memory": _memory,
+        "waterfall": _waterfall,
+        "timeline": _timeline,
+        "treemap": _treemap,
+        "gantt": _gantt,
+        "comm": _comm,
+        "pareto": _pareto,
+        "ladder": _ladder,
+        "graph": _graph,
+    }
+)
+_FACTS: Final[Mapping[str, Callable[[Asked], Any]]] = MappingProxyType(
+    {
+        "mesh": _mesh_facts,
+        "layout": _layout_facts,
+        "memory": memory_facts,
+        "gantt": gantt_facts,
+    }
+)
+"""Of those that have a twin in the terminal."""
+_TAKES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "name": ("layout",),
+        "rank": ("timeline", "treemap", "comm"),
+        "of": ("treemap",),
+        "log": ("timeline",),
+        "estimate": ("memory", "waterfall"),
+        "decision": ("pareto", "ladder"),
+        "gpu": ("memory", "waterfall", "timeline"),
+        "memory": ("memory", "waterfall", "timeline"),
+    }
+)
+"""By option, the pictures that it says something about."""
+WHATS: Final = tuple(_DRAWN)
+"""Every question, in the order in which they are listed."""
+
+
+def draw(plan: Plan, what: str, *, theme: str = "light", **given: Any) -> Picture:
+    """A picture of a plan.
+
+    Args:
+        what: A word of `WHATS`.
+        theme: "light" or "dark".
+        given: What some pictures take: `name` of a module or parameter (layout), `rank`
+            (timeline, treemap, comm), `of`, "local" or "global" bytes (treemap), `estimate`, what
+            `estimate_memory` answered (memory, waterfall), `decision`, what `search_plan` answered
+            (pareto, ladder), `log`, a traced step of the rank (timeline), `gpu` and `memory`, as of
+            `estimate_memory` (memory, waterfall, timeline).
+
+    Raises:
+        SpecError: There is no such picture, theme, module or rank.
+        PlanError: What the picture shows is not known of this plan.
+    """
+    asked = _asked(plan, what, theme, given)
+    return _DRAWN[what](asked)
+
+
+def facts_of(plan: Plan, what: str, **given: Any) -> Any:
+    """What a picture shows, before it is drawn: for mesh, layout, memory and gantt.
+
+    Args:
+        given: As of `draw`.
+    """
+    asked = _asked(plan, what, "light", given)
+    return _FACTS[what](asked)
+
+
+def _asked(plan: Plan, what: str, theme: str, given: Mapping[str, Any]) -> Asked:
+    """A question that makes sense."""
+    check_what(what)
+    given = {option: value for option, value in given.items() if value is not None}
+    for option in given:
+        if what not in _TAKES.get(option, ()):
+            fix = (
+                f"of {option} there are pictures {' and '.join(_TAKES[option])}"
+                if (option in _TAKES)
+                else f"the options are theme, {', '.join(_TAKES)}"
+            )
+            problem = f"the picture of {what} takes no '{option}'"
+            raise SpecError(Problem(problem, Origin("draw"), fix))
+    asked = Asked(plan=plan, theme=theme_of(theme), **given)
+    if asked.of not in ("local", "global"):
+        problem = f"there are no '{asked.of}' bytes"
+        raise SpecError(Problem(problem, Origin("--bytes"), "write local or global"))
+    world = plan.mesh.world_size
+    if asked.rank is not None and not 0 <= asked.rank < world:
+        problem = f"there is no rank {asked.rank}"
+        raise SpecError(Problem(problem, Origin("--rank"), f"name one of 0 to {world - 1}"))
+    return asked
+
+
+def draw_decision(decision: Decision, what: str, *, theme: str = "light") -> Picture:
+    """A picture of a search, whether or not it found a plan.
+
+    Args:
+        what: A word of `OF_DECISIONS`.
+
+    Raises:
+        PlanError: There is nothing to compare.
+    """
+    assert what in OF_DECISIONS
+    if what == "pareto":
+        return draw_pareto(pareto(decision), theme_of(theme))
+    return draw_ladder(ladder(decision), theme_of(theme))
+
+
+def check_what(what: str) -> None:
+    """Whether there is such a picture.
+
+    Raises:
+        SpecError: There is none.
+    """
+    if what not in _DRAWN:
+        fix = f"ask for one of {', '.join(WHATS)}"
+        raise SpecError(Problem(f"there is no picture of '{what}'", Origin("--what"), fix))

@@ -1,0 +1,249 @@
+"""Memory of every group of equal ranks at its worst moment, term by term, beside the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from meshplan.memory.estimate import MemoryEstimate, RankGroup
+from meshplan.memory.groups import equal_ranks
+from meshplan.memory.states import state_bytes
+from meshplan.pictures.palette import DRIVER, ROUNDING, TERMS, UNKNOWN, UNUSED, Ink, Theme
+from meshplan.pictures.sheet import SMALL, TEXT, Sheet, box, fitted, ticks_up_to, width_of, write
+from meshplan.pictures.types import Picture
+from meshplan.pictures.words import ranks_in_words
+from meshplan.plan import Plan
+from meshplan.units import GIB, format_bytes, format_gib
+
+_MOST_BARS: Final = 10
+INKS: Final = {**{str(term): ink for term, ink in TERMS.items()}, "rounding": ROUNDING,
+               "unused in segments": UNUSED, "driver": DRIVER}  # fmt: skip
+"""Of every part of a bar, in the order of stacking."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """Ranks that are alike.
+
+    Args:
+        name: The ranks, and their stages.
+        parts: (what, bytes); they add up to what `nvidia-smi` would show.
+        high_bytes: The most that it may really be; None where activations are unknown.
+        where: When and where the peak is.
+        fits: None where nobody can say.
+    """
+
+    name: str
+    parts: tuple[tuple[str, int], ...]
+    high_bytes: int | None
+    where: str
+    fits: bool | None
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(size for _, size in self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBars:
+    """What the picture shows.
+
+    Args:
+        bars: The worst ones, in order of rank.
+        num_more: Groups that need less, and are not shown.
+        limit_bytes: What a GPU may hold; None where nothing says.
+        unknown: Why more than the states is not known; "" where it is.
+        bound: Why this is an upper bound; "" where it is the figure.
+    """
+
+    bars: tuple[Bar, ...]
+    num_more: int
+    limit_bytes: int | None
+    unknown: str = ""
+    bound: str = ""
+
+    @property
+    def worst(self) -> Bar:
+        """The one that comes nearest to the limit, or goes farthest beyond."""
+        return max(self.bars, key=lambda bar: bar.high_bytes or bar.total_bytes)
+
+    def verdict(self, bar: Bar) -> str:
+        """Of one bar beside the limit."""
+        if self.limit_bytes is None:
+            return "no limit stated"
+        left = self.limit_bytes - (bar.high_bytes or bar.total_bytes)
+        if left < 0:
+            return f"OVER by {format_gib(-left)}"
+        if bar.high_bytes is None:
+            return f"{format_gib(left)} for what is unknown"
+        return f"{format_gib(left)} left"
+
+    @property
+    def title(self) -> str:
+        """The verdict."""
+        worst = self.worst
+        needs = format_bytes(worst.high_bytes or worst.total_bytes)
+        whose = worst.name.split(", stage")[0]
+        if self.unknown:
+            states = f"States alone take {needs} on {whose}; activations are unknown"
+            if self.limit_bytes is not None and worst.total_bytes > self.limit_bytes:
+                return f"Does not fit: states alone are {self.verdict(worst)} on {whose}"
+            return states
+        if self.limit_bytes is None:
+            return f"At most {needs} on {whose}; nothing says how much a GPU holds"
+        limit = format_gib(self.limit_bytes)
+        if worst.fits:
+            return f"It fits: {self.verdict(worst)} of {limit} on {whose}, which need most"
+        return f"It does not fit: {whose} are {self.verdict(worst)}, of {limit}"
+
+    @property
+    def alt(self) -> str:
+        """What is to be seen."""
+        worst = self.worst
+        largest = max(worst.parts, key=lambda part: part[1], default=("nothing", 0))
+        most = f"most of it {largest[0]}, {format_bytes(largest[1])}"
+        where = f" {worst.where}" if worst.where else ""
+        return (
+            f"One bar for each group of equal ranks, stacked by what the bytes are for: "
+            f"{worst.name} hold {format_bytes(worst.total_bytes)}{where}, {most}; "
+            f"{self.verdict(worst)}."
+        )
+
+
+def memory_bars(estimate: MemoryEstimate) -> MemoryBars:
+    """The facts, where the step is known."""
+    groups = list(estimate.groups)
+    keep = sorted(groups, key=lambda group: -group.band[1])[:_MOST_BARS]
+    return MemoryBars(
+        bars=tuple(_bar(group) for group in groups if group in keep),
+        num_more=len(groups) - len(keep),
+        limit_bytes=estimate.limit_bytes,
+        bound=estimate.bound,
+    )
+
+
+def parts_of(group: RankGroup) -> tuple[tuple[str, int], ...]:
+    """Of what the bytes of a group are, driver included; they add up to its total."""
+    peak = group.peak
+    more = {
+        "rounding": peak.allocated_bytes - peak.requested_bytes,
+        "unused in segments": peak.reserved_bytes - peak.allocated_bytes,
+        "driver": peak.driver_bytes,
+    }
+    terms = {str(term): size for term, size in group.terms.items()} | more
+    return tuple((name, terms[name]) for name in INKS if terms.get(name))
+
+
+def _bar(group: RankGroup) -> Bar:
+    stages = f", stage{'s' if len(group.stages) > 1 else ''} {', '.join(map(str, group.stages))}"
+    at = group.at
+    where = f"in {at.phase} of {at.module}" if at.module else f"in {at.phase}, for {at.term}"
+    return Bar(
+        name=ranks_in_words(group.ranks) + (stages if group.stages else ""),
+        parts=parts_of(group),
+        high_bytes=group.band[1],
+        where=where,
+        fits=group.fits,
+    )
+
+
+def states_alone(plan: Plan, limit_bytes: int | None, why: str) -> MemoryBars:
+    """The facts, where only what is resident is known.
+
+    Args:
+        why: The step is not.
+    """
+    bars = []
+    for ranks in equal_ranks(plan.assignment):
+        held = state_bytes(plan.assignment, plan.spec.optimizer, ranks[0])
+        parts = {
+            "parameters": held.parameters_bytes,
+            "gradients": held.gradients_bytes,
+            "optimizer": held.optimizer_bytes,
+            "buffers": held.buffers_bytes,
+        }
+        bars.append(
+            Bar(
+                name=ranks_in_words(ranks),
+                parts=tuple((name, size) for name, size in parts.items() if size),
+                high_bytes=None,
+                where="before the optimizer's step",
+                fits=None,
+            )
+        )
+    keep = sorted(bars, key=lambda bar: -bar.total_bytes)[:_MOST_BARS]
+    return MemoryBars(
+        bars=tuple(bar for bar in bars if bar in keep),
+        num_more=len(bars) - len(keep),
+        limit_bytes=limit_bytes,
+        unknown=why,
+    )
+
+
+def draw_memory(facts: MemoryBars, theme: Theme) -> Picture:
+    """A bar for each group."""
+    names = [name for name in INKS if any(name in dict(bar.parts) for bar in facts.bars)]
+    legend: list[tuple[str, Ink]] = [(name, INKS[name]) for name in names]
+    if facts.unknown:
+        legend.append(("unknown", UNKNOWN))
+    sheet = Sheet(
+        theme, facts.title, 0.62 * len(facts.bars) + 0.95, legend=legend, notes=_notes(facts)
+    )
+    left = min(max(width_of(bar.name, SMALL) for bar in facts.bars), 2.6) + 0.45
+    axes = sheet.axes(left=left, right=0.35, top=0.3, bottom=0.6)
+    room = sheet.width - left - 0.35
+    words = [f"{format_gib(bar.total_bytes)}: {facts.verdict(bar)}" for bar in facts.bars]
+    beside = max(width_of(text, TEXT, bold=True) for text in words) + 0.25
+    longest = max([bar.high_bytes or bar.total_bytes * 1.25 for bar in facts.bars]) / GIB
+    shown = max(longest, (facts.limit_bytes or 0) / GIB) or 1.0
+    # What is written behind a bar has its room, to the right of everything.
+    scale = shown * 1.02 / (room - beside)
+    axes.set_xlim(0, scale * room)
+    axes.set_ylim(len(facts.bars) - 0.4, -0.6)
+    for place, bar in enumerate(facts.bars):
+        at = 0.0
+        for name, size in bar.parts:
+            gid = f"{bar.name}: {name}: {size} B"
+            box(axes, at / GIB, place - 0.3, size / GIB, 0.6, INKS[name], edge=theme.paper,
+                line=0.4, gid=gid)  # fmt: skip
+            at += size
+        if bar.high_bytes is not None:
+            axes.plot([at / GIB, bar.high_bytes / GIB], [place] * 2, color=theme.ink, lw=1.4)
+            axes.plot([bar.high_bytes / GIB] * 2, [place - 0.12, place + 0.12], color=theme.ink)
+        else:
+            box(axes, at / GIB, place - 0.3, longest - at / GIB, 0.6, UNKNOWN, edge=theme.quiet,
+                gid=f"{bar.name}: unknown")  # fmt: skip
+        is_over = facts.verdict(bar).startswith("OVER")
+        colour = theme.bad if is_over else theme.good if bar.fits else theme.ink
+        write(
+            axes, shown * 1.02 + 0.12 * scale, place, words[place], theme, colour=colour,
+            weight="bold", up="center", gid="verdict",
+        )  # fmt: skip
+    axes.set_yticks(range(len(facts.bars)))
+    labels = [fitted(bar.name, left - 0.3, SMALL) for bar in facts.bars]
+    axes.set_yticklabels(labels, parse_math=False)
+    ticks_up_to(axes, shown * 1.02)
+    axes.set_xlabel("GiB of one GPU, at the worst moment of a step")
+    axes.xaxis.grid(True, color=theme.line, lw=0.6)
+    if facts.limit_bytes is not None:
+        limit = facts.limit_bytes / GIB
+        axes.axvline(limit, color=theme.ink, lw=2.2, gid="limit")
+        text = f"limit {format_gib(facts.limit_bytes)}"
+        half = width_of(text, SMALL, bold=True) / 2 * scale
+        at = min(max(limit, half), scale * room - half)
+        write(axes, at, -0.68, text, theme, size=SMALL, weight="bold", across="center", gid="limit")
+    return Picture("memory", facts.title, facts.alt, sheet.figure)
+
+
+def _notes(facts: MemoryBars) -> Sequence[str]:
+    notes = []
+    if facts.unknown:
+        notes.append(f"Activations and buffers of the step are unknown: {facts.unknown}.")
+    else:
+        notes.append("A bar's whisker ends at the most that it may really be; verdicts go by it.")
+    if facts.bound:
+        notes.append(f"An upper bound: {facts.bound}.")
+    if facts.num_more:
+        notes.append(f"{facts.num_more} more groups of ranks need no more than these.")
+    return notes

@@ -1,0 +1,377 @@
+"""The mesh as a map: which ranks hold the same, where nodes end, what is sent along each axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from meshplan.pictures.links import Lane, Links, links_of, machine_of, strides
+from meshplan.pictures.palette import COLLECTIVES, GREY, Ink, Theme, ink_on, shard_ink
+from meshplan.pictures.sheet import EDGE, SMALL, TEXT, WIDTH, Sheet, box, fitted, width_of, write
+from meshplan.pictures.types import Picture
+from meshplan.pictures.words import at_in_words, counted, in_short, speed
+from meshplan.plan import Plan
+from meshplan.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MOST_LARGE: Final = 4
+_MOST_NODES: Final = 12
+_MOST_TILES: Final = 16
+_PER_ROW: Final = 8
+_MOST_LANES: Final = 8
+_LEAST: Final = 1e-4
+"""What sends less of the most than this share is not drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One rank.
+
+    Args:
+        shard: Which of the different parts of the model it holds.
+        at: Its place on every axis of more than one rank.
+    """
+
+    rank: int
+    shard: int
+    at: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node, or one row where nothing says what a node is.
+
+    Args:
+        number: Its own; where nodes are left out, how many, and no tiles.
+        tiles: None for ranks that are left out.
+        missing: Ranks that are left out.
+    """
+
+    number: int
+    tiles: tuple[Tile | None, ...]
+    missing: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshMap:
+    """What the picture shows.
+
+    Args:
+        noun: "node", or "row" where nothing says where nodes end.
+        nodes: Those that are shown; one without tiles stands for those left out.
+        num_nodes, num_ranks: Of all.
+        num_shards: Different parts of the model.
+        copies: Ranks that hold each.
+        cut_axes: Along which ranks hold different parts.
+        links: What rank 0 sends.
+    """
+
+    mesh: str
+    noun: str
+    nodes: tuple[Node, ...]
+    num_nodes: int
+    num_ranks: int
+    per_node: int
+    num_shards: int
+    copies: int
+    cut_axes: tuple[str, ...]
+    links: Links
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Those that matter: what a step only settles with is left to the notes."""
+        lanes = self.links.lanes
+        least = lanes[0].sent_bytes * _LEAST if lanes else 0.0
+        return tuple(lane for lane in lanes if lane.sent_bytes >= least)[:_MOST_LANES]
+
+    @property
+    def title(self) -> str:
+        """The verdict."""
+        where = counted(self.num_nodes, "node") if self.noun == "node" else "nodes not stated"
+        held = (
+            "each holds the whole model"
+            if self.num_shards == 1
+            else f"{self.num_shards:,} different shards, each held "
+            + {1: "once", 2: "twice"}.get(self.copies, f"{self.copies:,} times")
+        )
+        if self.num_ranks == 1:
+            return "1 rank holds the whole model, and sends nothing"
+        return f"{counted(self.num_ranks, 'rank')} on {where}: {held}{self._crossing()}".replace(
+            "on nodes not stated", "(nodes not stated)"
+        )
+
+    def _crossing(self) -> str:
+        if self.noun != "node" or self.num_nodes == 1:
+            return ""
+        sent = self.links.crossing_bytes
+        if not sent and not self.links.unknown:
+            return "; nothing crosses the nodes"
+        least = "at least " if self.links.unknown else ""
+        return f"; each rank sends {least}{format_bytes(sent)} a step along axes that cross nodes"
+
+    @property
+    def alt(self) -> str:
+        """What is to be seen."""
+        same = (
+            "all tiles have one colour, since all hold the same"
+            if self.num_shards == 1
+            else "tiles of one colour hold the same shard; it is cut along "
+            + " × ".join(self.cut_axes)
+        )
+        sent = "; ".join(lane_in_words(lane) for lane in self.lanes[:3])
+        sends = f" A step sends: {sent}." if sent else ""
+        return (
+            f"A map of the mesh {self.mesh}: each tile is a rank, each frame a {self.noun}; "
+            f"{same}.{sends}"
+        )
+
+
+def lane_in_words(lane: Lane) -> str:
+    """What is sent, along what, over which links."""
+    where = {True: "ACROSS NODES", False: "inside nodes", None: "nodes not stated"}[lane.crosses]
+    along = " × ".join(lane.axes)
+    to = "the next stage" if lane.kind == "send" else counted(lane.num_ranks - 1, "other")
+    sent = format_bytes(lane.sent_bytes)
+    link = f"{where}, {speed(lane.bytes_per_s)}"
+    return f"{lane.kind} along {along}: each rank sends {sent} a step to {to}, {link}"
+
+
+def mesh_map(plan: Plan) -> MeshMap:
+    """The facts."""
+    mesh, machine = plan.mesh, machine_of(plan)
+    world = mesh.world_size
+    per_node = machine.per_node
+    if per_node is None:
+        per_node = world // mesh.axes[0].size if len(mesh.axes) > 1 else world
+    cutting = {
+        axis
+        for placed in plan.assignment.tensors.values()
+        if not placed.info.is_buffer
+        for axis in placed.stored.axes
+    } | ({"pp"} if plan.assignment.stages is not None else set())
+    names = [*mesh.names, *(name for loan in mesh.loans for name in (loan.rest, loan.name))]
+    cut_axes = mesh.spread(name for name in names if name in cutting)
+    places = strides(mesh, cut_axes)
+    shown = tuple(axis.name for axis in mesh if axis.size > 1) + tuple(
+        loan.name for loan in mesh.loans
+    )
+
+    def tile(rank: int) -> Tile:
+        shard = 0
+        for size, stride in places:
+            shard = shard * size + rank // stride % size
+        return Tile(rank, shard, tuple(at_in_words(mesh.coordinates(rank), shown)))
+
+    num_nodes = -(-world // per_node)
+    columns = _some(per_node, _MOST_TILES)
+
+    def node(number: int | None) -> Node:
+        if number is None:
+            return Node(num_nodes - _MOST_NODES + 1, ())
+        tiles = tuple(
+            None if col is None else tile(number * per_node + col)
+            for col in columns
+            if col is None or number * per_node + col < world
+        )
+        return Node(number, tiles, max(0, per_node - _MOST_TILES + 1) if None in columns else 0)
+
+    shards = mesh.size(*cut_axes)
+    return MeshMap(
+        mesh=str(mesh),
+        noun="node" if machine.per_node is not None else "row",
+        nodes=tuple(node(number) for number in _some(num_nodes, _MOST_NODES)),
+        num_nodes=num_nodes,
+        num_ranks=world,
+        per_node=per_node,
+        num_shards=shards,
+        copies=world // shards,
+        cut_axes=cut_axes,
+        links=links_of(plan),
+    )
+
+
+def _some(count: int, most: int) -> Sequence[int | None]:
+    """All, or the first ones, a gap, and the last."""
+    if count <= most:
+        return range(count)
+    return [*range(most - 2), None, count - 1]
+
+
+def draw_mesh(facts: MeshMap, theme: Theme) -> Picture:
+    """The map."""
+    is_large = len(facts.nodes) <= _MOST_LARGE and facts.per_node <= _PER_ROW
+    lines = max((len(t.at) for n in facts.nodes for t in n.tiles if t), default=0)
+    tall = 0.42 + 0.19 * lines if is_large else 0.34
+    rows_in = -(-min(facts.per_node, _MOST_TILES) // _PER_ROW)
+    frame = 0.42 + rows_in * (tall + 0.1) + (0.3 if is_large else 0.02)
+    beside = 1 if is_large else 2
+    num_rows = -(-len(facts.nodes) // beside)
+    lanes = facts.lanes
+    listed = 0.3 * len(lanes) + (0.35 if lanes else 0.0)
+    sheet = Sheet(theme, facts.title, num_rows * (frame + 0.14) + 0.1 + listed, notes=_notes(facts))
+    plane = sheet.plane()
+    gutter = 0.75 if is_large and any(lane.crosses for lane in lanes) else 0.0
+    wide = (WIDTH - 2 * EDGE - gutter - 0.16 * (beside - 1)) / beside
+    corners: dict[int, tuple[float, float]] = {}
+    y = sheet.height
+    for start in range(0, len(facts.nodes), beside):
+        y -= frame + 0.14
+        for place, node in enumerate(facts.nodes[start : start + beside]):
+            x = EDGE + place * (wide + 0.16)
+            _node(plane, facts, node, x, y, wide, frame, tall, theme, is_large)
+            corners[node.number] = (x, y)
+    _lanes(plane, lanes, y - 0.3, theme)
+    if is_large:
+        _arrows(plane, facts, lanes, corners, wide, frame, tall, theme)
+    return Picture("mesh", facts.title, facts.alt, sheet.figure)
+
+
+def _notes(facts: MeshMap) -> list[str]:
+    notes = ["Tiles of one colour (and hatch) hold the same parameters."]
+    if facts.num_shards > 32:
+        notes = ["The brighter a tile, the later its shard; tiles of one colour hold the same."]
+    more = facts.links.lanes[len(facts.lanes) :]
+    if more:
+        sent = format_bytes(sum(lane.sent_bytes for lane in more))
+        notes.append(
+            f"Not drawn: {sent} a step of each rank, of {counted(len(more), 'lesser kind')}."
+        )
+    if facts.links.is_told:
+        notes.append("What activations send is told by the sizes of the model.")
+    if facts.links.unknown:
+        notes.append(f"Unknown, and not counted: {in_short(facts.links.unknown)}.")
+    if any(lane.axes for lane in facts.links.lanes) and facts.noun == "row":
+        notes.append("Nothing says where nodes end: add hardware to the plan.")
+    return notes
+
+
+def _node(
+    plane: Axes,
+    facts: MeshMap,
+    node: Node,
+    x: float,
+    y: float,
+    wide: float,
+    frame: float,
+    tall: float,
+    theme: Theme,
+    is_large: bool,
+) -> None:
+    box(plane, x, y, wide, frame, Ink(theme.panel), edge=theme.line, gid="node")
+    if not node.tiles:
+        first = (_MOST_NODES - 2) * facts.per_node
+        last = (facts.num_nodes - 1) * facts.per_node - 1
+        text = f"… {node.number:,} more {facts.noun}s, ranks {first:,}–{last:,}"
+        write(plane, x + wide / 2, y + frame / 2, text, theme, across="center", up="center")
+        return
+    shared = _shared(node) if not is_large else ()
+    title = ", ".join([f"{facts.noun} {node.number:,}", *shared])
+    write(plane, x + 0.1, y + frame - 0.24, fitted(title, wide - 0.2), theme, colour=theme.quiet)
+    per_row = min(_PER_ROW, max(len(node.tiles), 1))
+    step = (wide - 0.2) / (per_row if not is_large else min(_PER_ROW, facts.per_node))
+    step = min(step, 2.4)
+    for place, tile in enumerate(node.tiles):
+        row, col = divmod(place, _PER_ROW)
+        at = (x + 0.1 + col * step, y + frame - 0.36 - (row + 1) * (tall + 0.1) + 0.06)
+        _tile(plane, facts, node, tile, at, (step - 0.08, tall), theme, is_large)
+
+
+def _shared(node: Node) -> tuple[str, ...]:
+    """What all ranks of a node have in common."""
+    tiles = [tile.at for tile in node.tiles if tile is not None]
+    return tuple(word for word in tiles[0] if all(word in at for at in tiles[1:]))
+
+
+def _tile(
+    plane: Axes,
+    facts: MeshMap,
+    node: Node,
+    tile: Tile | None,
+    at: tuple[float, float],
+    room: tuple[float, float],
+    theme: Theme,
+    is_large: bool,
+) -> None:
+    (x, y), (wide, tall) = at, room
+    middle = x + wide / 2
+    if tile is None:
+        text = fitted(f"{node.missing:,} more", wide, SMALL)
+        write(plane, middle, y + tall / 2, text, theme, size=SMALL, across="center", up="center")
+        return
+    ink = shard_ink(tile.shard, facts.num_shards)
+    box(plane, x, y, wide, tall, ink, edge=theme.line, gid=f"rank {tile.rank}")
+    colour, size = ink_on(ink.colour), SMALL if is_large else 8.0
+    lines = [f"rank {tile.rank}", *tile.at] if is_large else [f"{tile.rank}"]
+    for number, line in enumerate(lines):
+        down = tall - 0.28 - 0.19 * number if is_large else tall / 2
+        write(
+            plane, middle, y + down, fitted(line, wide - 0.04, size), theme, size=size,
+            colour=colour, weight="bold" if number == 0 and is_large else "normal",
+            across="center", up="baseline" if is_large else "center",
+            bbox={"facecolor": ink.colour, "edgecolor": "none", "pad": 0.6} if ink.hatch else None,
+        )  # fmt: skip
+
+
+def _lanes(plane: Axes, lanes: Sequence[Lane], y: float, theme: Theme) -> None:
+    """A line for each, with its letter."""
+    for number, lane in enumerate(lanes):
+        y -= 0.3 if number else 0.0
+        _badge(plane, EDGE + 0.14, y + 0.05, number, lane, theme)
+        colour = theme.bad if lane.crosses else theme.ink
+        room, is_bold = WIDTH - 2 * EDGE - 0.4, bool(lane.crosses)
+        text = lane_in_words(lane)
+        size = TEXT if width_of(text, TEXT, bold=is_bold) <= room else SMALL
+        write(
+            plane, EDGE + 0.36, y, fitted(text, room, size, bold=is_bold), theme, size=size,
+            colour=colour, weight="bold" if is_bold else "normal", gid="lane",
+        )  # fmt: skip
+
+
+def _badge(plane: Axes, x: float, y: float, number: int, lane: Lane, theme: Theme) -> None:
+    colour = COLLECTIVES.get(lane.kind, GREY)
+    plane.plot(
+        [x], [y], marker="o", markersize=13, color=colour, markeredgecolor=theme.ink,
+        markeredgewidth=0.6, zorder=6,
+    )  # fmt: skip
+    write(
+        plane, x, y - 0.004, "abcdefgh"[number], theme, size=SMALL, weight="bold", zorder=7,
+        colour=ink_on(colour), across="center", up="center",
+    )  # fmt: skip
+
+
+def _arrows(
+    plane: Axes,
+    facts: MeshMap,
+    lanes: Sequence[Lane],
+    corners: dict[int, tuple[float, float]],
+    wide: float,
+    frame: float,
+    tall: float,
+    theme: Theme,
+) -> None:
+    """Where each goes: below the tiles of the first node, or beside the nodes."""
+    outside = [(n, lane) for n, lane in enumerate(lanes) if lane.crosses]
+    inside = [(n, lane) for n, lane in enumerate(lanes) if not lane.crosses]
+    numbers = sorted(corners)
+    if outside and len(numbers) > 1:
+        x = EDGE + wide + 0.16
+        low, high = corners[numbers[-1]][1] + frame / 2, corners[numbers[0]][1] + frame / 2
+        style = {"arrowstyle": "<->", "color": theme.bad, "lw": 2.0}
+        plane.annotate("", (x, low), (x, high), arrowprops=style, gid="across")
+        step = min(0.32, (high - low - 0.3) / max(len(outside), 1))
+        top = (low + high) / 2 + step * (len(outside) - 1) / 2
+        for place, (number, lane) in enumerate(outside):
+            _badge(plane, x + 0.28, top - place * step, number, lane, theme)
+    x, y = corners[numbers[0]]
+    step = min((wide - 0.2) / min(_PER_ROW, facts.per_node), 2.4)
+    if inside and facts.per_node > 1:
+        end = x + 0.1 + step * (facts.per_node - 1) + step / 2
+        style = {"arrowstyle": "<->", "color": theme.quiet, "lw": 1.6}
+        plane.annotate("", (x + 0.1 + step / 2, y + 0.15), (end, y + 0.15), arrowprops=style)
+        middle = (x + 0.1 + step / 2 + end) / 2
+        left = middle - 0.28 * (len(inside) - 1) / 2
+        for place, (number, lane) in enumerate(inside):
+            _badge(plane, left + place * 0.28, y + 0.15, number, lane, theme)

@@ -1,0 +1,289 @@
+"""The model's modules as a tree, alike ones folded, coloured by where they run or how they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+from meshplan.graph import ModelGraph
+from meshplan.match import fold
+from meshplan.pictures.palette import PLACEMENTS, STAGES, WHOLE, Ink, Theme
+from meshplan.pictures.sheet import EDGE, SMALL, TEXT, WIDTH, Sheet, box, fitted, width_of, write
+from meshplan.pictures.types import Picture
+from meshplan.pictures.words import counted
+from meshplan.plan import Plan
+from meshplan.units import format_count
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MOST_ROWS: Final = 48
+_ROW: Final = 0.27
+_NOTHING: Final = "no parameters of its own"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Alike modules at one place of the tree.
+
+    Args:
+        name: What is added to the name of the row above it, folded: "{0..31}".
+        depth: Of the root 0.
+        type: Class names.
+        num_modules: So many of them.
+        num_params: Of all of them, with what is below.
+        group: What colours it: its stage or its layout in words; "" for what has neither.
+        parent: Number of the row above it; -1 for the root.
+        num_hidden: Rows that are left out below it.
+    """
+
+    name: str
+    depth: int
+    type: str
+    num_modules: int
+    num_params: int
+    group: str
+    parent: int
+    num_hidden: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """What the picture shows: `by` is "stage" or "layout"."""
+
+    model: str
+    by: str
+    rows: tuple[Row, ...]
+    groups: tuple[str, ...]
+    num_modules: int
+    num_params: int
+    num_stages: int = 0
+
+    @property
+    def title(self) -> str:
+        """The verdict."""
+        many = counted(self.num_modules, "module")
+        size = f"{format_count(self.num_params)} parameters"
+        if not self.groups:
+            return f"{self.model}: {many}, no parameters"
+        if self.by == "stage":
+            return f"{self.model}: {many} of {size} in {counted(self.num_stages, 'stage')}"
+        if len(self.groups) == 1:
+            return f"{self.model}: {many} of {size}, all laid out as {self.groups[0]}"
+        return f"{self.model}: {many} of {size}, laid out in {len(self.groups)} ways"
+
+    @property
+    def alt(self) -> str:
+        """What is to be seen."""
+        return (
+            f"The modules of {self.model} as a tree in {counted(len(self.rows), 'row')}, alike "
+            f"ones folded, coloured by {self.by}: {'; '.join(self.groups[:6]) or 'nothing'}."
+        )
+
+
+@dataclass(slots=True)
+class _Node:
+    """Alike modules while the tree is folded."""
+
+    fqns: list[str]
+    types: list[str]
+    children: list[_Node] = field(default_factory=list)
+    shape: tuple[object, ...] = ()
+
+
+def module_tree(plan: Plan) -> Tree:
+    """The facts."""
+    graph, stages = plan.graph, plan.assignment.stages
+    by = "stage" if stages is not None else "layout"
+    own = {fqn: _group(plan, fqn) for fqn in graph.modules}
+    sizes = _sizes(graph)
+    kids: dict[str, list[str]] = {}
+    for fqn in graph.modules:
+        if fqn:
+            kids.setdefault(fqn.rpartition(".")[0], []).append(fqn)
+    root = _fold([""], graph, kids, own)
+    rows = _cut(list(_rows(root, graph, own, sizes)))
+    groups = dict.fromkeys(row.group for row in rows if row.group)
+    return Tree(
+        model=graph.name,
+        by=by,
+        rows=tuple(rows),
+        groups=tuple(groups),
+        num_modules=len(graph.modules),
+        num_params=graph.num_params,
+        num_stages=stages.num if stages is not None else 0,
+    )
+
+
+def _group(plan: Plan, fqn: str) -> str:
+    """The stages of a module, or how its own parameters lie."""
+    stages = plan.assignment.stages
+    held = [plan.assignment.tensors[t.fqn] for t in plan.graph.owned(fqn) if not t.is_buffer]
+    if stages is None:
+        ways = dict.fromkeys(p.stored.spell(plan.mesh).replace("R", "whole") for p in held)
+        return ", ".join(ways)
+    places = sorted({stage for p in held for stage in stages.tensors[p.info.fqn]})
+    return "stage " + " and ".join(map(str, places)) if places else ""
+
+
+def _sizes(graph: ModelGraph) -> Mapping[str, int]:
+    """Parameters of each module with what is below, each once."""
+    out = dict.fromkeys(graph.modules, 0)
+    for tensor in graph.parameters:
+        fqn = tensor.module
+        while True:
+            out[fqn] = out.get(fqn, 0) + tensor.numel
+            if not fqn:
+                break
+            fqn = fqn.rpartition(".")[0]
+    return out
+
+
+def _fold(
+    fqns: list[str],
+    graph: ModelGraph,
+    kids: Mapping[str, Sequence[str]],
+    own: Mapping[str, str],
+) -> _Node:
+    """Modules that are alike, and below them again."""
+    first = fqns[0]
+    node = _Node(fqns, list(dict.fromkeys(graph.modules[fqn].type for fqn in fqns)))
+    rows = list(zip(*(kids.get(fqn, ()) for fqn in fqns), strict=False)) if first in kids else []
+    run: list[tuple[str, ...]] = []
+    keys: list[object] = []
+    for row in rows:
+        key = _key(row[0], graph, kids, own)
+        is_number = row[0].rpartition(".")[2].isdigit()
+        if run and is_number and keys[-1] == key:
+            run[-1] = (*run[-1], *row)
+            continue
+        run.append(tuple(row))
+        keys.append(key if is_number else object())
+    node.children = [_fold(list(names), graph, kids, own) for names in run]
+    return node
+
+
+def _key(
+    fqn: str, graph: ModelGraph, kids: Mapping[str, Sequence[str]], own: Mapping[str, str]
+) -> tuple[object, ...]:
+    """What two modules must have in common to be alike."""
+    below = tuple(
+        (name.rpartition(".")[2], _key(name, graph, kids, own)) for name in kids.get(fqn, ())
+    )
+    return (graph.modules[fqn].type, own[fqn], below)
+
+
+def _rows(
+    node: _Node,
+    graph: ModelGraph,
+    own: Mapping[str, str],
+    sizes: Mapping[str, int],
+    depth: int = 0,
+    parent: int = -1,
+    at: list[int] | None = None,
+) -> Iterator[Row]:
+    at = at if at is not None else [0]
+    number = at[0]
+    at[0] += 1
+    lasts = list(dict.fromkeys(fqn.rpartition(".")[2] for fqn in node.fqns))
+    name = ", ".join(fold(lasts)) if node.fqns[0] else graph.name
+    groups = dict.fromkeys(own[fqn] for fqn in node.fqns)
+    yield Row(
+        name=name,
+        depth=depth,
+        type=", ".join(node.types),
+        num_modules=len(node.fqns),
+        num_params=sum(sizes[fqn] for fqn in node.fqns),
+        group=", ".join(filter(None, groups)),
+        parent=parent,
+    )
+    for child in node.children:
+        yield from _rows(child, graph, own, sizes, depth + 1, number, at)
+
+
+def _cut(rows: list[Row]) -> list[Row]:
+    """The rows that there is room for: the deepest are left out first, and counted."""
+    most = max((row.depth for row in rows), default=0)
+    below: list[dict[str, None]] = [{row.group: None} if row.group else {} for row in rows]
+    while len(rows) > _MOST_ROWS and most > 1:
+        kept = [n for n, row in enumerate(rows) if row.depth < most]
+        numbers = {old: new for new, old in enumerate(kept)}
+        hidden = [0] * len(rows)
+        for number, row in enumerate(rows):
+            if row.depth >= most:
+                hidden[row.parent] += 1 + row.num_hidden
+                below[row.parent] |= below[number]
+        # What is left out gives its colour to what it is in, where it has one only.
+        rows = [
+            replace(
+                rows[n],
+                group=next(iter(below[n])) if len(below[n]) == 1 else rows[n].group,
+                parent=numbers.get(rows[n].parent, -1),
+                num_hidden=rows[n].num_hidden + hidden[n],
+            )
+            for n in kept
+        ]
+        below = [below[n] for n in kept]
+        most -= 1
+    if len(rows) > _MOST_ROWS:
+        more = len(rows) - _MOST_ROWS + 1
+        rows = [*rows[: _MOST_ROWS - 1], Row(f"… {more:,} more", 1, "", more, 0, "", 0)]
+    return rows
+
+
+def draw_graph(facts: Tree, theme: Theme) -> Picture:
+    """Rows from above, each below and right of what it is in."""
+    inks = _inks(facts)
+    legend = [(name, ink) for name, ink in list(inks.items())[: len(PLACEMENTS)]]
+    legend.append((_NOTHING, Ink(theme.panel)))
+    notes = [
+        f"Colour is the {facts.by} of a module's own parameters, and of rows left out below it. "
+        "{0..31} stands for so many alike modules; numbers are parameters with all that is below."
+    ]
+    tall = _ROW * len(facts.rows) + 0.1
+    sheet = Sheet(theme, facts.title, tall, legend=legend, notes=notes)
+    plane = sheet.plane()
+    deepest = max((row.depth for row in facts.rows), default=0)
+    indent = min(0.42, 3.2 / max(deepest, 1))
+    for number, row in enumerate(facts.rows):
+        y = tall - _ROW * (number + 1)
+        x = EDGE + row.depth * indent
+        if row.parent >= 0:
+            above = tall - _ROW * (row.parent + 1) + 0.04
+            line = EDGE + (row.depth - 1) * indent + 0.09
+            plane.plot([line, line, x], [above, y + 0.12, y + 0.12], color=theme.line, lw=1.0,
+                       zorder=0.5)  # fmt: skip
+        ink = inks.get(row.group, Ink(theme.panel))
+        box(plane, x, y + 0.04, 0.18, 0.17, ink, edge=theme.quiet, line=0.7,
+            gid=f"module {number}: {row.group or _NOTHING}")  # fmt: skip
+        _row_words(plane, row, x + 0.25, y + 0.075, theme)
+    return Picture("graph", facts.title, facts.alt, sheet.figure)
+
+
+def _row_words(plane: Axes, row: Row, x: float, y: float, theme: Theme) -> None:
+    """Name, class, how it lies, and how large it is, each in a column of its own."""
+    size = format_count(row.num_params) if row.num_params else ""
+    group = fitted(row.group, 2.5, SMALL)
+    write(plane, WIDTH - EDGE, y, size, theme, size=SMALL, across="right")
+    write(plane, WIDTH - EDGE - 0.75, y, group, theme, size=SMALL, across="right")
+    room = WIDTH - EDGE - 0.75 - 2.6 - x
+    name = fitted(row.name, room * 0.62, TEXT)
+    write(plane, x, y, name, theme, size=TEXT)
+    after = x + width_of(name, TEXT) + 0.12
+    hidden = f" (+{row.num_hidden:,} rows below)" if row.num_hidden else ""
+    text = fitted(f"{row.type}{hidden}", max(x + room - after, 0.0), SMALL)
+    write(plane, after, y, text, theme, size=SMALL, colour=theme.quiet)
+
+
+def _inks(facts: Tree) -> dict[str, Ink]:
+    table = STAGES if facts.by == "stage" else PLACEMENTS
+    out: dict[str, Ink] = {}
+    number = 0
+    for name in facts.groups:
+        if name == "whole":
+            out[name] = WHOLE
+            continue
+        out[name] = table[min(number, len(table) - 1)]
+        number += 1
+    return out

@@ -1,0 +1,192 @@
+"""One meaning for each colour, in all pictures, in light and in dark.
+
+Hues are those of Okabe and Ito, which colour-blind readers tell apart; since eleven terms are more
+than anybody tells apart by hue, each has a hatch too, and is named in words beside it.
+
+Source: Okabe and Ito 2008, "Color universal design".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from meshplan.errors import Problem, SpecError
+from meshplan.memory.log import Term
+
+
+@dataclass(frozen=True, slots=True)
+class Ink:
+    """How something is filled.
+
+    Args:
+        colour: As "#rrggbb".
+        hatch: matplotlib's word for it; "" for none.
+    """
+
+    colour: str
+    hatch: str = ""
+
+
+BLUE: Final = "#0072B2"
+SKY: Final = "#56B4E9"
+GREEN: Final = "#009E73"
+ORANGE: Final = "#E69F00"
+RED: Final = "#D55E00"
+PINK: Final = "#CC79A7"
+YELLOW: Final = "#F0E442"
+GREY: Final = "#9A9A9A"
+
+TERMS: Final[Mapping[str, Ink]] = MappingProxyType(
+    {
+        Term.PARAMETERS: Ink(BLUE),
+        Term.GRADIENTS: Ink(ORANGE),
+        Term.OPTIMIZER: Ink(GREEN),
+        Term.BUFFERS: Ink("#7FA6C9", ".."),
+        Term.INPUTS: Ink("#B08D57", "--"),
+        Term.GATHERED: Ink(SKY, "//"),
+        Term.COMMUNICATION: Ink(PINK, "\\\\"),
+        Term.ACTIVATIONS: Ink(RED),
+        Term.LOSS: Ink(YELLOW, "xx"),
+        Term.WORKSPACES: Ink("#6F6F6F", "++"),
+        Term.TEMPORARIES: Ink("#B9B9B9", "oo"),
+    }
+)
+"""Of everything in the memory of a rank."""
+
+ROUNDING: Final = Ink("#D8C7B0", "||")
+UNUSED: Final = Ink("#CFCFCF", "//")
+DRIVER: Final = Ink("#4D4D4D")
+UNKNOWN: Final = Ink("#FFFFFF", "////")
+"""What nothing tells: never a plain colour."""
+
+PASSES: Final[Mapping[str, Ink]] = MappingProxyType(
+    {
+        "F": Ink(BLUE),
+        "B": Ink(ORANGE),
+        "I": Ink("#B36B00"),
+        "W": Ink(YELLOW),
+    }
+)
+"""Forwards are the colour of parameters, backwards that of gradients."""
+
+PLACEMENTS: Final = (
+    Ink(BLUE), Ink(GREEN), Ink(SKY, "//"), Ink(PINK), Ink(YELLOW, ".."), Ink("#7FA6C9", "\\\\"),
+    Ink("#B08D57", "--"), Ink(GREY, "xx"),
+)  # fmt: skip
+"""Of layouts that cut something, in the order in which they are met; the last is for all others."""
+
+WHOLE: Final = Ink("#C44E6A", "xx")
+"""Of what several ranks hold whole although an axis could cut it: looked at first."""
+
+STAGES: Final = (
+    Ink(BLUE), Ink(SKY, "//"), Ink(GREEN), Ink("#8C6BB1", ".."), Ink(PINK, "\\\\"), Ink("#B08D57"),
+    Ink(GREY, "--"), Ink("#7FA6C9", "xx"),
+)  # fmt: skip
+SHARDS: Final = (
+    Ink(BLUE), Ink(YELLOW), Ink(GREEN), Ink(PINK), Ink(SKY), Ink("#B08D57"), Ink("#5F4B8B"),
+    Ink("#A6C36F"),
+)  # fmt: skip
+"""Of parts of a tensor; more of them than these repeat with a hatch, then by brightness."""
+
+_HATCHES: Final = ("", "//", "..", "\\\\")
+
+COLLECTIVES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "all_gather": SKY,
+        "reduce_scatter": ORANGE,
+        "all_reduce": GREEN,
+        "all_to_all": PINK,
+        "broadcast": "#B08D57",
+        "send": YELLOW,
+        "recv": YELLOW,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Theme:
+    """What is light and dark.
+
+    Args:
+        paper: Behind everything.
+        panel: Behind a group of things.
+        line: Of frames and grids.
+        ink: Of what is to be read.
+        quiet: Of what need not be read first.
+        good, bad: Of verdicts, beside their words.
+    """
+
+    name: str
+    paper: str
+    panel: str
+    line: str
+    ink: str
+    quiet: str
+    good: str
+    bad: str
+    forbidden: str
+
+
+THEMES: Final[Mapping[str, Theme]] = MappingProxyType(
+    {
+        "light": Theme(
+            name="light", paper="#FFFFFF", panel="#F3F3F0", line="#C9C9C4", ink="#1A1A1A",
+            quiet="#5C5C5C", good="#006B4E", bad="#B23A00", forbidden="#F6DDD2",
+        ),
+        "dark": Theme(
+            name="dark", paper="#15181C", panel="#22272D", line="#454D56", ink="#F0F0EC",
+            quiet="#A9B1BA", good="#4CC9A0", bad="#FF8A50", forbidden="#43281D",
+        ),
+    }
+)  # fmt: skip
+
+
+def theme_of(name: str) -> Theme:
+    """The theme of that name.
+
+    Raises:
+        SpecError: There is none.
+    """
+    if name not in THEMES:
+        what = f"'{name}' is no theme"
+        raise SpecError(Problem(what, None, f"write one of {', '.join(THEMES)}"))
+    return THEMES[name]
+
+
+def shard_ink(number: int, count: int) -> Ink:
+    """Of one of so many parts: all different up to 32, then from dark to bright.
+
+    >>> shard_ink(0, 4).colour, shard_ink(9, 16).hatch, shard_ink(0, 64) == shard_ink(63, 64)
+    ('#0072B2', '//', False)
+    """
+    if count <= len(SHARDS) * len(_HATCHES):
+        again, place = divmod(number, len(SHARDS))
+        return Ink(SHARDS[place].colour, _HATCHES[again])
+    return Ink(between("#00224E", "#FDE737", number / (count - 1)))
+
+
+def between(low: str, high: str, share: float) -> str:
+    """A colour on the way from one to another."""
+    pairs = zip(rgb(low), rgb(high), strict=True)
+    return "#" + "".join(f"{round(a + (b - a) * share):02X}" for a, b in pairs)
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever is read better on a colour.
+
+    Source: WCAG 2.1, relative luminance.
+    """
+    red, green, blue = (
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in (channel / 255 for channel in rgb(colour))
+    )
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return "#FFFFFF" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "#000000"
+
+
+def rgb(colour: str) -> tuple[int, int, int]:
+    """Red, green and blue of "#rrggbb", of 255 each."""
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)

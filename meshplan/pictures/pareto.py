@@ -1,0 +1,249 @@
+"""All candidates of a search, memory against time: what cannot fit, what was measured, what won."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from meshplan.pictures.palette import BLUE, RED, YELLOW, Ink, Theme
+from meshplan.pictures.sheet import SMALL, Sheet, fitted, width_of, write
+from meshplan.pictures.types import Picture
+from meshplan.pictures.words import counted
+from meshplan.units import GIB, format_gib, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from meshplan.planner.decision import Decision, Way
+
+_LOG: Final = 12.0
+"""From which ratio of the largest to the smallest an axis is logarithmic."""
+_BINS: Final = 90
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """One candidate: bytes of the rank that needs most, seconds of a step, and what it is."""
+
+    num_bytes: int
+    seconds: float
+    words: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pareto:
+    """What the picture shows.
+
+    Args:
+        bounds: Of all configurations from below: none of its plans is left of it, or beneath it.
+        measured: Exact, by the memory room's word.
+        chosen: The answer; None where nothing fits.
+        limit_bytes: What one may hold.
+        num_configs: Configurations in all.
+    """
+
+    bounds: tuple[Dot, ...]
+    measured: tuple[Dot, ...]
+    chosen: Dot | None
+    limit_bytes: int
+    num_configs: int
+    is_whole: bool
+
+    @property
+    def frontier(self) -> tuple[Dot, ...]:
+        """Of what was measured, what nothing beats in both."""
+        out: list[Dot] = []
+        for dot in sorted(self.measured, key=lambda d: (d.num_bytes, d.seconds)):
+            if not out or dot.seconds < out[-1].seconds:
+                out.append(dot)
+        return tuple(out)
+
+    @property
+    def num_hopeless(self) -> int:
+        """Configurations of which even the least does not fit."""
+        return sum(dot.num_bytes > self.limit_bytes for dot in self.bounds)
+
+    @property
+    def title(self) -> str:
+        """The verdict."""
+        many = counted(self.num_configs, "configuration")
+        limit = format_gib(self.limit_bytes)
+        if self.chosen is None:
+            found = "fits" if self.is_whole else "was found in time that fits"
+            return f"Nothing of {many} {found} into {limit}"
+        return (
+            f"Of {many} this is chosen: {format_seconds(self.chosen.seconds)} a step and "
+            f"{format_gib(self.chosen.num_bytes)} of {limit}"
+        )
+
+    @property
+    def alt(self) -> str:
+        """What is to be seen."""
+        won = f" The star is the plan: {self.chosen.words}." if self.chosen else ""
+        return (
+            "Seconds of a step against memory of the rank that needs most: "
+            f"{counted(len(self.measured), 'candidate')} measured, "
+            f"{counted(len(self.bounds), 'configuration')} known from below, {self.num_hopeless:,} "
+            f"of them beyond the limit of {format_gib(self.limit_bytes)}.{won}"
+        )
+
+
+def pareto(decision: Decision) -> Pareto:
+    """The facts."""
+    chosen = decision.chosen
+    ways = [*decision.measured, *([chosen] if chosen else []), *decision.alternatives]
+    measured = dict.fromkeys(_dot(way) for way in ways)
+    return Pareto(
+        bounds=tuple(Dot(bound.num_bytes, bound.seconds) for bound in decision.bounds),
+        measured=tuple(measured),
+        chosen=_dot(chosen) if chosen else None,
+        limit_bytes=decision.limit_bytes,
+        num_configs=decision.num_configs,
+        is_whole=decision.is_whole,
+    )
+
+
+def _dot(way: Way) -> Dot:
+    return Dot(way.memory.worst.band[1], way.seconds, words_of(way))
+
+
+def words_of(way: Way) -> str:
+    """A plan in a line."""
+    plan, again = way.plan, way.plan.assignment.recompute
+    modes = [each.policy.mode for each in again.values()]
+    recomputed = [f"recomputed: {modes.count(m)} blocks {m}" for m in dict.fromkeys(modes)]
+    batch = f"{counted(plan.micro or 0, 'sample')} a rank × {plan.accumulate}"
+    return ", ".join([str(plan.mesh), plan.assignment.strategy.name, batch, *recomputed])
+
+
+def draw_pareto(facts: Pareto, theme: Theme) -> Picture:
+    """Time upward, memory to the right, and what does not fit shaded."""
+    notes = [
+        "A ring is what a configuration takes at the least: its memory whatever the time, its time "
+        "whatever the memory. Dots are exact for the memory, and the cost model's for the time."
+    ]
+    legend = [
+        ("the plan", Ink(YELLOW)),
+        ("measured, fits", Ink(BLUE)),
+        ("measured, does not fit", Ink(RED)),
+        ("ring or cross: lower bound of a configuration", Ink(theme.paper)),
+        ("beyond the limit", Ink(theme.forbidden)),
+    ]
+    sheet = Sheet(theme, facts.title, 4.9, legend=legend, notes=notes)
+    left, right = 0.95, 0.4
+    axes = sheet.axes(left=left, right=right, top=0.3, bottom=0.6)
+    every = [*facts.bounds, *facts.measured] or [Dot(facts.limit_bytes, 1.0)]
+    limit = facts.limit_bytes / GIB
+    axes.set_xlim(_scale(axes.xaxis, [limit, *(d.num_bytes / GIB for d in every)]))
+    axes.set_ylim(_scale(axes.yaxis, [d.seconds for d in every]))
+    axes.axvspan(limit, axes.get_xlim()[1], color=theme.forbidden, gid="forbidden",
+                 zorder=0)  # fmt: skip
+    axes.axvline(limit, color=theme.ink, lw=1.8, gid="limit")
+    thinned = list(_thinned(facts.bounds))
+    inside = [d for d in thinned if d.num_bytes <= facts.limit_bytes]
+    beyond = [d for d in thinned if d.num_bytes > facts.limit_bytes]
+    for dots, marker, name in ((inside, "o", "bounds"), (beyond, "x", "bounds beyond")):
+        axes.plot([d.num_bytes / GIB for d in dots], [d.seconds for d in dots], ls="", ms=4.5,
+                  marker=marker, mfc="none", mec=theme.quiet, mew=0.9, gid=name)  # fmt: skip
+    axes.plot([d.num_bytes / GIB for d in facts.frontier], [d.seconds for d in facts.frontier],
+              color=BLUE, lw=1.2, gid="frontier")  # fmt: skip
+    fits = [d for d in facts.measured if d.num_bytes <= facts.limit_bytes]
+    over = [d for d in facts.measured if d.num_bytes > facts.limit_bytes]
+    for dots, marker, colour, name in ((fits, "o", BLUE, "measured"), (over, "X", RED, "over")):
+        axes.plot([d.num_bytes / GIB for d in dots], [d.seconds for d in dots], ls="", ms=7,
+                  marker=marker, color=colour, mec=theme.paper, gid=name, zorder=4)  # fmt: skip
+    if facts.chosen is not None:
+        _star(sheet, axes, facts, facts.chosen, sheet.width - left - right, theme)
+    axes.set_xlabel("GiB of the rank that needs most")
+    axes.set_ylabel("seconds of a step")
+    axes.grid(True, color=theme.line, lw=0.5)
+    _limit(axes, facts, sheet.width - left - right, theme)
+    return Picture("pareto", facts.title, facts.alt, sheet.figure)
+
+
+def _scale(axis: Any, values: Sequence[float]) -> tuple[float, float]:
+    """The limits of an axis, which is made logarithmic where its values are far apart."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    low, high = min(values), max(values)
+    if low <= 0 or high / low <= _LOG:
+        return max(0.0, low - 0.12 * (high - low) - 0.02 * high), high * 1.12 or 1.0
+    low, high = low / 1.25, high * 1.35
+    (axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale)("log")
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    firsts = (1, 2, 5) if len(decades) < 5 else (1,)
+    ticks = [first * 10.0**decade for decade in decades for first in firsts]
+    axis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    return low, high
+
+
+def _limit(axes: Axes, facts: Pareto, room: float, theme: Theme) -> None:
+    """What the line is, above it."""
+    text = f"limit {format_gib(facts.limit_bytes)}"
+    half = width_of(text, SMALL, bold=True) / 2 / room
+    at = _across(axes, facts.limit_bytes / GIB)
+    at = min(max(at, half), 1 - half)
+    write(axes, at, 1.02, text, theme, size=SMALL, weight="bold", across="center",
+          transform=axes.transAxes)  # fmt: skip
+
+
+def _across(axes: Axes, value: float) -> float:
+    """Where a value is, as a share of the axis."""
+    point = axes.transData.transform((value, axes.get_ylim()[0]))
+    return float(axes.transAxes.inverted().transform(point)[0])
+
+
+def _star(sheet: Sheet, axes: Axes, facts: Pareto, chosen: Dot, room: float, theme: Theme) -> None:
+    """The answer, and its words in a box where few dots are."""
+    x, y = chosen.num_bytes / GIB, chosen.seconds
+    axes.plot([x], [y], marker="*", ms=19, color=YELLOW, mec="#000000", mew=1.0, zorder=6,
+              ls="", gid="chosen")  # fmt: skip
+    lines = [
+        f"chosen: {format_seconds(chosen.seconds)} a step, {format_gib(chosen.num_bytes)}",
+        *chosen.words.split(", "),
+    ]
+    text = "\n".join(fitted(line, room * 0.42, SMALL) for line in lines)
+    share, up = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))
+    wide = width_of(text, SMALL) / room + 0.03
+    tall = len(lines) * SMALL * 1.45 / 72 / (sheet.height - 0.9) + 0.03
+    every = (*_thinned(facts.bounds), *facts.measured)
+    at_data = axes.transData.transform([(d.num_bytes / GIB, d.seconds) for d in every])
+    dots = axes.transAxes.inverted().transform(at_data).tolist()
+    limit = _across(axes, facts.limit_bytes / GIB)
+
+    def cost(place: tuple[float, float]) -> float:
+        x0, y1 = place
+        hidden = sum(x0 <= a <= x0 + wide and y1 - tall <= b <= y1 for a, b in dots)
+        hidden += 2 * (x0 - 0.02 <= limit <= x0 + wide + 0.02)
+        is_on = x0 - 0.04 <= share <= x0 + wide + 0.04 and y1 - tall - 0.06 <= up <= y1 + 0.06
+        away = abs(x0 + wide / 2 - share) + abs(y1 - tall / 2 - up)
+        return float(hidden + 100 * is_on + away)
+
+    across = [n / 20 * (0.97 - wide) + 0.015 for n in range(21)]
+    upward = [tall + 0.02 + n / 20 * (0.96 - tall) for n in range(21)]
+    at, top = min(((x, y) for x in across for y in upward), key=cost)
+    at, top = at + 0.015, top - 0.015
+    axes.annotate(
+        "", (share, up), (at + wide / 2, top - tall / 2), xycoords="axes fraction",
+        textcoords="axes fraction", arrowprops={"arrowstyle": "-", "color": theme.ink, "lw": 1.0},
+        zorder=5,
+    )  # fmt: skip
+    write(
+        axes, at, top, text, theme, size=SMALL, up="top", transform=axes.transAxes, zorder=7,
+        bbox={"facecolor": theme.panel, "edgecolor": theme.line, "pad": 4.0}, linespacing=1.4,
+    )  # fmt: skip
+
+
+def _thinned(dots: Sequence[Dot]) -> Iterator[Dot]:
+    """Of those that would lie on each other, one."""
+    seen = set()
+    for dot in dots:
+        key = (round(_BINS * math.log(max(dot.num_bytes, 1))),
+               round(_BINS * math.log(max(dot.seconds, 1e-12))))  # fmt: skip
+        if key not in seen:
+            seen.add(key)
+            yield dot

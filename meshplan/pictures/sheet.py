@@ -1,0 +1,309 @@
+"""The sheet that every picture is drawn on: its title, its legend, its notes, and room between.
+
+Texts are measured before they are set, so that nothing overlaps and nothing is cut off. Lengths are
+in inches, sizes of type in points.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from meshplan.pictures.palette import Ink, Theme, between, ink_on
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH: Final = 10.0
+EDGE: Final = 0.3
+TITLE: Final = 15.0
+TEXT: Final = 10.5
+SMALL: Final = 9.0
+_LEADING: Final = 1.35
+_SWATCH: Final = 0.26
+_POINTS: Final = 72.0
+_HINTED: Final = 1.06
+"""How much wider a line may be where its letters are set on whole pixels. [Empirical]: between 0.94
+and 1.06 of most lines at 100 dots per inch."""
+_UNIT: Final = re.compile(r"(\d) (GiB|MiB|KiB|B|GB/s|min|ms|us|s)\b")
+
+Item = tuple[str, Ink]
+"""A line of a legend: what it is, and how it is filled."""
+
+
+class Sheet:
+    """A figure with a title above and notes below, and a body between them.
+
+    Args:
+        body: Height of the body.
+        legend: What its colours mean.
+        notes: What a reader has to know.
+
+    Attributes:
+        figure: matplotlib's.
+        bottom, height: Of the body.
+    """
+
+    def __init__(
+        self,
+        theme: Theme,
+        title: str,
+        body: float,
+        *,
+        legend: Sequence[Item] = (),
+        notes: Sequence[str] = (),
+        width: float = WIDTH,
+    ) -> None:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        self.theme, self.width, self.height = theme, width, body
+        room = width - 2 * EDGE
+        titles = wrapped(title, room, TITLE, most=3, bold=True)
+        footers = [line for note in notes for line in wrapped(note, room, SMALL, most=3)]
+        rows = _legend_rows(legend, room)
+        top = EDGE + len(titles) * _line(TITLE) + 0.1 + len(rows) * 0.28 + 0.1
+        self.bottom = EDGE * 0.7 + len(footers) * _line(SMALL) + (0.08 if footers else 0.0)
+        self.figure: Figure = Figure(
+            figsize=(width, self.bottom + body + top), facecolor=theme.paper
+        )
+        FigureCanvasAgg(self.figure)
+        self._all = self.figure.add_axes((0, 0, 1, 1), zorder=-1)
+        self._all.set_xlim(0, width)
+        self._all.set_ylim(0, self.total)
+        self._all.axis("off")
+        y = self.total - EDGE
+        for line in titles:
+            y -= _line(TITLE)
+            self._write(EDGE, y, line, size=TITLE, weight="bold")
+        y -= 0.1
+        for row in rows:
+            y -= 0.28
+            for x, (label, ink) in row:
+                box(self._all, x, y, _SWATCH, 0.17, ink, edge=theme.quiet)
+                self._write(x + _SWATCH + 0.07, y + 0.025, label, size=SMALL, colour=theme.ink)
+        y = self.bottom - 0.08
+        for line in footers:
+            y -= _line(SMALL)
+            self._write(EDGE, y, line, size=SMALL, colour=theme.quiet)
+
+    @property
+    def total(self) -> float:
+        """The height of all."""
+        return float(self.figure.get_figheight())
+
+    def _write(self, x: float, y: float, text: str, **style: Any) -> None:
+        write(self._all, x, y, text, self.theme, **style)
+
+    def axes(
+        self,
+        *,
+        left: float = 0.9,
+        right: float = 0.3,
+        top: float = 0.05,
+        bottom: float = 0.55,
+    ) -> Axes:
+        """Axes in the body, with so much room around them for their labels."""
+        width, total = self.width, self.total
+        at = (
+            left / width,
+            (self.bottom + bottom) / total,
+            (width - left - right) / width,
+            (self.height - top - bottom) / total,
+        )
+        axes = self.figure.add_axes(at, facecolor=self.theme.paper)
+        theme = self.theme
+        for name, spine in axes.spines.items():
+            spine.set_color(theme.line)
+            spine.set_visible(name in ("left", "bottom"))
+        axes.tick_params(colors=theme.quiet, labelcolor=theme.ink, labelsize=SMALL)
+        axes.xaxis.label.set_color(theme.ink)
+        axes.yaxis.label.set_color(theme.ink)
+        axes.xaxis.label.set_fontsize(TEXT)
+        axes.yaxis.label.set_fontsize(TEXT)
+        axes.set_axisbelow(True)
+        return axes
+
+    def plane(self) -> Axes:
+        """The body as a plane whose units are inches, its corner below on the left."""
+        at = (0, self.bottom / self.total, 1, self.height / self.total)
+        axes = self.figure.add_axes(at)
+        axes.set_xlim(0, self.width)
+        axes.set_ylim(0, self.height)
+        axes.axis("off")
+        return axes
+
+
+def ticks_up_to(axes: Axes, most: float) -> None:
+    """No tick, and no line of the grid, behind what is written to the right of bars."""
+    from matplotlib.ticker import MaxNLocator
+
+    ticks = MaxNLocator(nbins=6).tick_values(0.0, most)
+    axes.set_xticks([tick for tick in ticks if 0 <= tick <= most])
+
+
+def write(
+    axes: Axes,
+    x: float,
+    y: float,
+    text: str,
+    theme: Theme,
+    *,
+    size: float = TEXT,
+    colour: str | None = None,
+    weight: str = "normal",
+    across: str = "left",
+    up: str = "baseline",
+    **more: Any,
+) -> Any:
+    """A text, as it is: no name of a module is taken for mathematics."""
+    return axes.text(
+        x, y, text, fontsize=size, color=colour or theme.ink, fontweight=weight, ha=across, va=up,
+        parse_math=False, fontfamily="DejaVu Sans", **more,
+    )  # fmt: skip
+
+
+def box(
+    axes: Axes,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    ink: Ink,
+    *,
+    edge: str = "none",
+    line: float = 0.8,
+    **more: Any,
+) -> Any:
+    """A filled rectangle."""
+    from matplotlib.patches import Rectangle
+
+    # The colour of a hatch is that of the edge, so what has both is drawn twice.
+    is_twice = bool(ink.hatch) and edge != "none"
+    stroke = hatch_colour(ink) if ink.hatch else edge
+    width_of_line = 0.0 if is_twice or edge == "none" else line
+    patch = Rectangle(
+        (x, y), width, height, facecolor=ink.colour, edgecolor=stroke, hatch=ink.hatch or None,
+        linewidth=width_of_line, **more,
+    )  # fmt: skip
+    axes.add_patch(patch)
+    if is_twice:
+        around = Rectangle((x, y), width, height, fill=False, edgecolor=edge, linewidth=line)
+        around.set_zorder(patch.get_zorder())
+        axes.add_patch(around)
+    return patch
+
+
+def hatch_colour(ink: Ink) -> str:
+    """A little darker or brighter than what it is on."""
+    return between(ink.colour, ink_on(ink.colour), 0.45)
+
+
+def width_of(text: str, size: float = TEXT, *, bold: bool = False) -> float:
+    """In inches, of the longest line.
+
+    >>> width_of("a") < width_of("aa") < width_of("aa", bold=True)
+    True
+    """
+    return max(_measured(line, size, bold) for line in text.split("\n"))
+
+
+def height_of(text: str, size: float = TEXT) -> float:
+    """Of all lines."""
+    return (text.count("\n") + 1) * _line(size)
+
+
+def _line(size: float) -> float:
+    return size * _LEADING / _POINTS
+
+
+@lru_cache(maxsize=20_000)
+def _measured(line: str, size: float, bold: bool) -> float:
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    weight = "bold" if bold else "normal"
+    font = get_font(findfont(FontProperties(family="DejaVu Sans", weight=weight)))
+    font.set_size(size, 288)
+    known = "".join(c if font.get_char_index(ord(c)) else f"\\u{ord(c):04x}" for c in line)
+    font.set_text(known, 0.0)
+    return float(font.get_width_height()[0]) / 64 / 288 * _HINTED
+
+
+def fitted(text: str, room: float, size: float = TEXT, *, bold: bool = False) -> str:
+    """The text, its middle left out where it is longer than the room; "" where nothing fits.
+
+    >>> fitted("model.layers.0.mlp", 9.0)
+    'model.layers.0.mlp'
+    """
+    if width_of(text, size, bold=bold) <= room:
+        return text
+    low, high = 0, len(text)
+    while low < high:
+        kept = (low + high + 1) // 2
+        low, high = (kept, high) if _fits(text, kept, room, size, bold) else (low, kept - 1)
+    return _short(text, low) if low >= 2 else ""
+
+
+def fitted_name(name: str, room: float, size: float = TEXT) -> str:
+    """A dotted name, without what is in front where it is longer than the room.
+
+    >>> fitted_name("model.layers.{0..31}.mlp.up_proj.weight", 1.0)
+    '…up_proj'
+    """
+    short = name.removesuffix(".weight")
+    parts = short.split(".")
+    for first in range(len(parts)):
+        text = ("…" if first else "") + ".".join(parts[first:])
+        # A dot within a range of numbers is none between names.
+        if text.count("{") == text.count("}") and width_of(text, size) <= room:
+            return text
+    return fitted(parts[-1], room, size)
+
+
+def _fits(text: str, kept: int, room: float, size: float, bold: bool) -> bool:
+    return width_of(_short(text, kept), size, bold=bold) <= room
+
+
+def _short(text: str, kept: int) -> str:
+    """So many characters of both ends: what tells names apart stands at their ends."""
+    head = kept // 3
+    return f"{text[:head]}…{text[len(text) - (kept - head) :]}"
+
+
+def wrapped(
+    text: str, room: float, size: float = TEXT, *, most: int = 9, bold: bool = False
+) -> list[str]:
+    """Lines that fit, words whole where they can be; what is over in the last line is left out."""
+    lines: list[str] = []
+    line = ""
+    # A number is not parted from its unit, nor a shape from itself.
+    text = text.replace(" × ", "\u00a0×\u00a0")
+    for word in _UNIT.sub("\\1\u00a0\\2", text).split(" "):
+        more = f"{line} {word}".strip()
+        if not line or width_of(more, size, bold=bold) <= room:
+            line = more
+        else:
+            lines.append(line)
+            line = word
+    lines.append(line)
+    if len(lines) > most:
+        lines = [*lines[: most - 1], " ".join(lines[most - 1 :])]
+    return [fitted(each, room, size, bold=bold) for each in lines]
+
+
+def _legend_rows(legend: Sequence[Item], room: float) -> list[list[tuple[float, Item]]]:
+    """Where each item stands: as many beside each other as there is room for."""
+    rows: list[list[tuple[float, Item]]] = []
+    x = room + 1
+    for label, ink in legend:
+        label = fitted(label, room - 1.0, SMALL)
+        wide = _SWATCH + 0.07 + width_of(label, SMALL) + 0.28
+        if x + wide - 0.28 > EDGE + room:
+            rows.append([])
+            x = EDGE
+        rows[-1].append((x, (label, ink)))
+        x += wide
+    return rows

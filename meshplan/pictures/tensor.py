@@ -1,0 +1,391 @@
+"""One parameter as a rectangle cut into its shards, and which ranks hold each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from meshplan.assign import Placed
+from meshplan.errors import Origin, Problem, SpecError
+from meshplan.graph import DTYPE_BYTES, is_inside
+from meshplan.layout import Layout
+from meshplan.match import nearest
+from meshplan.mesh import SHARD_AXES, Mesh
+from meshplan.pictures.links import members, strides
+from meshplan.pictures.palette import Ink, Theme, ink_on, shard_ink
+from meshplan.pictures.sheet import EDGE, SMALL, TEXT, WIDTH, Sheet, box, fitted, width_of, write
+from meshplan.pictures.types import Picture
+from meshplan.pictures.words import ranks_in_words
+from meshplan.plan import Plan
+from meshplan.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MOST: Final = 10
+_TALL: Final = 3.4
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of a dim.
+
+    Args:
+        number: Which of the dim's parts, in order; -1 for those left out.
+        start, stop: Along the dim.
+        offset: Of the ranks that hold it, from those that hold the first.
+    """
+
+    number: int
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One dim that is drawn.
+
+    Args:
+        dim: Of the tensor.
+        name: Of the dim, "" where unknown.
+        axes: That cut it, first cut first.
+        num: Parts in all.
+        pieces: In order; a part that is packed has several.
+    """
+
+    dim: int
+    name: str
+    size: int
+    axes: tuple[str, ...]
+    num: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def words(self) -> str:
+        """Of the dim."""
+        name = f" ({self.name})" if self.name else ""
+        cut = f"cut {self.num:,} ways by {', '.join(self.axes)}" if self.num > 1 else "whole"
+        return f"dim {self.dim}{name}, {self.size:,}: {cut}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Face:
+    """The tensor as it lies at one time.
+
+    Args:
+        when: At rest, or while it is computed with.
+        spelled: The layout in placement words.
+        rows, columns: What is drawn; a vector has one row.
+        hidden: Dims that are not drawn, in words.
+        num_shards: Different parts.
+        copies: Ranks that hold each.
+        others: Offsets of the ranks that hold the same as the first.
+    """
+
+    when: str
+    spelled: str
+    rows: Side | None
+    columns: Side | None
+    hidden: tuple[str, ...]
+    num_shards: int
+    copies: int
+    others: tuple[int, ...]
+
+    def ranks(self, row: Piece | None, column: Piece | None) -> tuple[int, ...]:
+        """That hold a part."""
+        offset = (row.offset if row else 0) + (column.offset if column else 0)
+        return tuple(sorted(offset + other for other in self.others))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLayout:
+    """What the picture shows."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    local_shape: tuple[int, ...]
+    faces: tuple[Face, ...]
+
+    @property
+    def title(self) -> str:
+        """The verdict."""
+        rest = self.faces[0]
+        local = _times(self.local_shape)
+        held = {1: "held once", 2: "held twice"}.get(rest.copies, f"held {rest.copies:,} times")
+        if rest.num_shards == 1:
+            held = "on its only rank" if rest.copies == 1 else f"on each of {rest.copies:,} ranks"
+            return f"{self.fqn} is whole {held}"
+        most = "" if self.is_even else "at most "
+        return f"{self.fqn} is cut into {rest.num_shards:,} shards of {most}{local}, each {held}"
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all shards have one shape."""
+        sides = (self.faces[0].rows, self.faces[0].columns)
+        return all(side is None or side.size % side.num == 0 for side in sides)
+
+    @property
+    def alt(self) -> str:
+        """What is to be seen."""
+        size = DTYPE_BYTES[self.dtype]
+        for each in self.local_shape:
+            size *= each
+        ways = "; ".join(f"{face.when} {face.spelled}" for face in self.faces)
+        return (
+            f"The tensor {self.fqn}, {_times(self.shape)} of {self.dtype}, as a rectangle: {ways}. "
+            f"Rank {self.faces[0].others[0]} holds {format_bytes(size)} of it at rest."
+        )
+
+
+def _times(shape: Sequence[int]) -> str:
+    """A shape in words."""
+    return " × ".join(f"{size:,}" for size in shape) if shape else "a single number"
+
+
+def tensor_layout(plan: Plan, name: str | None = None) -> TensorLayout:
+    """The facts of one parameter.
+
+    Args:
+        name: Of a parameter, or of a module whose largest is meant; None for the largest of all.
+
+    Raises:
+        SpecError: There is none of that name.
+    """
+    placed = find_parameter(plan, name)
+    mesh, stages = plan.mesh, plan.assignment.stages
+    info = placed.info
+    places: tuple[int, ...] = (0,)
+    if stages is not None:
+        places = tuple(dict.fromkeys(map(stages.rank_of, stages.tensors[info.fqn])))
+    faces = [_face("at rest", placed, placed.stored, mesh, places)]
+    if placed.computed.spell(mesh) != placed.stored.spell(mesh):
+        faces.append(_face("in forward and backward", placed, placed.computed, mesh, places))
+    first = faces[0].others[0]
+    return TensorLayout(
+        fqn=info.fqn,
+        shape=info.shape,
+        dtype=placed.dtype,
+        local_shape=placed.local_shape(mesh, first),
+        faces=tuple(faces),
+    )
+
+
+def find_parameter(plan: Plan, name: str | None) -> Placed:
+    """The parameter of that name, or the largest below the module of that name."""
+    tensors = plan.assignment.tensors.values()
+    known = [p for p in tensors if not p.info.is_buffer] or list(tensors)
+    if name is not None:
+        exact = [p for p in tensors if name in p.info.names]
+        below = [p for p in known if any(is_inside(n, name) for n in p.info.names)]
+        if not exact and not below:
+            names = [n for p in known for n in p.info.names] + list(plan.graph.modules)
+            close = nearest(name, names)
+            fix = f"did you mean '{close}'?" if close else "name a module or a parameter of it"
+            what = f"the model has no module or parameter '{name}'"
+            if name in plan.graph.modules:
+                what, fix = f"'{name}' has no parameter", "name a module that has some"
+            raise SpecError(Problem(what, Origin("--module"), fix))
+        known = exact or below
+    if not known:
+        what = "the model has no parameter whose layout could be drawn"
+        raise SpecError(Problem(what, None, "give a model that has some"))
+    return max(known, key=lambda placed: placed.info.numel)
+
+
+def _face(when: str, placed: Placed, layout: Layout, mesh: Mesh, places: Sequence[int]) -> Face:
+    info = placed.info
+    sides = [_side(placed, layout, mesh, dim) for dim in range(len(info.shape))]
+    # Dims that are cut are drawn first, then the largest.
+    order = sorted(sides, key=lambda side: (side.num == 1, -side.size))
+    drawn = sorted(order[:2], key=lambda side: side.dim)
+    rows = drawn[0] if len(drawn) == 2 else None
+    columns = drawn[-1] if drawn else None
+    cutting = mesh.spread(layout.axes)
+    others = [axis.name for axis in mesh if axis.name not in cutting and axis.name != "pp"]
+    for loan in mesh.loans:
+        if loan.within in others and {loan.name, loan.rest} & set(cutting):
+            others.remove(loan.within)
+            others += [n for n in (loan.name, loan.rest) if n not in cutting]
+    pp = strides(mesh, ("pp",))
+    same = [
+        place * (pp[0][1] if pp else 0) + rank
+        for place in (places if pp else (0,))
+        for rank in members(mesh, others)
+    ]
+    hidden = tuple(side.words for side in order[2:])
+    return Face(
+        when=when,
+        spelled=layout.spell(mesh).replace("R", "whole"),
+        rows=rows,
+        columns=columns,
+        hidden=hidden,
+        num_shards=layout.num_shards(mesh),
+        copies=len(same),
+        others=tuple(sorted(same)),
+    )
+
+
+def _side(placed: Placed, layout: Layout, mesh: Mesh, dim: int) -> Side:
+    info = placed.info
+    axes = [axis for axis in _in_order(layout.cuts[dim], mesh) if mesh.size(axis) > 1]
+    spans = strides(mesh, axes)
+    num = mesh.size(*axes) if axes else 1
+    numbers = range(num) if num <= _MOST else [*range(_MOST - 3), -1, num - 1]
+    pieces: list[Piece] = []
+    for number in numbers:
+        if number < 0:
+            pieces.append(Piece(-1, 0, 0, 0))
+            continue
+        offset, rest = 0, number
+        for size, stride in reversed(spans):
+            rest, place = divmod(rest, size)
+            offset += place * stride
+        ranges = layout.ranges(info.shape, mesh, offset)[dim]
+        pieces += [Piece(number, each.start, each.stop, offset) for each in ranges]
+    gaps = [piece for piece in pieces if piece.number < 0]
+    pieces.sort(key=lambda piece: (piece.start, piece.number))
+    if gaps:
+        pieces = [p for p in pieces if p.number >= 0]
+        pieces.insert(_MOST - 3, gaps[0])
+    name = info.dims[dim] if dim < len(info.dims) else ""
+    return Side(
+        dim=dim, name=name, size=info.shape[dim], axes=tuple(axes), num=num, pieces=tuple(pieces)
+    )
+
+
+def _in_order(axes: Sequence[str], mesh: Mesh) -> list[str]:
+    """First cut first; those that cut as one, as they lie in the mesh."""
+    out: list[str] = []
+    for is_joint, group in itertools.groupby(axes, lambda axis: axis in SHARD_AXES):
+        names = list(group)
+        out += [n for n in mesh.names if n in names] if is_joint else names
+    return out
+
+
+def draw_layout(facts: TensorLayout, theme: Theme) -> Picture:
+    """A rectangle for each time."""
+    sheet = Sheet(theme, facts.title, _TALL + 1.15, notes=_notes(facts))
+    plane = sheet.plane()
+    gap = 0.35
+    wide = (WIDTH - 2 * EDGE - gap * (len(facts.faces) - 1)) / len(facts.faces)
+    for number, face in enumerate(facts.faces):
+        _panel(plane, facts, face, EDGE + number * (wide + gap), wide, sheet.height, theme)
+    return Picture("layout", facts.title, facts.alt, sheet.figure)
+
+
+def _notes(facts: TensorLayout) -> list[str]:
+    notes = [
+        f"{_times(facts.shape)} of {facts.dtype}. One colour (and hatch) is one shard; rows and "
+        "columns are counted from 0, both ends included."
+    ]
+    hidden = dict.fromkeys(words for face in facts.faces for words in face.hidden)
+    if hidden:
+        notes.append(f"Not drawn: {'; '.join(hidden)}.")
+    return notes
+
+
+def _panel(
+    plane: Axes,
+    facts: TensorLayout,
+    face: Face,
+    x: float,
+    wide: float,
+    top: float,
+    theme: Theme,
+) -> None:
+    head = f"{face.when}: {face.spelled}"
+    write(plane, x, top - 0.22, fitted(head, wide, TEXT, bold=True), theme, weight="bold")
+    rows = face.rows.pieces if face.rows else (None,)
+    columns = face.columns.pieces if face.columns else (None,)
+    across = face.columns.words if face.columns else "no dims"
+    write(plane, x, top - 0.47, fitted(across, wide, SMALL), theme, size=SMALL, colour=theme.quiet)
+    labels = [span_in_words(row, "rows") for row in rows if row is not None]
+    left = 0.0
+    if face.rows is not None:
+        left = min(max(width_of(label, SMALL) for label in labels), wide * 0.3) + 0.35
+        write(
+            plane, x + 0.1, top - 0.78 - _TALL / 2, fitted(face.rows.words, _TALL, SMALL), theme,
+            size=SMALL, colour=theme.quiet, across="center", up="center", rotation=90,
+        )  # fmt: skip
+    tall, broad = _TALL / len(rows), (wide - left) / len(columns)
+    base = top - 0.78
+    for number, column in enumerate(columns):
+        if column is not None:
+            text = span_in_words(column, "columns" if face.rows else "elements")
+            if width_of(text, SMALL) > broad - 0.06:
+                text = fitted(_bare(text), broad - 0.06, SMALL)
+            middle = x + left + (number + 0.5) * broad
+            write(plane, middle, base + 0.07, text, theme, size=SMALL, across="center")
+    for place, row in enumerate(rows):
+        y = base - (place + 1) * tall
+        if row is not None:
+            label = span_in_words(row, "rows")
+            if width_of(label, SMALL) > left - 0.3:
+                label = fitted(_bare(label), left - 0.3, SMALL)
+            write(plane, x + left - 0.06, y + tall / 2, label, theme, size=SMALL, across="right",
+                  up="center")  # fmt: skip
+        for number, column in enumerate(columns):
+            at = (x + left + number * broad, y)
+            _cell(plane, face, row, column, at, (broad, tall), theme)
+
+
+def _cell(
+    plane: Axes,
+    face: Face,
+    row: Piece | None,
+    column: Piece | None,
+    at: tuple[float, float],
+    room: tuple[float, float],
+    theme: Theme,
+) -> None:
+    (x, y), (wide, tall) = at, room
+    middle = (x + wide / 2, y + tall / 2)
+    if any(piece is not None and piece.number < 0 for piece in (row, column)):
+        box(plane, x, y, wide, tall, Ink(theme.panel), edge=theme.line)
+        write(plane, *middle, "…", theme, across="center", up="center")
+        return
+    num = face.columns.num if face.columns else 1
+    shard = (row.number if row else 0) * num + (column.number if column else 0)
+    ink = shard_ink(shard, face.num_shards)
+    ranks = face.ranks(row, column)
+    words = ranks_in_words(ranks)
+    spans = [span_in_words(row, "rows")] if row else []
+    spans += [span_in_words(column, "columns" if row else "elements")] if column else []
+    name = ", ".join([f"shard {shard}: {words}", *spans])
+    box(plane, x, y, wide, tall, ink, edge=theme.paper, line=1.2, gid=name)
+    is_empty = any(piece is not None and piece.start == piece.stop for piece in (row, column))
+    text = (
+        f"{words}\nnothing" if is_empty and tall > 0.4 else f"{words}: nothing" * is_empty or words
+    )
+    size = TEXT if width_of(text, TEXT) < wide - 0.2 and tall > 0.3 else SMALL
+    text = "\n".join(fitted(line, wide - 0.1, size) for line in text.split("\n"))
+    if tall > 0.18 and text.strip():
+        write(
+            plane, *middle, text, theme, size=size, colour=ink_on(ink.colour), across="center",
+            up="center",
+            bbox={"facecolor": ink.colour, "edgecolor": "none", "pad": 1.0} if ink.hatch else None,
+        )  # fmt: skip
+
+
+def _bare(span: str) -> str:
+    """Without the noun, where there is no room for it."""
+    return "none" if span.startswith("no ") else span.partition(" ")[2]
+
+
+def span_in_words(piece: Piece | None, noun: str) -> str:
+    """Where a part is.
+
+    >>> span_in_words(Piece(0, 0, 512, 0), "rows"), span_in_words(Piece(3, 7, 7, 0), "rows")
+    ('rows 0–511', 'no rows')
+    """
+    if piece is None or piece.number < 0:
+        return "…"
+    if piece.start == piece.stop:
+        return f"no {noun}"
+    if piece.start + 1 == piece.stop:
+        return f"{noun[:-1]} {piece.start:,}"
+    return f"{noun} {piece.start:,}–{piece.stop - 1:,}"

@@ -1,0 +1,220 @@
+"""The memory of one rank through one step: bytes against events, by what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from meshplan.errors import PlanError, Problem
+from meshplan.memory.driver import with_workspaces
+from meshplan.memory.log import EventLog, Term
+from meshplan.memory.replay.optimizer import is_uniform
+from meshplan.memory.told import told_log
+from meshplan.pictures.palette import TERMS, Theme
+from meshplan.pictures.sheet import SMALL, TEXT, Sheet, fitted, hatch_colour, width_of, write
+from meshplan.pictures.types import Picture
+from meshplan.plan import Plan
+from meshplan.units import GIB, MIB, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MOST_POINTS: Final = 700
+_LETTERS: Final = {"forward": "F", "backward": "B"}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What lives after an event; `terms` is in the order of `Term`."""
+
+    event: int
+    terms: tuple[int, ...]
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(self.terms)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Part of the step, from one event to another."""
+
+    name: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """What the picture shows.
+
+    Args:
+        points: Of each run of events the one after which most lives.
+        peak: Bytes, and the event after which they live.
+        where: The phase of the peak, and what makes it.
+        num_events: Of the step.
+        note: What is left out.
+    """
+
+    rank: int
+    points: tuple[Point, ...]
+    phases: tuple[Phase, ...]
+    peak_bytes: int
+    peak_event: int
+    where: str
+    num_events: int
+    note: str = ""
+
+    @property
+    def title(self) -> str:
+        """The verdict."""
+        peak = format_bytes(self.peak_bytes)
+        return f"Tensors of rank {self.rank} peak at {peak}, {self.where}"
+
+    @property
+    def alt(self) -> str:
+        """What is to be seen."""
+        names = ", ".join(dict.fromkeys(phase.name for phase in self.phases))
+        last = self.points[-1] if self.points else Point(0, (0,))
+        return (
+            f"Bytes of the tensors of rank {self.rank} through {self.num_events:,} events of a "
+            f"step ({names}), stacked by what they are for; the peak, "
+            f"{format_bytes(self.peak_bytes)}, is {self.where}; "
+            f"{format_bytes(last.live_bytes)} are left at the end."
+        )
+
+
+def log_of(plan: Plan, rank: int, device: str) -> EventLog:
+    """The step of one rank, from a config alone.
+
+    Raises:
+        PlanError: Its operations, or something in the plan, are not known.
+    """
+    seq_len = plan.spec.batch.seq_len
+    if plan.micro is None or seq_len is None:
+        what = "nothing says how many samples of which length a rank takes at once"
+        fix = "add batch: {micro: 1, seq_len: 2048}"
+        raise PlanError(Problem(what, plan.spec.origin("batch"), fix))
+    log = told_log(
+        plan, batch=plan.micro, seq_len=seq_len, optimizer=plan.spec.optimizer, rank=rank,
+        foreach=is_uniform(plan.assignment),
+    )  # fmt: skip
+    return with_workspaces(log, device)
+
+
+def timeline(log: EventLog, rank: int = 0, num_forwards: int | None = None) -> Timeline:
+    """The facts of a rank's log.
+
+    Args:
+        num_forwards: Of the step; a log may have fewer, where more are alike.
+    """
+    shown = log.phases.count("forward")
+    is_brief = num_forwards is not None and shown < num_forwards
+    module, term = log.module_at_peak, log.storages[log.events[log.peak.event].storage].term
+    maker = f" of {module}" if module else f", for {term}"
+    return Timeline(
+        rank=rank,
+        points=tuple(_points(log)),
+        phases=tuple(_phases(log)),
+        peak_bytes=log.peak.live_bytes,
+        peak_event=log.peak.event,
+        where=f"in {log.phase_at_peak}{maker}",
+        num_events=len(log.events),
+        note=f"Of {num_forwards:,} forwards of the step {shown:,} are drawn; the others are like "
+        "the last but one." if is_brief else "",
+    )  # fmt: skip
+
+
+def _points(log: EventLog) -> Iterator[Point]:
+    """The highest of each run of events, and the last of all."""
+    places = {term: number for number, term in enumerate(Term)}
+    of_storage = [places[storage.term] for storage in log.storages]
+    held = [0] * len(places)
+    size = -(-len(log.events) // _MOST_POINTS) or 1
+    live, most, best = 0, -1, Point(0, tuple(held))
+    for number, (delta, storage, _) in enumerate(log.events):
+        live += delta
+        held[of_storage[storage]] += delta
+        if live > most:
+            most, best = live, Point(number, tuple(held))
+        if (number + 1) % size == 0:
+            yield best
+            most = -1
+    if most >= 0:
+        yield best
+    yield Point(len(log.events), tuple(held))
+
+
+def _phases(log: EventLog) -> Iterator[Phase]:
+    first, running = 0, log.events[0].phase if log.events else 0
+    for number, event in enumerate(log.events):
+        if event.phase != running:
+            yield Phase(log.phases[running], first, number)
+            first, running = number, event.phase
+    yield Phase(log.phases[running], first, len(log.events))
+
+
+def draw_timeline(facts: Timeline, theme: Theme) -> Picture:
+    """Areas on each other, phases above them, the peak marked."""
+    shown = [
+        (place, term)
+        for place, term in enumerate(Term)
+        if any(point.terms[place] for point in facts.points)
+    ]
+    sheet = Sheet(
+        theme,
+        facts.title,
+        4.5,
+        legend=[(str(term), TERMS[term]) for _, term in shown],
+        notes=[
+            "One event is one tensor made or freed; what the allocator and the driver hold on top "
+            "is in the picture of memory. F is a forward, B a backward.",
+            *([facts.note] if facts.note else []),
+        ],
+    )
+    unit, word = (GIB, "GiB") if facts.peak_bytes >= GIB / 2 else (MIB, "MiB")
+    axes = sheet.axes(left=0.95, right=0.35, top=0.55, bottom=0.6)
+    room = sheet.width - 0.95 - 0.35
+    scale = max(facts.num_events, 1) / room
+    events = [point.event for point in facts.points]
+    below = [0.0] * len(events)
+    for place, term in shown:
+        ink = TERMS[term]
+        above = [b + p.terms[place] / unit for b, p in zip(below, facts.points, strict=True)]
+        axes.fill_between(
+            events, below, above, facecolor=ink.colour, hatch=ink.hatch or None,
+            edgecolor=hatch_colour(ink) if ink.hatch else ink.colour, linewidth=0.0, gid=str(term),
+        )  # fmt: skip
+        below = above
+    peak = facts.peak_bytes / unit
+    axes.set_xlim(0, max(facts.num_events, 1))
+    axes.set_ylim(0, (peak or 1.0) * 1.22)
+    axes.set_ylabel(f"{word} of tensors that live")
+    axes.set_xlabel("events of a step, in order")
+    axes.yaxis.grid(True, color=theme.line, lw=0.6)
+    _draw_phases(axes, facts, scale, theme)
+    axes.plot([facts.peak_event], [peak], marker="v", color=theme.ink, markersize=9, gid="peak",
+              zorder=5)  # fmt: skip
+    text = fitted(
+        f"peak {format_bytes(facts.peak_bytes)} {facts.where}", room * 0.9, TEXT, bold=True
+    )
+    half = width_of(text, TEXT, bold=True) / 2 * scale
+    at = min(max(facts.peak_event, half + 0.05 * scale), facts.num_events - half - 0.05 * scale)
+    write(axes, at, peak * 1.08, text, theme, weight="bold", across="center", up="bottom")
+    return Picture("timeline", facts.title, facts.alt, sheet.figure)
+
+
+def _draw_phases(axes: Axes, facts: Timeline, scale: float, theme: Theme) -> None:
+    """Their ends as lines, their names above where there is room."""
+    top = axes.get_ylim()[1]
+    for number, phase in enumerate(facts.phases):
+        if number:
+            axes.axvline(phase.first, color=theme.quiet, lw=0.8, ls=":", gid=f"phase {number}")
+        room = (phase.last - phase.first) / scale
+        name = phase.name
+        if width_of(name, SMALL) > room - 0.06:
+            name = _LETTERS.get(name, "") if room > 0.12 else ""
+        middle = (phase.first + phase.last) / 2
+        write(axes, middle, top * 1.015, name, theme, size=SMALL, colour=theme.quiet,
+              across="center", clip_on=False)  # fmt: skip

@@ -1,0 +1,260 @@
+"""Parameters as areas: how large each is, how it lies; what is whole everywhere is seen first.
+
+Parameters of alike blocks are one area, so that it reads the same for two blocks and for a hundred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from meshplan.assign import Placed
+from meshplan.graph import DTYPE_BYTES, pattern_of
+from meshplan.match import fold
+from meshplan.pictures.palette import PLACEMENTS, WHOLE, Ink, Theme, ink_on
+from meshplan.pictures.sheet import EDGE, TEXT, WIDTH, Sheet, box, fitted_name, width_of, write
+from meshplan.pictures.types import Picture
+from meshplan.pictures.words import counted
+from meshplan.plan import Plan
+from meshplan.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Of = Literal["local", "global"]
+
+_TALL: Final = 4.6
+_LEAST: Final = 1 / 400
+"""What is a smaller share of all is put together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Area:
+    """Alike parameters.
+
+    Args:
+        name: Their names, folded.
+        placement: Their layout in words.
+        is_whole: Every rank that has them has all of them, though there are others to cut for.
+        num_bytes: Together.
+        count: How many.
+    """
+
+    name: str
+    placement: str
+    is_whole: bool
+    num_bytes: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treemap:
+    """What the picture shows: `of` says whose bytes."""
+
+    model: str
+    of: Of
+    rank: int
+    areas: tuple[Area, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(area.num_bytes for area in self.areas)
+
+    @property
+    def whole_bytes(self) -> int:
+        return sum(area.num_bytes for area in self.areas if area.is_whole)
+
+    @property
+    def placements(self) -> tuple[str, ...]:
+        """That cut something, what has most bytes first."""
+        sizes: dict[str, int] = {}
+        for area in self.areas:
+            if not area.is_whole:
+                sizes[area.placement] = sizes.get(area.placement, 0) + area.num_bytes
+        return tuple(sorted(sizes, key=lambda each: -sizes[each]))
+
+    @property
+    def title(self) -> str:
+        """The verdict."""
+        total = format_bytes(self.total_bytes)
+        whose = f"on rank {self.rank}" if self.of == "local" else "in all"
+        if not self.total_bytes:
+            return f"{self.model} has no parameters {whose}"
+        if not self.whole_bytes:
+            return f"{total} of parameters {whose}, nothing of it whole on every rank"
+        share = self.whole_bytes / self.total_bytes
+        whole = format_bytes(self.whole_bytes)
+        return f"{total} of parameters {whose}: {whole} ({share:.1%}) are whole on every rank"
+
+    @property
+    def alt(self) -> str:
+        """What is to be seen."""
+        if not self.areas:
+            return f"Nothing is drawn: {self.model} has no parameters here."
+        most = max(self.areas, key=lambda area: area.num_bytes)
+        return (
+            f"Rectangles whose areas are the bytes of the parameters of {self.model}, coloured by "
+            f"how they lie; the largest is {most.name}, {format_bytes(most.num_bytes)}, "
+            f"{most.placement}."
+        )
+
+
+def treemap(plan: Plan, of: Of = "local", rank: int = 0) -> Treemap:
+    """The facts.
+
+    Args:
+        of: "local" for the bytes of a rank, "global" for those of the model.
+    """
+    groups: dict[tuple[str, str, bool], list[Placed]] = {}
+    stages = plan.assignment.stages
+    place = plan.mesh.index(rank, ("pp",))
+    for fqn, placed in plan.assignment.tensors.items():
+        if placed.info.is_buffer:
+            continue
+        if of == "local" and stages is not None and not stages.holds(fqn, place):
+            continue
+        layout = placed.stored
+        is_whole = layout.num_shards(plan.mesh) == 1 and _could_be_cut(plan)
+        spelled = layout.spell(plan.mesh).replace("R", "whole")
+        groups.setdefault((pattern_of(fqn), spelled, is_whole), []).append(placed)
+    areas = [
+        Area(
+            name=", ".join(fold(placed.info.fqn for placed in alike)),
+            placement=spelled,
+            is_whole=is_whole,
+            num_bytes=sum(_bytes(plan, placed, of, rank) for placed in alike),
+            count=len(alike),
+        )
+        for (_, spelled, is_whole), alike in groups.items()
+    ]
+    areas.sort(key=lambda area: (-area.num_bytes, area.name))
+    return Treemap(model=plan.graph.name, of=of, rank=rank, areas=tuple(areas))
+
+
+def _could_be_cut(plan: Plan) -> bool:
+    """Whether there are ranks besides those of other stages."""
+    return plan.mesh.world_size > plan.mesh.size("pp")
+
+
+def _bytes(plan: Plan, placed: Placed, of: Of, rank: int) -> int:
+    size = DTYPE_BYTES[placed.dtype]
+    if of == "global":
+        return placed.info.numel * size
+    return placed.stored.local_numel(placed.info.shape, plan.mesh, rank) * size
+
+
+def squarified(
+    sizes: Sequence[float], x: float, y: float, wide: float, tall: float
+) -> list[tuple[float, float, float, float]]:
+    """Rectangles of these areas, as square as can be, that fill the room; sizes largest first.
+
+    Source: Bruls, Huizing, van Wijk 2000 (squarified treemaps), section 3.
+
+    >>> squarified([3.0, 1.0], 0, 0, 4, 1)
+    [(0, 0, 3.0, 1.0), (3.0, 0, 1.0, 1.0)]
+    """
+    out: list[tuple[float, float, float, float]] = []
+    left = list(sizes)
+    while left:
+        side, total = min(wide, tall), sum(left)
+        area = wide * tall
+        row = 1
+        while row < len(left) and _worst(left[: row + 1], side, area / total) <= _worst(
+            left[:row], side, area / total
+        ):
+            row += 1
+        share = sum(left[:row]) / total
+        at = 0.0
+        for size in left[:row]:
+            part = size / sum(left[:row])
+            if wide >= tall:
+                out.append((x, y + at, wide * share, tall * part))
+                at += tall * part
+            else:
+                out.append((x + at, y, wide * part, tall * share))
+                at += wide * part
+        if wide >= tall:
+            x, wide = x + wide * share, wide * (1 - share)
+        else:
+            y, tall = y + tall * share, tall * (1 - share)
+        left = left[row:]
+    return out
+
+
+def _worst(sizes: Sequence[float], side: float, scale: float) -> float:
+    """How far the worst of a row is from a square."""
+    thick = sum(sizes) * scale / side
+    return max(
+        max(thick / (size * scale / thick), (size * scale / thick) / thick) for size in sizes
+    )
+
+
+def draw_treemap(facts: Treemap, theme: Theme) -> Picture:
+    """The areas."""
+    shown = _joined(facts)
+    inks = {
+        name: PLACEMENTS[min(n, len(PLACEMENTS) - 1)] for n, name in enumerate(facts.placements)
+    }
+    legend: list[tuple[str, Ink]] = []
+    if facts.whole_bytes:
+        legend.append(("whole on every rank that has it", WHOLE))
+    legend += list(inks.items())[: len(PLACEMENTS) - 1]
+    if len(inks) >= len(PLACEMENTS):
+        legend.append(("other layouts", PLACEMENTS[-1]))
+    whose = f"of rank {facts.rank}" if facts.of == "local" else "of the whole model"
+    notes = [f"Area is bytes {whose}. {{0..31}} stands for alike parameters of so many blocks."]
+    sheet = Sheet(theme, facts.title, _TALL, legend=legend, notes=notes)
+    plane = sheet.plane()
+    wide = WIDTH - 2 * EDGE
+    if not shown:
+        box(plane, EDGE, 0, wide, _TALL, Ink(theme.panel), edge=theme.line)
+        write(plane, WIDTH / 2, _TALL / 2, "no parameters", theme, across="center")
+    rectangles = squarified([area.num_bytes for area in shown], EDGE, 0, wide, _TALL - 0.1)
+    for area, (x, y, w, h) in zip(shown, rectangles, strict=True):
+        ink = WHOLE if area.is_whole else inks.get(area.placement, PLACEMENTS[-1])
+        name = f"area {area.name}: {area.num_bytes} B"
+        box(plane, x, y, w, h, ink, edge=theme.paper, line=1.6, gid=name)
+        _words(plane, area, ink, (x, y, w, h), theme)
+    return Picture("treemap", facts.title, facts.alt, sheet.figure)
+
+
+def _joined(facts: Treemap) -> list[Area]:
+    """The areas that can be seen, and one for the others that lie alike."""
+    least = facts.total_bytes * _LEAST
+    out = [area for area in facts.areas if area.num_bytes >= max(least, 1)]
+    small: dict[tuple[str, bool], list[Area]] = {}
+    for area in facts.areas:
+        if 0 < area.num_bytes < least:
+            small.setdefault((area.placement, area.is_whole), []).append(area)
+    for (placement, is_whole), areas in small.items():
+        count = sum(area.count for area in areas)
+        size = sum(area.num_bytes for area in areas)
+        name = counted(count, "small one") if len(areas) > 1 else areas[0].name
+        out.append(
+            Area(name=name, placement=placement, is_whole=is_whole, num_bytes=size, count=count)
+        )
+    return sorted(out, key=lambda area: -area.num_bytes)
+
+
+def _words(
+    plane: Axes, area: Area, ink: Ink, at: tuple[float, float, float, float], theme: Theme
+) -> None:
+    """What an area is, in as many lines as there is room for."""
+    x, y, wide, tall = at
+    is_upright = tall > 2 * wide and wide < 1.0
+    across, up = (tall, wide) if is_upright else (wide, tall)
+    size = TEXT if across > 1.6 and up > 0.7 else 8.0
+    name = fitted_name(area.name, across - 0.14, size)
+    lines = [name, format_bytes(area.num_bytes), area.placement]
+    room = int((up - 0.08) / (size * 1.35 / 72))
+    if room < 1 or across < 0.45:
+        return
+    if room < 3:
+        lines = [name]
+    text = "\n".join(line for line in lines if width_of(line, size) <= across - 0.1)
+    write(
+        plane, x + wide / 2, y + tall / 2, text, theme, size=size, colour=ink_on(ink.colour),
+        across="center", up="center", rotation=90 if is_upright else 0, linespacing=1.25,
+        bbox={"facecolor": ink.colour, "edgecolor": "none", "pad": 1.5} if ink.hatch else None,
+    )  # fmt: skip

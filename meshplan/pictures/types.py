@@ -1,0 +1,206 @@
+"""A finished picture, and how it is saved and shown."""
+
+from __future__ import annotations
+
+import html
+import io
+import os
+import re
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final
+
+from meshplan.errors import Origin, Problem, SpecError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SUFFIXES: Final = (".png", ".svg", ".html")
+DPI: Final = 120
+
+_SAVING: Final = Lock()
+"""How text is written in svg is a setting of matplotlib's, for the whole process."""
+_SVG: Final = {"svg.fonttype": "none", "svg.hashsalt": "meshplan"}
+_FONT: Final = "'DejaVu Sans'"
+_GROUP: Final = re.compile(r'<g id="([^"]*)"([^>]*)>')
+_NUMBERED: Final = re.compile(r"[\w.]+_\d+")
+"""What matplotlib calls groups that nobody named."""
+
+_PAGE: Final = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ margin: 1rem; background: {paper}; color: {ink}; font: 16px/1.5 sans-serif; }}
+figure {{ margin: 0 auto; max-width: 75rem; overflow-x: auto; }}
+svg {{ width: 100%; min-width: 44rem; height: auto; }}
+</style>
+</head>
+<body>
+{figure}
+</body>
+</html>
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """One question about a plan, answered.
+
+    Args:
+        what: Which question: a word of `pictures.main.WHATS`.
+        title: The verdict, in words.
+        alt: What the picture says, for those who cannot see it.
+        figure: matplotlib's.
+    """
+
+    what: str
+    title: str
+    alt: str
+    figure: Figure
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write it as png, svg, or html with the svg inside, by the name's end.
+
+        Returns:
+            Where.
+
+        Raises:
+            SpecError: The name ends otherwise, or it cannot be written there.
+        """
+        target = Path(path)
+        check_target(target)
+        if target.suffix.lower() == ".png":
+            content = self._repr_png_()
+        elif target.suffix.lower() == ".svg":
+            content = self.svg().encode()
+        else:
+            content = self.page().encode()
+        try:
+            target.write_bytes(content)
+        except OSError as error:
+            what = f"the picture cannot be written: {error.strerror}"
+            fix = "name a file in a folder that exists and may be written"
+            raise SpecError(Problem(what, Origin(str(path)), fix)) from None
+        return target
+
+    def svg(self) -> str:
+        """As svg, its texts as text."""
+        out = io.StringIO()
+        with _settings():
+            self.figure.savefig(
+                out, format="svg", facecolor=self.figure.get_facecolor(),
+                metadata={"Date": None, "Creator": "meshplan", "Title": self.title,
+                          "Description": self.alt},
+            )  # fmt: skip
+        text = out.getvalue().replace(_FONT, f"{_FONT}, Verdana, sans-serif")
+        return _GROUP.sub(_titled, text)
+
+    def inline(self) -> str:
+        """As an element of a page: the svg, with its sentence for those who cannot see it."""
+        text = self.svg()
+        text = text[text.index("<svg") :]
+        label = html.escape(f"{self.title}. {self.alt}", quote=True)
+        text = text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+        return f"<figure>{text}<figcaption>{html.escape(self.alt)}</figcaption></figure>"
+
+    def page(self) -> str:
+        """As a page of its own that needs nothing else."""
+        from matplotlib.colors import to_hex
+
+        paper = to_hex(self.figure.get_facecolor())
+        ink = "#1A1A1A" if int(paper[1:3], 16) > 127 else "#F0F0EC"
+        return _PAGE.format(
+            title=html.escape(self.title), figure=self.inline(), paper=paper, ink=ink
+        )
+
+    def _repr_html_(self) -> str:
+        return self.inline()
+
+    def _repr_png_(self) -> bytes:
+        out = io.BytesIO()
+        with _settings(), _known_glyphs(self.figure):
+            self.figure.savefig(
+                out, format="png", dpi=DPI, facecolor=self.figure.get_facecolor(),
+                metadata={"Software": "meshplan", "Title": _latin(self.title),
+                          "Description": _latin(self.alt)},
+            )  # fmt: skip
+        return out.getvalue()
+
+
+def _titled(group: re.Match[str]) -> str:
+    """A named part with its name as a title, which browsers show where the pointer is.
+
+    Names are no ids: several parts, and several pictures of a page, may have the same.
+    """
+    name, more = group.groups()
+    if _NUMBERED.fullmatch(name):
+        return f"<g{more}>"
+    return f"<g{more}><title>{name}</title>"
+
+
+def check_target(path: Path) -> None:
+    """Whether a picture can have this name, before it is drawn.
+
+    Raises:
+        SpecError: It cannot.
+    """
+    origin = Origin(str(path))
+    if path.suffix.lower() not in SUFFIXES:
+        kind = f"'{path.suffix}' is no kind of picture" if path.suffix else "it says no kind"
+        fix = f"let the name end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+        raise SpecError(Problem(kind, origin, fix))
+    if not path.parent.is_dir():
+        what = "the picture cannot be written: its folder does not exist"
+        raise SpecError(Problem(what, origin, f"make {path.parent}, or name another"))
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    import matplotlib
+
+    with _SAVING:
+        params: MutableMapping[str, Any] = matplotlib.rcParams  # type: ignore[assignment]
+        before = {key: params[key] for key in _SVG}
+        params.update(_SVG)
+        try:
+            yield
+        finally:
+            params.update(before)
+
+
+@contextmanager
+def _known_glyphs(figure: Figure) -> Iterator[None]:
+    """What no font here can draw is written by its number, not as an empty box."""
+    from matplotlib.text import Text
+
+    from_before: list[tuple[Any, str]] = []
+    for each in figure.findobj(Text):
+        text = each.get_text()
+        if not text.isascii() and (known := _drawable(text)) != text:
+            from_before.append((each, text))
+            each.set_text(known)
+    try:
+        yield
+    finally:
+        for each, text in from_before:
+            each.set_text(text)
+
+
+def _drawable(text: str) -> str:
+    from matplotlib.font_manager import findfont, get_font
+
+    font = get_font(findfont("DejaVu Sans"))
+    return "".join(
+        c if c == "\n" or font.get_char_index(ord(c)) else f"\\u{ord(c):04x}" for c in text
+    )
+
+
+def _latin(text: str) -> str:
+    """What png's own texts can hold."""
+    return text.encode("latin-1", "backslashreplace").decode("latin-1")

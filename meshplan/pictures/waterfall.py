@@ -1,0 +1,130 @@
+"""From the textbook's figure to the exact one, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from meshplan.memory.estimate import MemoryEstimate, Step
+from meshplan.pictures.memory_bars import INKS
+from meshplan.pictures.palette import GREY, Ink, Theme
+from meshplan.pictures.sheet import SMALL, Sheet, box, fitted, width_of, wrapped, write
+from meshplan.pictures.types import Picture
+from meshplan.pictures.words import ranks_in_words
+from meshplan.units import GIB, format_bytes, format_gib
+
+_WHY: Final = 3.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waterfall:
+    """What the picture shows.
+
+    Args:
+        ranks: Whose it is.
+        steps: As of `MemoryEstimate.reconciliation`: the first is the textbook's.
+        limit_bytes: What a GPU may hold; None where nothing says.
+    """
+
+    ranks: tuple[int, ...]
+    steps: tuple[Step, ...]
+    limit_bytes: int | None
+
+    @property
+    def total_bytes(self) -> int:
+        return self.steps[-1].total_bytes
+
+    @property
+    def title(self) -> str:
+        """The verdict."""
+        first, *rest = self.steps
+        book, exact = format_bytes(first.total_bytes), format_bytes(self.total_bytes)
+        if not rest:
+            return f"The textbook's {book} are exact"
+        most = max(rest, key=lambda step: abs(step.delta_bytes))
+        return (
+            f"From the textbook's {book} to {exact}: the largest change is {most.name}, "
+            f"{signed(most.delta_bytes)}"
+        )
+
+    @property
+    def alt(self) -> str:
+        """What is to be seen."""
+        first = self.steps[0]
+        ways = ", ".join(f"{step.name} {signed(step.delta_bytes)}" for step in self.steps[1:])
+        return (
+            f"A bar for each step from {first.name} ({format_bytes(first.total_bytes)}) to what "
+            f"{ranks_in_words(self.ranks)} really need ({format_bytes(self.total_bytes)}): {ways}."
+        )
+
+
+def signed(num_bytes: int) -> str:
+    """A change.
+
+    >>> signed(-2048), signed(3 * 2**30)
+    ('−2.0 KiB', '+3.0 GiB')
+    """
+    return f"{'+' if num_bytes >= 0 else '−'}{format_bytes(abs(num_bytes))}"
+
+
+def waterfall(estimate: MemoryEstimate) -> Waterfall:
+    """The facts."""
+    return Waterfall(
+        ranks=estimate.worst.ranks,
+        steps=estimate.reconciliation,
+        limit_bytes=estimate.limit_bytes,
+    )
+
+
+def draw_waterfall(facts: Waterfall, theme: Theme) -> Picture:
+    """A row for each step, the total below."""
+    steps = facts.steps
+    sheet = Sheet(
+        theme,
+        facts.title,
+        0.36 * (len(steps) + 1) + 1.0,
+        notes=[
+            f"Of {ranks_in_words(facts.ranks)}, which need most. Terms are those at the peak of a "
+            "step; what is written on the right is why they differ."
+        ],
+    )
+    names = [step.name for step in steps] + ["peak, with all of it"]
+    left = min(max(width_of(name, SMALL) for name in names), 3.2) + 0.4
+    axes = sheet.axes(left=left, right=_WHY + 0.1, top=0.32, bottom=0.6)
+    room = sheet.width - left - _WHY - 0.1
+    tops = [max(s.total_bytes, s.total_bytes - s.delta_bytes) for s in steps[1:]]
+    most = max([facts.total_bytes, facts.limit_bytes or 0, steps[0].total_bytes, *tops]) / GIB
+    scale = (most or 1.0) / (room - 0.95)
+    axes.set_xlim(0, room * scale)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    before = 0
+    for place, step in enumerate(steps):
+        begin = 0 if place == 0 else before
+        low, high = sorted((begin, step.total_bytes))
+        ink = INKS.get(step.name, Ink(GREY))
+        name = f"step {place}: {step.delta_bytes} B"
+        box(axes, low / GIB, place - 0.32, (high - low) / GIB, 0.64, ink, edge=theme.quiet,
+            line=0.4, gid=name)  # fmt: skip
+        text = format_bytes(step.total_bytes) if place == 0 else signed(step.delta_bytes)
+        write(axes, high / GIB + 0.07 * scale, place, text, theme, size=SMALL, up="center")
+        axes.plot([step.total_bytes / GIB] * 2, [place + 0.32, place + 0.68], lw=0.8,
+                  color=theme.quiet)  # fmt: skip
+        why = "\n".join(wrapped(step.why, _WHY - 0.1, 8.0, most=2))
+        write(axes, (room + 0.1) * scale, place, why, theme, size=8.0, colour=theme.quiet,
+              up="center", clip_on=False)  # fmt: skip
+        before = step.total_bytes
+    last = len(steps)
+    box(axes, 0, last - 0.32, facts.total_bytes / GIB, 0.64, Ink(theme.ink), gid="total")
+    write(axes, facts.total_bytes / GIB + 0.07 * scale, last, format_gib(facts.total_bytes), theme,
+          size=SMALL, weight="bold", up="center")  # fmt: skip
+    axes.set_yticks(range(len(names)))
+    axes.set_yticklabels([fitted(n, left - 0.3, SMALL) for n in names], parse_math=False)
+    axes.set_xlabel("GiB of one GPU")
+    axes.xaxis.grid(True, color=theme.line, lw=0.6)
+    if facts.limit_bytes is not None:
+        axes.axvline(facts.limit_bytes / GIB, color=theme.ink, lw=2.0, gid="limit")
+        text = f"limit {format_gib(facts.limit_bytes)}"
+        half = width_of(text, SMALL, bold=True) / 2 * scale
+        at = min(max(facts.limit_bytes / GIB, half), room * scale - half)
+        write(axes, at, -0.7, text, theme, size=SMALL, weight="bold", across="center")
+    return Picture("waterfall", facts.title, facts.alt, sheet.figure)

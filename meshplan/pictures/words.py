@@ -1,0 +1,56 @@
+"""Words that several pictures use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from meshplan.graph import pattern_of
+from meshplan.units import spans_of
+
+_MOST_RUNS = 4
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """The ranks in runs, the first few.
+
+    >>> ranks_in_words([0]), ranks_in_words(range(8)), ranks_in_words([0, 1, 4, 5])
+    ('rank 0', 'ranks 0–7', 'ranks 0–1, 4–5')
+    >>> ranks_in_words(range(0, 4096, 2))
+    '2,048 ranks (0, 2, …)'
+    """
+    runs = [f"{a:,}" if a == b else f"{a:,}–{b:,}" for a, b in spans_of(ranks)]
+    if len(runs) > _MOST_RUNS:
+        return f"{len(ranks):,} ranks ({', '.join(runs[:2])}, …)"
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(runs)
+
+
+def counted(number: int, noun: str, several: str = "") -> str:
+    """A number with its noun.
+
+    >>> counted(1, "rank"), counted(16384, "rank"), counted(2, "copy", "copies")
+    ('1 rank', '16,384 ranks', '2 copies')
+    """
+    return f"{number:,} {noun if number == 1 else several or noun + 's'}"
+
+
+def at_in_words(at: Mapping[str, int], axes: Sequence[str]) -> list[str]:
+    """Where a rank stands on these axes."""
+    return [f"{axis} {at[axis]}" for axis in axes]
+
+
+def in_short(reasons: Sequence[str]) -> str:
+    """Reasons in a row, those that differ in numbers of blocks only once.
+
+    >>> in_short(["what 'layers.0.mlp' sends", "what 'layers.1.mlp' sends"])
+    "what 'layers.*.mlp' sends"
+    """
+    return "; ".join(dict.fromkeys(pattern_of(reason) for reason in reasons))
+
+
+def speed(bytes_per_s: float | None) -> str:
+    """Of a link.
+
+    >>> speed(450e9), speed(None)
+    ('450 GB/s', 'speed not stated')
+    """
+    return "speed not stated" if bytes_per_s is None else f"{bytes_per_s / 1e9:,.3g} GB/s"
