@@ -13,16 +13,20 @@ from meshplan.cost.profile import Profile
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.plan import Plan
 from meshplan.planner import locking, module
+from meshplan.planner.asking import question_of_file, with_profile
 from meshplan.planner.changed import Change
-from meshplan.planner.decide import decide
-from meshplan.planner.decision import Decision, Question
+from meshplan.planner.decision import Decision, Question, Way
 from meshplan.planner.difference import Difference, difference, side_of
 from meshplan.planner.explain import Asker, WhyNot, settings_of
+from meshplan.planner.frontier import frontier
 from meshplan.planner.module import ModuleAnswer
+from meshplan.planner.objectives import answer
 from meshplan.planner.remedy import Trouble, trouble_of
-from meshplan.planner.whole import question_of_file, with_profile
+from meshplan.planner.reshard import Reshard, reshard
+from meshplan.planner.sizes import Training, fewest, positive
 from meshplan.reader import load_spec
 
+_HARDWARE = ("nodes", "gpus_per_node", "gpu", "memory", "intra", "inter", "headroom")
 PlanSource = str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -52,7 +56,54 @@ def search_plan(
         PlanError: The plan contradicts itself, or says too little.
     """
     question = _question(plan, overrides, model, config, gpu, memory, profile, told)
-    return decide(replace(question, is_stopped=is_stopped), told)
+    return answer(replace(question, is_stopped=is_stopped), told)
+
+
+def find_frontier(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    config: str | Path | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    profile: str | Path | None = None,
+    told: Callable[[str], None] = lambda text: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> tuple[tuple[Way, ...], bool]:
+    """(the fastest plans within less and less memory, whether the time sufficed).
+
+    Args:
+        plan, model, config, gpu, memory, profile, is_stopped: As for `search_plan`.
+    """
+    question = _question(plan, overrides, model, config, gpu, memory, profile, told)
+    return frontier(replace(question, is_stopped=is_stopped), told)
+
+
+def fewest_devices(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    tokens: str | float,
+    days: str | float,
+    model: str | None = None,
+    config: str | Path | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    profile: str | Path | None = None,
+    told: Callable[[str], None] = lambda text: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Training:
+    """The fewest whole nodes that train on so many tokens in so many days.
+
+    Args:
+        plan, model, config, gpu, memory, profile, is_stopped: As for `search_plan`; how many
+            nodes the plan's `hardware` has does not matter.
+        tokens, days: Of the whole training.
+    """
+    amounts = positive(tokens, "--tokens"), positive(days, "--days")
+    question = _question(plan, overrides, model, config, gpu, memory, profile, told)
+    return fewest(replace(question, is_stopped=is_stopped), *amounts, told)
 
 
 def _question(
@@ -154,6 +205,35 @@ def compare(
     """
     measured = read_profile(Path(profile), Origin("--profile")) if profile is not None else None
     return difference(*(side_of(name, plan, measured) for name, plan in (old, new)))
+
+
+def moved_between(old: Plan, new: Plan) -> Reshard:
+    """Bytes of parameters and optimizer state that change hands from one plan to another.
+
+    Raises:
+        PlanError: They are not of one model and one optimizer.
+    """
+    return reshard(old, new)
+
+
+def retarget_settings(words: str) -> list[str]:
+    """Other hardware, as statements.
+
+    Args:
+        words: Such as "nodes=4,gpu=h200".
+
+    Raises:
+        SpecError: It says something that is not of hardware.
+    """
+    out = []
+    for word in words.split(","):
+        name, equals, value = word.strip().partition("=")
+        if not equals or name not in _HARDWARE:
+            what = f"'{word}' is nothing of hardware"
+            fix = f"write {', '.join(f'{each}=...' for each in _HARDWARE)}"
+            raise SpecError(Problem(what, Origin("--retarget"), fix))
+        out.append(f"hardware.{name}={value}")
+    return out
 
 
 def plan_of_lock(path: str | os.PathLike[str]) -> tuple[str, list[str]] | None:

@@ -107,7 +107,7 @@ def alone(of):
 
 
 @pytest.mark.parametrize(
-    "policy", ["none", "full", pytest.param("selective", marks=pytest.mark.wide)]
+    "policy", ["full", *(pytest.param(p, marks=pytest.mark.wide) for p in ("none", "selective"))]
 )
 def test_ep_is_charged_what_is_forecast(policy):
     import torch

@@ -18,15 +18,15 @@ import pytest
 import meshplan
 from meshplan import api
 from meshplan.blueprint import from_config
-from meshplan.cost.grid import MODES, OPTIONS
+from meshplan.cost.grid import GRID, MODES, OPTIONS
+from meshplan.planner.asking import question_of
 from meshplan.planner.enumeration import enumerate_grid
 from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Candidate, solve_row
-from meshplan.planner.search import search
+from meshplan.planner.search import _mesh_key, search
 from meshplan.planner.space import Freedom, divisors
 from meshplan.planner.spread import experts_of
-from meshplan.planner.whole import question_of
 from meshplan.planning import search_plan
 from meshplan.reader import load_spec
 from tests.test_planner import LLAMA, PLAN
@@ -73,7 +73,7 @@ def test_every_way_to_lend_is_in_the_space_once(seed):
     axes = {"pp": some(), "cp": some(), "tp": some(), "ep": some(has_one=False)}
     axes |= {"dp_replicate": divisors(world), "dp_shard": divisors(world)}
     sequence = {tp: bool(rng.random() < 0.5) for tp in axes["tp"]}
-    free = Freedom(world=world, axes=axes, global_=world, micro=(1,), schedules=(2,),
+    free = Freedom(world=world, axes=axes, global_=world, schedules=(2,),
                    sequence_parallel=sequence)  # fmt: skip
     expected = set()
     for pp, cp, tp, ep, shard in itertools.product(
@@ -91,8 +91,9 @@ def test_every_way_to_lend_is_in_the_space_once(seed):
             if replicate == 1:
                 expected.add((pp, replicate, shard, cp, tp, ep, "zero1"))
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-    found = [(*(int(r[n]) for n in names), MODES[r["mode"]]) for r in enumerate_grid(free)]
-    assert len(found) == len(set(found))
+    grid = enumerate_grid(free)
+    found = [(*(int(r[n]) for n in names), MODES[r["mode"]]) for r in grid]
+    assert len(grid) == len(np.unique(grid))
     assert set(found) == expected
 
 
@@ -140,6 +141,34 @@ def test_bounds_on_memory_are_below_what_is_replayed(job):
         assert max(one.linear_bytes) <= truth, (grid[row], OPTIONS[option])
         shares.append(max(one.linear_bytes) / truth)
     assert np.median(shares) > 0.5
+
+
+def test_a_rank_is_charged_for_the_experts_that_it_has(job):
+    """In bf16 while they are gathered; of 4 experts that stay together 8 ranks keep one or none."""
+    numbers = job_of(job(batch={"global": 16, "seq_len": 1024})).usual
+    (kind,) = {numbers.order[place] for place, name in enumerate(numbers.names) if name}
+    stack, hidden = 3 * 512 * 704, 512
+    dense = 2 * hidden * hidden + 2 * hidden * hidden // 2 + 4 * hidden + 2 * hidden
+    kept, given_back = (OPTIONS.index((0, reshard)) for reshard in (0, 1))
+    checked = set()
+    for row in np.flatnonzero((numbers.grid["dp_shard"] == 8) & (numbers.grid["pp"] == 1)):
+        config, held = numbers.grid[row], numbers.resident[row, kind]
+        if MODES[config["mode"]] != "shard" or config["microbatches"] > 1:
+            continue
+        ep = int(config["ep"])
+        checked.add(ep)
+        gathered = held[kept] - held[given_back]
+        assert gathered == 2 * (dense + 4 * stack // ep)
+        padded = 2 if ep == 1 else 1
+        assert held[given_back] == pytest.approx(12 * (dense + padded * 4 * stack) / 8)
+    assert checked == {1, 2, 4}
+
+
+def test_what_one_way_to_spread_holds_says_nothing_of_another():
+    """Rows of one key are ruled out together."""
+    rows = np.zeros(2, GRID)
+    rows["ep"] = 1, 2
+    assert _mesh_key(rows[0]) != _mesh_key(rows[1])
 
 
 def test_what_is_chosen_is_whole_and_certified(job):

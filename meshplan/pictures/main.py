@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 from meshplan.cost.profile import profile_of
 from meshplan.cost.stages import stage_seconds
 from meshplan.errors import Origin, PlanError, Problem, SpecError
+from meshplan.memory.driver import with_workspaces
 from meshplan.memory.estimate import MemoryEstimate
+from meshplan.memory.log import EventLog
 from meshplan.memory.told import told_estimate
 from meshplan.pictures.comm import comm, draw_comm
 from meshplan.pictures.gantt import Gantt, draw_gantt, gantt
@@ -26,7 +28,7 @@ from meshplan.pictures.treemap import Of, draw_treemap, treemap
 from meshplan.pictures.types import Picture
 from meshplan.pictures.waterfall import draw_waterfall, waterfall
 from meshplan.plan import Plan
-from meshplan.planner.whole import cluster_of
+from meshplan.planner.asking import cluster_of
 from meshplan.sizing import read_limit
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class Asked:
     gpu: str | None = None
     memory: str | int | None = None
     of: Of = "local"
+    log: EventLog | None = None
 
     @property
     def limit(self) -> tuple[str, int | None, tuple[str, ...]]:
@@ -108,10 +111,13 @@ def _waterfall(asked: Asked) -> Picture:
 
 def _timeline(asked: Asked) -> Picture:
     """Of the rank that was asked for, or of one that needs most."""
-    rank = asked.rank if asked.rank is not None else asked.known.worst.ranks[0]
     plan, stages = asked.plan, asked.plan.assignment.stages
     count = plan.accumulate * (stages.microbatches * stages.virtual if stages is not None else 1)
-    log = log_of(plan, rank, asked.limit[0])
+    if asked.log is not None:
+        log, rank = with_workspaces(asked.log, asked.limit[0]), asked.rank or 0
+    else:
+        rank = asked.rank if asked.rank is not None else asked.known.worst.ranks[0]
+        log = log_of(plan, rank, asked.limit[0])
     return draw_timeline(timeline(log, rank, count), asked.theme)
 
 
@@ -196,6 +202,7 @@ _TAKES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "name": ("layout",),
         "rank": ("timeline", "treemap", "comm"),
         "of": ("treemap",),
+        "log": ("timeline",),
         "estimate": ("memory", "waterfall"),
         "decision": ("pareto", "ladder"),
         "gpu": ("memory", "waterfall", "timeline"),
@@ -216,8 +223,8 @@ def draw(plan: Plan, what: str, *, theme: str = "light", **given: Any) -> Pictur
         given: What some pictures take: `name` of a module or parameter (layout), `rank`
             (timeline, treemap, comm), `of`, "local" or "global" bytes (treemap), `estimate`, what
             `estimate_memory` answered (memory, waterfall), `decision`, what `search_plan` answered
-            (pareto, ladder), `gpu` and `memory`, as of `estimate_memory` (memory, waterfall,
-            timeline).
+            (pareto, ladder), `log`, a traced step of the rank (timeline), `gpu` and `memory`, as of
+            `estimate_memory` (memory, waterfall, timeline).
 
     Raises:
         SpecError: There is no such picture, theme, module or rank.
@@ -254,11 +261,21 @@ def _asked(plan: Plan, what: str, theme: str, given: Mapping[str, Any]) -> Asked
     if asked.of not in ("local", "global"):
         problem = f"there are no '{asked.of}' bytes"
         raise SpecError(Problem(problem, Origin("--bytes"), "write local or global"))
-    world = plan.mesh.world_size
-    if asked.rank is not None and not 0 <= asked.rank < world:
-        problem = f"there is no rank {asked.rank}"
-        raise SpecError(Problem(problem, Origin("--rank"), f"name one of 0 to {world - 1}"))
+    if asked.rank is not None:
+        check_rank(plan, asked.rank)
     return asked
+
+
+def check_rank(plan: Plan, rank: int) -> None:
+    """Whether the mesh has such a rank.
+
+    Raises:
+        SpecError: It has not.
+    """
+    world = plan.mesh.world_size
+    if not 0 <= rank < world:
+        problem = f"there is no rank {rank}"
+        raise SpecError(Problem(problem, Origin("--rank"), f"name one of 0 to {world - 1}"))
 
 
 def draw_decision(decision: Decision, what: str, *, theme: str = "light") -> Picture:

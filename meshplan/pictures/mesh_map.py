@@ -10,7 +10,7 @@ from meshplan.pictures.links import Lane, Links, links_of, machine_of, strides
 from meshplan.pictures.palette import COLLECTIVES, GREY, Ink, Theme, ink_on, shard_ink
 from meshplan.pictures.sheet import EDGE, SMALL, TEXT, WIDTH, Sheet, box, fitted, width_of, write
 from meshplan.pictures.types import Picture
-from meshplan.pictures.words import at_in_words, counted, speed
+from meshplan.pictures.words import at_in_words, counted, in_short, speed
 from meshplan.plan import Plan
 from meshplan.units import format_bytes
 
@@ -242,7 +242,7 @@ def _notes(facts: MeshMap) -> list[str]:
     if facts.links.is_told:
         notes.append("What activations send is told by the sizes of the model.")
     if facts.links.unknown:
-        notes.append(f"Unknown, and not counted: {'; '.join(facts.links.unknown)}.")
+        notes.append(f"Unknown, and not counted: {in_short(facts.links.unknown)}.")
     if any(lane.axes for lane in facts.links.lanes) and facts.noun == "row":
         notes.append("Nothing says where nodes end: add hardware to the plan.")
     return notes

@@ -353,7 +353,10 @@ def _cell(
     ink = shard_ink(shard, face.num_shards)
     ranks = face.ranks(row, column)
     words = ranks_in_words(ranks)
-    box(plane, x, y, wide, tall, ink, edge=theme.paper, line=1.2, gid=f"shard {shard}: {words}")
+    spans = [span_in_words(row, "rows")] if row else []
+    spans += [span_in_words(column, "columns" if row else "elements")] if column else []
+    name = ", ".join([f"shard {shard}: {words}", *spans])
+    box(plane, x, y, wide, tall, ink, edge=theme.paper, line=1.2, gid=name)
     is_empty = any(piece is not None and piece.start == piece.stop for piece in (row, column))
     text = (
         f"{words}\nnothing" if is_empty and tall > 0.4 else f"{words}: nothing" * is_empty or words
@@ -383,4 +386,6 @@ def span_in_words(piece: Piece | None, noun: str) -> str:
         return "…"
     if piece.start == piece.stop:
         return f"no {noun}"
+    if piece.start + 1 == piece.stop:
+        return f"{noun[:-1]} {piece.start:,}"
     return f"{noun} {piece.start:,}–{piece.stop - 1:,}"

@@ -15,7 +15,7 @@ from meshplan.pictures.palette import TERMS, Theme
 from meshplan.pictures.sheet import SMALL, TEXT, Sheet, fitted, hatch_colour, width_of, write
 from meshplan.pictures.types import Picture
 from meshplan.plan import Plan
-from meshplan.units import GIB, format_bytes
+from meshplan.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -173,6 +173,7 @@ def draw_timeline(facts: Timeline, theme: Theme) -> Picture:
             *([facts.note] if facts.note else []),
         ],
     )
+    unit, word = (GIB, "GiB") if facts.peak_bytes >= GIB / 2 else (MIB, "MiB")
     axes = sheet.axes(left=0.95, right=0.35, top=0.55, bottom=0.6)
     room = sheet.width - 0.95 - 0.35
     scale = max(facts.num_events, 1) / room
@@ -180,16 +181,16 @@ def draw_timeline(facts: Timeline, theme: Theme) -> Picture:
     below = [0.0] * len(events)
     for place, term in shown:
         ink = TERMS[term]
-        above = [b + p.terms[place] / GIB for b, p in zip(below, facts.points, strict=True)]
+        above = [b + p.terms[place] / unit for b, p in zip(below, facts.points, strict=True)]
         axes.fill_between(
             events, below, above, facecolor=ink.colour, hatch=ink.hatch or None,
             edgecolor=hatch_colour(ink) if ink.hatch else ink.colour, linewidth=0.0, gid=str(term),
         )  # fmt: skip
         below = above
-    peak = facts.peak_bytes / GIB
+    peak = facts.peak_bytes / unit
     axes.set_xlim(0, max(facts.num_events, 1))
     axes.set_ylim(0, (peak or 1.0) * 1.22)
-    axes.set_ylabel("GiB of tensors that live")
+    axes.set_ylabel(f"{word} of tensors that live")
     axes.set_xlabel("events of a step, in order")
     axes.yaxis.grid(True, color=theme.line, lw=0.6)
     _draw_phases(axes, facts, scale, theme)

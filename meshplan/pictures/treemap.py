@@ -152,7 +152,7 @@ def squarified(
     Source: Bruls, Huizing, van Wijk 2000 (squarified treemaps), section 3.
 
     >>> squarified([3.0, 1.0], 0, 0, 4, 1)
-    [(0, 0, 3.0, 1.0), (3.0, 0, 1.0, 1.0)]
+    [(0, 0.0, 3.0, 1.0), (3.0, 0.0, 1.0, 1.0)]
     """
     out: list[tuple[float, float, float, float]] = []
     left = list(sizes)

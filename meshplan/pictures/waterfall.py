@@ -43,7 +43,7 @@ class Waterfall:
             return f"The textbook's {book} are exact"
         most = max(rest, key=lambda step: abs(step.delta_bytes))
         return (
-            f"From the textbook's {book} to {exact}: {most.name} change it most, by "
+            f"From the textbook's {book} to {exact}: the largest change is {most.name}, "
             f"{signed(most.delta_bytes)}"
         )
 

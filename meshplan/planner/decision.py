@@ -26,6 +26,7 @@ class Question:
         graph: The model.
         few: The same with few blocks, for trials of what it allows; None takes the model itself.
         shorter: The same with so many blocks; None where nobody can make it.
+        objective: One of `asking.OBJECTIVES`.
         is_stopped: Whether somebody wants the best so far now.
         profile: What the machine was measured to reach; None takes what is known of such devices.
         profile_path: The file that it is from.
@@ -45,6 +46,7 @@ class Question:
     few: ModelGraph | None = None
     shorter: Callable[[int], ModelGraph] | None = None
     traced: Traced | None = None
+    objective: str = "time"
     is_stopped: Callable[[], bool] = lambda: False
     profile: Profile | None = None
     profile_path: Path | None = None
@@ -108,6 +110,7 @@ class Decision:
         profile_path: The file that the profile is from; None for one of meshplan's own.
         bounds: Of all configurations.
         measured: What the memory room was asked for, and told, fitting or not.
+        objective: By which it is the best.
     """
 
     spec: Spec
@@ -128,9 +131,15 @@ class Decision:
     limit_bytes: int
     is_whole: bool = True
     is_interrupted: bool = False
+    objective: str = "time"
     profile_path: Path | None = None
     bounds: tuple[Bound, ...] = ()
     measured: tuple[Way, ...] = ()
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """All that are told: each fits."""
+        return (*((self.chosen,) if self.chosen else ()), *self.alternatives)
 
     def tokens_per_s(self, way: Way) -> float:
         """Of one device."""

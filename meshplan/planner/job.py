@@ -63,9 +63,9 @@ class Job:
         self._few = question.few or question.graph
         self._chains: dict[tuple[int, int], Chain] = {}
         self._driver = driver_bytes(question.device, ()).high
-        self.capacity = (question.limit_bytes - self._driver) / _SHARES
         self.measured: list[Way] = []
         self._known: dict[tuple[object, ...], Measured] = {}
+        self.allow(question.limit_bytes)
         if free is not None:
             self.free = free
 
@@ -204,9 +204,24 @@ class Job:
 
     def flops(self, row: int) -> float:
         """Of one step of all ranks, nothing counted twice."""
+        return self.flops_of_sample * self.samples(row)
+
+    @property
+    def flops_of_sample(self) -> float:
+        """Forward and backward."""
         chain = self._chain(1)
-        one = sum(chain.kinds[k].forward.flops + chain.kinds[k].backward.flops for k in chain.order)
-        return one * self.samples(row)
+        return sum(
+            chain.kinds[k].forward.flops + chain.kinds[k].backward.flops for k in chain.order
+        )
+
+    def allow(self, limit_bytes: float) -> None:
+        """Ranks may hold no more than this."""
+        self.capacity = (limit_bytes - self._driver) / _SHARES
+        self._known.clear()
+
+    def bytes_of(self, linear_bytes: float) -> float:
+        """The upper end of the band of a rank that holds so much by the linear figures."""
+        return linear_bytes * _SHARES + self._driver
 
     @property
     def chain(self) -> Chain:
@@ -278,7 +293,7 @@ class Job:
     def certified(self, way: Way) -> Way | None:
         """What was chosen, as its model does it and not as it was composed; None if it is over."""
         if self._traced is None:
-            return way
+            return self._at_worst(way)
         memory = self._traced.certify(way.plan)
         return replace(way, memory=memory) if memory.fits else None
 
@@ -307,6 +322,18 @@ class Job:
             if held > self.capacity:
                 return held - linear[place]
         return None
+
+    def _at_worst(self, way: Way) -> Way:
+        """The same, saying what the worst routing would need."""
+        if way.plan.mesh.size("ep") == 1:
+            return way
+        memory = told_estimate(
+            way.plan,
+            device=self.question.device,
+            limit_bytes=self.question.limit_bytes,
+            tells_worst=True,
+        )
+        return replace(way, memory=memory)
 
 
 def _place(plan: Plan, rank: int) -> int:

@@ -26,6 +26,8 @@ _EPS: Final = 1e-12
 _FAILURES: Final = 6
 """Answers that may fail before something that surely fits is looked for."""
 _SHARES: Final = (0.8, 0.65, 0.5, 0.35)
+_LOOKED_AT, _ASKED = 40, 3
+"""Rows that are tried at each share of the memory, and those that are measured."""
 _MOST_TRIES: Final = 12
 """Answers of one row that are measured before it is given up, which `Found.given_up` tells."""
 
@@ -211,13 +213,16 @@ class _Search:
             if not len(rows):
                 return
             order = np.argsort(priced_bounds(self._numbers, rows, room), kind="stable")
-            for row in map(int, rows[order[:3]]):
-                if self._is_late():
-                    return
-                candidate = solve_row(self._numbers, row, room)
-                if candidate is None or self._is_over(row):
+            asked = 0
+            for row in map(int, rows[order[:_LOOKED_AT]]):
+                if self._is_late() or asked == _ASKED:
+                    break
+                if self._is_over(row):
                     continue
-                measured = self._measured(candidate)
+                candidate = solve_row(self._numbers, row, room)
+                if candidate is None:
+                    continue
+                measured, asked = self._measured(candidate), asked + 1
                 if measured.fits:
                     self.found.excess[row] = max(measured.excess_bytes, 0.0)
                     self._take(candidate, measured)

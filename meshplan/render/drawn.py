@@ -14,7 +14,7 @@ from meshplan.pictures.memory_bars import INKS, MemoryBars
 from meshplan.pictures.mesh_map import MeshMap, lane_in_words
 from meshplan.pictures.palette import PASSES, Ink, ink_on, shard_ink
 from meshplan.pictures.tensor import Face, Piece, TensorLayout, span_in_words
-from meshplan.pictures.words import ranks_in_words
+from meshplan.pictures.words import in_short, ranks_in_words
 from meshplan.units import format_gib
 
 Run = tuple[str, str]
@@ -71,7 +71,7 @@ def _links(links: Links, facts: MeshMap) -> list[Line]:
     for lane in facts.lanes:
         lines.append([(f"  {lane_in_words(lane)}", "bold red" if lane.crosses else "")])
     if links.unknown:
-        lines.append([(f"  unknown, and not counted: {'; '.join(links.unknown)}", "dim")])
+        lines.append([(f"  unknown, and not counted: {in_short(links.unknown)}", "dim")])
     return lines
 
 

@@ -19,10 +19,11 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
     chosen = decision.chosen
     ladder = decision.ladder
     return {
-        **(_way_to_json(decision, chosen) if chosen else dict.fromkeys(_KEYS)),
+        **(way_to_json(decision, chosen) if chosen else dict.fromkeys(_KEYS)),
         "limit_bytes": decision.limit_bytes,
         "fits": chosen is not None,
         "gap": decision.gap if chosen else None,
+        "objective": decision.objective,
         "is_whole": decision.is_whole,
         "is_interrupted": decision.is_interrupted,
         "num_configs": decision.num_configs,
@@ -37,7 +38,7 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
             "plan_s": ladder.plan_s,
         },
         "chosen": dict(chosen.stated) if chosen else None,
-        "alternatives": [_way_to_json(decision, way) for way in decision.alternatives],
+        "alternatives": [way_to_json(decision, way) for way in decision.alternatives],
         "rejected": [{"what": each.what, "why": each.why} for each in decision.rejected],
         "profile": {
             "device": decision.profile.device,
@@ -55,7 +56,8 @@ _KEYS = (
 )  # fmt: skip
 
 
-def _way_to_json(decision: Decision, way: Way) -> dict[str, Any]:
+def way_to_json(decision: Decision, way: Way) -> dict[str, Any]:
+    """One way, as in `result` of schema plan/1 and in its lists."""
     plan = way.plan
     a, stages = plan.assignment, plan.assignment.stages
     batch = plan.spec.batch
@@ -120,6 +122,7 @@ def decision_to_text(decision: Decision, title: str, *, colour: bool = False) ->
         *(f"  {line}" for line in statement_lines(chosen.stated)),
         "",
         *_memory(decision, chosen),
+        *_least(decision),
         "",
         *_ladder(decision),
         *_unproved(decision),
@@ -167,6 +170,12 @@ def _memory(decision: Decision, way: Way) -> list[str]:
     ]
 
 
+def _least(decision: Decision) -> list[str]:
+    if decision.objective != "memory":
+        return []
+    return [f"        the least; by linear figures nothing can hold {decision.gap:.1%} less"]
+
+
 def _ladder(decision: Decision) -> list[str]:
     ladder = decision.ladder
     if ladder is None:
@@ -187,6 +196,8 @@ def _unproved(decision: Decision) -> list[str]:
     if decision.is_whole:
         return []
     end = "it was interrupted" if decision.is_interrupted else "the time was up"
+    if decision.objective == "memory":
+        return [f"so far: {end}"]
     return [f"so far: {end}; nothing in the space is more than {decision.gap:.1%} faster"]
 
 

@@ -115,6 +115,8 @@ def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> L
 
     assumed = [("inputs of a rank's step", ", ".join(parts)), ("loss", words)]
     assumed.append(("optimizer", f"torch's {make.__name__} with its defaults"))
+    if (ep := plan.mesh.size("ep")) > 1:
+        assumed.append(("routing", f"the {ep} ranks of ep are sent as many tokens each"))
     return Loop(
         inputs=inputs,
         targets=targets,

@@ -113,6 +113,13 @@ def foretell(
     )
 
 
+def log_of_rank(question: Question, rank: int, told: Callable[[str], None]) -> EventLog:
+    """The step of one rank, event by event; arguments and errors as of `foretell`."""
+    model, plan = decided(question.spec, question.source)
+    check_stated(question.spec, plan.micro, reads_tokens=False)
+    return _logs(question, model, plan, [rank], told).logs[0]
+
+
 def _logs(
     question: Question,
     model: nn.Module,
