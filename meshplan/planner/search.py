@@ -120,8 +120,9 @@ class _State:
     Attributes:
         capacity: Bytes for its next answer, by the linear figures.
         fits_up_to, over_from: What fitted and what did not, likewise.
-        seconds: Of its last answer.
+        seconds: Of the last answer that failed.
         halved: How often what lies between was looked at.
+        is_of_row: Whether what answers held more is the same for all.
     """
 
     capacity: float
@@ -130,6 +131,7 @@ class _State:
     tries: int = 0
     seconds: float = 0.0
     halved: int = 0
+    is_of_row: bool = True
 
 
 class _Search:
@@ -258,7 +260,6 @@ class _Search:
         if candidate is None or max(candidate.linear_bytes) <= state.fits_up_to:
             self._halve(row, state)
             return
-        state.seconds = candidate.seconds
         least = min(following, self._waiting[0][0] if self._waiting else following)
         if candidate.seconds > least:
             heapq.heappush(self._waiting, (candidate.seconds, row))
@@ -272,12 +273,12 @@ class _Search:
         if measured.why:
             found.refused[row] = measured.why
             return
-        held = max(candidate.linear_bytes)
+        held, state.is_of_row = max(candidate.linear_bytes), measured.is_of_row
         if measured.fits:
             self._take(candidate, measured)
             state.fits_up_to = held
         else:
-            state.over_from = min(state.over_from, held)
+            state.over_from, state.seconds = min(state.over_from, held), candidate.seconds
             self._failures += 1
             if state.tries == 2 and not self._can_fit(row, candidate):
                 return
@@ -296,12 +297,10 @@ class _Search:
         What failed held more above its linear figure than smaller answers may: its worst moment
         is another.
         """
-        if state.over_from == float("inf") or state.halved == _MOST_HALVED:
+        if state.is_of_row or state.over_from == float("inf") or state.halved == _MOST_HALVED:
             return
         least = max(Row(self._numbers, row, float("inf")).smallest().linear_bytes)
-        low = max(least, state.fits_up_to)
-        if state.capacity > low:
-            return  # It is too slow, and not too large.
+        low = max(least, state.fits_up_to, state.capacity)
         middle = (low + state.over_from) / 2
         if not low < middle < state.over_from:
             return
