@@ -70,11 +70,11 @@ LATE_BETWEEN = {
     ("planning", "runtime"),
     ("cli_planning", "planning"),  # numpy
     ("cli_planning", "render"),
-    ("cli_draw", "memory"),
     ("cli_draw", "pictures"),
     ("cli_draw", "planning"),
     ("cli_draw", "render"),
     ("cli_draw", "runtime"),
+    ("cli_draw", "memory"),
     ("cli", "memory"),
     ("cli", "reader"),
     ("cli", "render"),
