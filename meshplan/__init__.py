@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from meshplan.plan import make_plan as make_plan
     from meshplan.planning import calibrate as calibrate
     from meshplan.reader import load_spec as load_spec
+    from meshplan.reporting import make_report as make_report
     from meshplan.runtime.guard import guarded as guarded
     from meshplan.runtime.parallelize import parallelize as parallelize
     from meshplan.runtime.state import full_state_dict as full_state_dict
@@ -49,6 +50,7 @@ _ROOMS = {
     "decide": "meshplan.api",
     "load_spec": "meshplan.reader",
     "make_plan": "meshplan.plan",
+    "make_report": "meshplan.reporting",
     # the values that pass between them
     "Spec": "meshplan.spec",
     "Plan": "meshplan.plan",

@@ -46,6 +46,14 @@ def is_inside(fqn: str, around: str) -> bool:
     return not around or fqn == around or fqn.startswith(around + ".")
 
 
+def around(module: str) -> Iterator[str]:
+    """A module and those around it, innermost first, the root last."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+    yield ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
     """One parameter or buffer.

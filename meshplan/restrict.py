@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 from meshplan.assign.types import Assignment, Placed, Stages, Unit
+from meshplan.graph import around
 from meshplan.plan import Plan
 
 
@@ -48,7 +49,7 @@ def restrict(plan: Plan, stage: int) -> Plan:
 def runs(fqn: str, stages: Stages, stage: int) -> bool:
     """Whether the forward of a module runs in a stage, rather than being stood in for."""
     places, _ = _places(stages.units)
-    found = [stage for module in _around(fqn) for stage in places.get(module, ())]
+    found = [stage for module in around(fqn) for stage in places.get(module, ())]
     return stage in found if found else True
 
 
@@ -58,20 +59,12 @@ def _places(
 ) -> tuple[Mapping[str, tuple[int, ...]], frozenset[str]]:
     """(the stages of each module that runs as a whole, the modules around one)."""
     places: dict[str, tuple[int, ...]] = {}
-    around: set[str] = set()
+    outer: set[str] = set()
     for module, stage in units:
         places[module] = (*places.get(module, ()), stage)
         if module:
-            around.update(_around(module.rpartition(".")[0]))
-    return places, frozenset(around)
-
-
-def _around(fqn: str) -> Iterator[str]:
-    """A module and those around it, the root last."""
-    while fqn:
-        yield fqn
-        fqn = fqn.rpartition(".")[0]
-    yield ""
+            outer.update(around(module.rpartition(".")[0]))
+    return places, frozenset(outer)
 
 
 def _is_whole(unit: str, stages: Stages, stage: int) -> bool:

@@ -46,6 +46,8 @@ class Schedule:
         virtual: Stages per rank that it needs; None for two or more.
         splits_backward: Whether weights get their gradients in a step of their own.
         order: (rank, ranks, stages per rank, microbatches) -> the compute steps of the rank.
+        in_turn: Whether, once it has warmed up, each forward is followed by a backward, so that
+            further microbatches hold no more than those before them.
         problem: (ranks, microbatches) -> why this number of microbatches does not do, or "".
     """
 
@@ -54,6 +56,7 @@ class Schedule:
     virtual: int | None = 1
     splits_backward: bool = False
     order: Callable[[int, int, int, int], Iterator[Action]]
+    in_turn: bool = False
     problem: Callable[[int, int], str] = lambda ranks, count: ""
 
     def rank_of(self, stage: int, ranks: int) -> int:
@@ -246,9 +249,9 @@ SCHEDULES: Final[Mapping[str, Schedule]] = MappingProxyType(
         row.name: row
         for row in (
             Schedule(name="GPipe", order=_gpipe),
-            Schedule(name="1F1B", order=_alternating),
+            Schedule(name="1F1B", order=_alternating, in_turn=True),
             Schedule(name="LoopedBFS", virtual=None, order=_breadth_first),
-            Schedule(name="Interleaved1F1B", virtual=None, order=_alternating,
+            Schedule(name="Interleaved1F1B", virtual=None, order=_alternating, in_turn=True,
                      problem=_whole_rounds),
             Schedule(name="InterleavedZeroBubble", virtual=None, splits_backward=True,
                      order=_zero_bubble, problem=_whole_rounds),
@@ -284,6 +287,19 @@ def actions(
     """
     computes = [list(schedule.order(rank, ranks, virtual, count)) for rank in range(ranks)]
     return _play(schedule, ranks, virtual, computes)
+
+
+def telling(schedule: Schedule, ranks: int, count: int) -> int:
+    """How many microbatches show all that a rank ever holds in a step of so many.
+
+    Those between warming up and the end are like each other; a few of them are enough.
+    """
+    if not schedule.in_turn:
+        return count
+    if schedule.virtual == 1:
+        return min(count, 2 * ranks + 2)
+    # Interleaved ones go in rounds; one that is not full is different.
+    return min(count, 4 * ranks) if count % ranks == 0 else count
 
 
 def released(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from meshplan.errors import Problem, SpecError
@@ -33,6 +36,25 @@ def plan_file(args: argparse.Namespace) -> str:
     if args.file is None:
         raise SpecError(Problem("no plan file is given", None, "add -f plan.yaml"))
     return str(args.file)
+
+
+@contextmanager
+def until_interrupted() -> Iterator[Callable[[], bool]]:
+    """Gives whether Ctrl-C was pressed: the first asks for an answer, the second one stops all."""
+    pressed: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False  # Python lets no other thread know.
+        return
+
+    def press(number: int, frame: object) -> None:
+        pressed.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def print_notes(args: argparse.Namespace, notes: Sequence[str]) -> None:

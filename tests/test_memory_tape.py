@@ -272,6 +272,6 @@ def test_a_step_is_told_without_torch() -> None:
 
 
 def test_an_unknown_family_is_refused() -> None:
-    graph = from_mapping({"model_type": "mixtral"})
-    with pytest.raises(PlanError, match="MixtralForCausalLM are not known one by one"):
+    graph = from_mapping({"model_type": "gemma2"})
+    with pytest.raises(PlanError, match="Gemma2ForCausalLM are not known one by one"):
         work_of(graph, Run(batch=1, seq_len=8))

@@ -15,7 +15,7 @@ from meshplan.assign.cascade import Cascade
 from meshplan.assign.types import Reason, Recompute, Stages
 from meshplan.errors import Origin, Problem
 from meshplan.flow import Call, Flow
-from meshplan.graph import ModelGraph, is_inside
+from meshplan.graph import ModelGraph, around, is_inside
 from meshplan.match import nearest
 from meshplan.mesh import Mesh
 from meshplan.relay import Bond, Cut, unit_calls
@@ -292,8 +292,7 @@ class _Cutter:
         stages: list[int] = []
         current, seen = 0, set[str]()
         for place, module in enumerate(modules):
-            around = [m for m in self.marks if is_inside(module, m)]
-            mark = self.marks[max(around, key=len)] if around else None
+            mark = next((self.marks[m] for m in around(module) if m in self.marks), None)
             if mark is not None:
                 if mark.stage < current and module not in seen:
                     before = modules[place - 1]
@@ -334,10 +333,12 @@ class _Cutter:
         """The stages that hold each tensor; one that nothing uses goes with what stands before."""
         holders: dict[str, set[int]] = {fqn: set() for fqn in self.graph.tensors}
         first = {name: t.fqn for t in self.graph.tensors.values() for name in t.names}
+        held: dict[str, list[int]] = {}
         for (module, _), stage in zip(units, stages, strict=True):
-            for name, fqn in first.items():
-                if is_inside(name.rpartition(".")[0], module):
-                    holders[fqn].add(stage)
+            held.setdefault(module, []).append(stage)
+        for name, fqn in first.items():
+            for module in around(name.rpartition(".")[0]):
+                holders[fqn].update(held.get(module, ()))
         if self.flow is not None:
             cut = Cut(self.flow, [call for _, call in units if call is not None])
             for stage, names in enumerate(cut.relay(stages, self.count).reads):
@@ -345,15 +346,16 @@ class _Cutter:
                     if name in first:
                         holders[first[name]].add(stage)
         by_module = dict(zip((m for m, _ in units), stages, strict=True))
+        places = {module: place for place, module in enumerate(by_module)}
         before = 0
         for fqn, tensor in self.graph.tensors.items():
             if tensor.is_buffer and self._runs_everywhere(tensor.module):
                 holders[fqn] = set(range(self.count))
             elif not holders[fqn]:
                 holders[fqn] = {before}
-            around = next((m for m in by_module if is_inside(tensor.module, m)), None)
-            before = by_module[around] if around is not None else before
+            found = [m for m in around(tensor.module) if m in places]
+            before = by_module[min(found, key=places.__getitem__)] if found else before
         return {fqn: tuple(sorted(found)) for fqn, found in holders.items()}
 
     def _runs_everywhere(self, module: str) -> bool:
-        return module in self.opened or any(is_inside(module, free) for free in self.free)
+        return module in self.opened or any(m in self.free for m in around(module))

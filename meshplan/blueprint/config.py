@@ -72,11 +72,30 @@ class Facts:
             return frozenset()
         return frozenset(value)
 
-    def window(self, is_used: bool) -> None:
-        """Note how far back attention sees, where it does not see everything."""
-        is_off = "sliding_window" in self.config and self.config["sliding_window"] is None
-        if is_used and not is_off:
+    def window(self, key: bool | str) -> None:
+        """Note how far back attention sees, where it does not see everything.
+
+        Args:
+            key: Whether it does; the config's own switch, or its size where that is the switch.
+        """
+        stated = self.config.get("sliding_window")
+        if key == "sliding_window":
+            is_used = stated is not None
+        else:
+            is_used = self.flag(key) and ("sliding_window" not in self.config or stated is not None)
+        if is_used:
             self.size("sliding_window", 4096)
+
+    def experts(self, scales_weights: bool | str) -> None:
+        """How a router chooses, and what changes what it keeps."""
+        self.size("num_experts_per_tok")
+        if self.flag(scales_weights):
+            self.sizes["norm_topk_prob"] = 1
+        if self.config.get("experts_implementation") not in (None, "grouped_mm"):
+            self.sizes["experts_implementation"] = 1
+        for key in ("output_router_logits", "router_jitter_noise"):
+            if self.config.get(key):
+                self.sizes[key] = 1
 
     def dropout(self, key: str, default: float) -> None:
         """Note whether something is dropped: 1 or 0, under the key's own name."""

@@ -26,6 +26,8 @@ class Family:
         norms: The norms of one layer, in order.
         moe: Children of a sparse block in order of definition, () for a dense model.
         mixes_dense: Whether some layers may be dense and experts have a width of their own.
+        scales_weights: Whether the weights of a token's experts are made to add up to 1; a key
+            names the config's own switch.
         activation: Key of the activation's name.
         embedding: Class of the token embedding.
         window: Whether attention sees the last `sliding_window` tokens only; a key names the
@@ -42,6 +44,7 @@ class Family:
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     moe: tuple[str, ...] = ()
     mixes_dense: bool = False
+    scales_weights: bool | str = False
     activation: str = "hidden_act"
     embedding: str = "Embedding"
     window: bool | str = False
@@ -49,8 +52,11 @@ class Family:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its code computes what Llama's does, and what `auto` derives of it is known."""
-        return not self.moe and len(self.norms) == 2
+        """Whether its code computes what Llama's does, and what `auto` derives of it is known.
+
+        Of experts it cuts nothing.
+        """
+        return len(self.norms) == 2
 
     @property
     def has_dense(self) -> bool:
@@ -123,6 +129,8 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 num_key_value_heads=8, num_experts=8, num_experts_per_tok=2,
             ),
             moe=("gate", "experts"),
+            scales_weights=True,
+            window="sliding_window",
         ),
         "qwen3_moe": Family(
             prefix="Qwen3Moe",
@@ -136,6 +144,8 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             qk_norm=True,
             moe=("experts", "gate"),
             mixes_dense=True,
+            scales_weights="norm_topk_prob",
+            window="use_sliding_window",
         ),
     }
 )  # fmt: skip

@@ -136,14 +136,14 @@ def build_decoder(family: Family, facts: Facts, build: Builder) -> None:
     num_experts = facts.size("num_experts") if family.moe else 0
     expert_mlp, sparse_step, dense = mlp, 1, frozenset[int]()
     if family.moe:
-        facts.size("num_experts_per_tok")
+        facts.experts(family.scales_weights)
     if family.mixes_dense:
         expert_mlp = facts.size("moe_intermediate_size")
         sparse_step, dense = facts.size("decoder_sparse_step"), facts.layers("mlp_only_layers")
     qkv_bias, o_bias = facts.flag(family.qkv_bias), facts.flag(family.o_bias)
     mlp_bias = facts.flag(family.mlp_bias)
     tied = facts.flag("tie_word_embeddings", family.ties)
-    facts.window(facts.flag(family.window))
+    facts.window(family.window)
     default_act = "gelu_pytorch_tanh" if family.activation == "hidden_activation" else "silu"
     act = facts.config.get(family.activation) or default_act
     facts.finish()
@@ -200,9 +200,10 @@ def build_decoder(family: Family, facts: Facts, build: Builder) -> None:
         build.buffer(f"model.rotary_emb.{name}", (-(-head_dim // 2),))
     _lm_head(build, vocab, hidden, tied)
     build.tp_preset = _preset(family)
-    if family.is_plain:
+    if family.is_plain and "experts_implementation" not in facts.sizes:
         ends = dict.fromkeys(("lm_head", "model.embed_tokens"), "vocab")
-        build.tp_derived = build.tp_preset | ends
+        cut = {name: word for name, word in build.tp_preset.items() if ".experts" not in name}
+        build.tp_derived = cut | ends
 
 
 def _preset(family: Family) -> dict[str, str]:

@@ -19,6 +19,7 @@ from meshplan.cost.types import Tally as Tally
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
 from meshplan.memory.analytic import Run, tape_of
+from meshplan.memory.experts import Spread
 from meshplan.memory.shape import shape_of
 from meshplan.memory.styled import Styled
 from meshplan.memory.tape import Row, Tape
@@ -35,17 +36,19 @@ def chain_of(
     seq_len: int,
     element_bytes: int,
     tp: int = 1,
+    ep: int = 1,
     is_sequence: bool = False,
     is_cuda: bool = True,
     cuts_loss: bool = False,
     styled: Styled | None = None,
 ) -> Chain:
-    """A decoder of a known family, as one rank of tp computes it.
+    """A decoder of a known family, as one rank of tp and ep computes it.
 
     Args:
         graph: Of `blueprint`.
         seq_len: Tokens of one sample, before cp cuts them.
         element_bytes: Of the dtype that is computed in.
+        ep: Ranks that the experts of a block are spread over, which are sent as many tokens each.
         is_sequence: Whether activations between blocks are cut along the sequence over tp.
         is_cuda: Whether CUDA's kernels run.
         cuts_loss: Whether the loss is computed on logits that stay cut.
@@ -55,6 +58,9 @@ def chain_of(
         PlanError: The model's operations are not known, or tp does not divide its sizes.
     """
     shape = shape_of(graph)
+    if shape.dense:
+        what = "blocks with experts and blocks without take turns, which a chain does not know"
+        raise PlanError(Problem(what, fix="state all that is open: estimate tells their memory"))
     sizes = {
         "attention heads": shape.heads,
         "key/value heads": shape.kv_heads,
@@ -62,6 +68,9 @@ def chain_of(
     }
     if is_sequence:
         sizes["tokens"] = seq_len
+    if shape.experts % ep:
+        what = f"{shape.experts} experts do not divide by ep {ep}"
+        raise PlanError(Problem(what, fix="choose another size for ep"))
     if problems := [
         Problem(f"{size} {name} do not divide by tp {tp}", fix="choose another size for tp")
         for name, size in sizes.items()
@@ -71,7 +80,8 @@ def chain_of(
 
     def write(layers: int, batch: int) -> Tape:
         run = Run(batch=batch, seq_len=seq_len, element_bytes=element_bytes, tp=tp,
-                  is_sequence=is_sequence and tp > 1, is_cuda=is_cuda)  # fmt: skip
+                  is_sequence=is_sequence and tp > 1, is_cuda=is_cuda,
+                  spread=Spread(ep))  # fmt: skip
         if styled is not None:
             return tape_of(replace(shape, layers=layers), replace(run, styled=styled))
         return decoder_tape(replace(shape, layers=layers), run, cuts_loss=cuts_loss)
@@ -135,6 +145,8 @@ def _kind(one: Place, two: Place) -> Kind:
         boundary_bytes=one.boundary_bytes,
         context_bytes=one.context_bytes,
         scores_flops=one.scores_flops,
+        expert_numel=one.expert_numel,
+        num_experts=one.num_experts,
     )
 
 
@@ -148,7 +160,8 @@ def _fold(kinds: Sequence[Kind]) -> list[Kind]:
     """Blocks that work alike are one kind; what the ends hold more is charged next to them.
 
     The first block's input outlives it where the model's own frame holds it: one boundary that no
-    other block shows. A search over kinds gains more from one kind than it loses by that.
+    other block shows, and that is charged if it is there whatever runs again. A search over kinds
+    gains more from one kind than it loses by that.
     """
     out = list(kinds)
     blocks = [n for n, kind in enumerate(kinds) if kind.has_options]
@@ -161,7 +174,7 @@ def _fold(kinds: Sequence[Kind]) -> list[Kind]:
         if alike != middle or not 0 <= beside < len(kinds):
             continue
         pairs = zip(kinds[n].saved_bytes, middle.saved_bytes, strict=True)
-        more = max(0.0, *(own - usual for own, usual in pairs))
+        more = max(0.0, min(own - usual for own, usual in pairs))
         saved = out[beside].saved_bytes
         out[beside] = replace(
             out[beside], saved_bytes=(saved[0] + more, saved[1] + more, saved[2] + more)

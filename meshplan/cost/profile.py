@@ -224,6 +224,19 @@ def on_cluster(profile: Profile, cluster: Cluster) -> Profile:
     return replace(profile, inter_bytes_per_s=reached)
 
 
+def measured_for(profile: Profile, cluster: Cluster, dtype: str) -> Profile:
+    """A profile that was measured on one machine, for a plan on a cluster of such machines.
+
+    Raises:
+        PlanError: It is of another device or dtype, or nothing says how nodes are connected.
+    """
+    if profile.dtype != dtype:
+        what = f"the profile is of {profile.dtype}, and the plan computes in {dtype}"
+        fix = "leave the profile out, or choose a precision that computes in its dtype"
+        raise PlanError(Problem(what, fix=fix))
+    return on_cluster(profile, cluster)
+
+
 def without(profile: Profile, *, network: bool) -> Profile:
     """The same device on relaxed hardware: what bounds a plan from below.
 

@@ -14,7 +14,7 @@ from meshplan.cost.step import crossing_seconds, terms
 from meshplan.cost.types import Chain
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import DTYPE_BYTES
-from meshplan.memory.told import refusals, styled_of
+from meshplan.memory.told_works import refusals, styled_of
 from meshplan.plan import Plan
 
 

@@ -13,6 +13,7 @@ from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
 from meshplan.memory.blocks import Part, gpt2_block, llama_block, rms_norm
 from meshplan.memory.cut_loss import cross_entropy_of_parts
+from meshplan.memory.experts import ONE_RANK, Spread
 from meshplan.memory.log import Term
 from meshplan.memory.rows import PRODUCTS, Writer
 from meshplan.memory.shape import Shape, shape_of
@@ -45,6 +46,7 @@ class Run:
         saves: By number of a block, the words of `save:` that it is spared instead of these.
         is_cuda: Whether CUDA's kernels run.
         in_place: Whether gradients that meet are added up in place; see `tape.play`.
+        spread: How experts are spread over ranks.
     """
 
     batch: int
@@ -60,6 +62,7 @@ class Run:
     styled: Styled | None = None
     is_fused: bool = True
     lays_itself: frozenset[str] = frozenset()
+    spread: Spread = ONE_RANK
     saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
     def saved(self, number: int) -> frozenset[str]:
@@ -87,7 +90,8 @@ def tape_of(shape: Shape, run: Run) -> Tape:
         raise PlanError(Problem(what, fix="leave sequence_parallel out"))
     tape = Tape()
     tokens = run.batch * run.seq_len
-    w = Writer(tape, run.element_bytes, run.element_bytes, run.is_cuda, tokens=tokens)
+    size = run.element_bytes
+    w = Writer(tape, size, size, run.is_cuda, tokens=tokens, in_place=run.in_place)
     ids, targets = tape.value(tokens * _ID), tape.value(tokens * _ID)
     tape.before |= {ids: Term.INPUTS, targets: Term.INPUTS}
     is_llama = not shape.positions
@@ -158,4 +162,5 @@ def _part(shape: Shape, run: Run) -> Part:
         styled=styled,
         seq_len=run.seq_len,
         is_fused=run.is_fused,
+        spread=run.spread,
     )

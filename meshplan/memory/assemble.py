@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Final
 
-from meshplan.memory.allocator import reserve
+from meshplan.memory.allocator import Reserve, reserve
 from meshplan.memory.driver import communicators, driver_bytes, with_workspaces
 from meshplan.memory.estimate import MemoryEstimate, Tier, group_of
 from meshplan.memory.log import EventLog
@@ -28,6 +29,7 @@ def assemble(
     assumed: tuple[tuple[str, str], ...] = (),
     notes: Sequence[str] = (),
     error: float | Sequence[float] = 0.0,
+    held: Mapping[int, Reserve] = MappingProxyType({}),
 ) -> MemoryEstimate:
     """What every rank needs, beside the limit, and the way there from the textbook.
 
@@ -36,6 +38,7 @@ def assemble(
         device: A name of `hardware`, "" where nobody says.
         limit_bytes: What it may hold; None where nobody says.
         error: How far the logs, or each of them, may be from the truth, as a share.
+        held: By place in `logs`, what is reserved for it, workspaces included, where that is known.
     """
     errors = [error] * len(logs) if isinstance(error, float) else error
     hardware = plan.spec.hardware
@@ -49,8 +52,9 @@ def assemble(
             limit_bytes=limit_bytes,
             stages=_stages_of(plan, ranks[0]),
             error=each,
+            held=held.get(number),
         )
-        for log, ranks, each in zip(logs, groups, errors, strict=True)
+        for number, (log, ranks, each) in enumerate(zip(logs, groups, errors, strict=True))
     ]
     worst = max(range(len(found)), key=lambda number: found[number].band[1])
     if found[worst].fits is False:

@@ -11,7 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from meshplan.memory.activations import activate
 from meshplan.memory.attention import attend
+from meshplan.memory.experts import ONE_RANK, Spread, sparse_mlp
 from meshplan.memory.rows import Writer
 from meshplan.memory.shape import Shape
 from meshplan.memory.styled import Entered, Styled, cut_otherwise, project
@@ -34,6 +36,7 @@ class Part:
         styled: Which modules tp cuts.
         seq_len: Tokens of a sequence that attention sees.
         is_fused: Whether a fused kernel computes it.
+        spread: How experts are spread over ranks.
     """
 
     tp: int = 1
@@ -45,6 +48,7 @@ class Part:
     styled: Styled = field(default_factory=Styled)
     seq_len: int = 1
     is_fused: bool = True
+    spread: Spread = ONE_RANK
 
 
 def enter(w: Writer, x: int, part: Part) -> int:
@@ -55,6 +59,11 @@ def enter(w: Writer, x: int, part: Part) -> int:
 def leave(w: Writer, x: int, part: Part) -> int:
     """The sum over ranks, where they end."""
     return w.reduce_scatter(x, part.tp) if part.is_sequence else w.all_reduce(x, part.tp)
+
+
+def number_of(fqn: str) -> int:
+    """Of a block."""
+    return int(fqn.rpartition(".")[2])
 
 
 def rms_norm(w: Writer, x: int, width: int, name: str) -> int:
@@ -87,19 +96,6 @@ def rotate(w: Writer, x: int, part: Part) -> int:
     low, high = w.slice(x, size // 2), w.slice(x, size // 2)
     rotated = w.cat(w.scale(high, "neg"), low)
     return w.add(turned, w.times(rotated, part.sin))
-
-
-def activate(w: Writer, x: int, name: str) -> int:
-    """One of `ACT2FN`."""
-    if name != "gelu_new":
-        return w.unary(name, x)
-    size, half = w.size(x), w.scale(x)
-    cube = w.row("pow", (x,), size, keeps=(x,), takes_back=2 * size, grads=(Grad(x, size),))
-    inner = w.add(x, w.scale(cube))
-    bent = w.shift(w.unary("tanh", w.scale(inner), keeps_out=True))
-    out = w.mul(half, bent)
-    w.touch(x)
-    return out
 
 
 def _attend(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
@@ -158,10 +154,16 @@ def gated_mlp(w: Writer, shape: Shape, x: int, part: Part) -> int:
     )
 
 
+def expert_mlp(w: Writer, shape: Shape, x: int, part: Part) -> int:
+    """In the place of `gated_mlp`."""
+    return sparse_mlp(w, shape, x, part.spread)
+
+
 def llama_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     """`LlamaDecoderLayer`, and the layers of its shape."""
     names = ("input_layernorm", "post_attention_layernorm")
-    halves = ((llama_attention, "self_attn"), (gated_mlp, "mlp"))
+    feed = expert_mlp if shape.is_sparse(number_of(w.module)) else gated_mlp
+    halves = ((llama_attention, "self_attn"), (feed, "mlp"))
     first = x
     for norm, (half, name) in zip(names, halves, strict=True):
         normed = rms_norm(w, x, shape.hidden, norm)

@@ -12,7 +12,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from meshplan.memory.allocator import reserve
+from meshplan.memory.allocator import Reserve, reserve
 from meshplan.memory.generations import Band
 from meshplan.memory.log import EventLog, Term
 
@@ -177,6 +177,7 @@ def group_of(
     limit_bytes: int | None,
     stages: Sequence[int] = (),
     error: float = 0.0,
+    held: Reserve | None = None,
 ) -> RankGroup:
     """What ranks need whose step is this log.
 
@@ -184,8 +185,9 @@ def group_of(
         driver: What lies outside of torch's allocator.
         limit_bytes: What the GPU may hold; None where nothing says.
         error: How far the log may be from the truth, as a share.
+        held: What `reserve` says of the log, where somebody has asked.
     """
-    held = reserve(log)
+    held = held or reserve(log)
     made = log.storages[log.events[log.peak.event].storage]
     peak = PeakBytes(
         held.requested_bytes, held.allocated_bytes, held.reserved_bytes, driver.expected

@@ -97,6 +97,18 @@ class EventLog:
         return Peak(most, where)
 
     @cached_property
+    def pooled_bytes(self) -> int:
+        """What is reserved at the least: each stream has a pool of its own, which never shrinks."""
+        live: dict[int, int] = {}
+        most: dict[int, int] = {}
+        for delta, storage, _ in self.events:
+            stream = self.storages[storage].stream
+            live[stream] = held = live.get(stream, 0) + delta
+            if held > most.get(stream, 0):
+                most[stream] = held
+        return sum(most.values())
+
+    @cached_property
     def by_phase(self) -> Mapping[str, tuple[int, int]]:
         """(most bytes at once, bytes at its last end) of the phases of each name."""
         out: dict[str, tuple[int, int]] = {}

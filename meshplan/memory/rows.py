@@ -40,6 +40,7 @@ class Writer:
         module: The fqn of the module that runs.
         saves: Words of `save:`; the rows that they stand for are `Row.is_kept`.
         tokens: That this rank computes at once.
+        in_place: Whether what torch writes in place is written so; see `tape.play`.
     """
 
     tape: Tape
@@ -49,6 +50,7 @@ class Writer:
     module: str = ""
     saves: frozenset[str] = KERNELS
     tokens: int = 0
+    in_place: bool = True
 
     def at(self, module: str) -> Writer:
         """The same tape, in another module."""

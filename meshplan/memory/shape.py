@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph, pattern_of
@@ -16,10 +16,32 @@ _KNOWN: Final = frozenset(
         "GPT2LMHeadModel",
         "LlamaForCausalLM",
         "MistralForCausalLM",
+        "MixtralForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
     }
 )
+
+_WIDE_WEIGHTS: Final = frozenset({"MixtralForCausalLM"})
+
+_UNKNOWN: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "experts_implementation": (
+            "what the config's experts_implementation keeps depends on where tokens are sent",
+            "leave it out (transformers then takes grouped_mm), or give the model itself",
+        ),
+        "output_router_logits": (
+            "what the loss over output_router_logits keeps is not known",
+            "leave it out, or give the model itself",
+        ),
+        "router_jitter_noise": (
+            "what router_jitter_noise keeps is not known",
+            "leave it out, or give the model itself",
+        ),
+    }
+)
+"""By key of `ModelGraph.config`, switches that change what blocks with experts do."""
 
 _ACTIVATIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -47,6 +69,11 @@ class Shape:
         dropout: Whether what attention and feed-forward give is dropped in part, not 0 if so.
         embed_dropout: Likewise of the words.
         window: How many tokens attention looks back, 0 for all.
+        experts, top_k: Of a block, and of a token; 0 where there are none.
+        expert_mlp: Features inside one expert.
+        dense: Numbers of the blocks that have no experts, where others have.
+        scales_weights: Whether the weights of a token's experts are made to add up to 1.
+        has_wide_weights: Whether they stay in float32.
         styles: What `tp_plan: auto` gives the modules where all sizes divide, with `*` for the
             numbers of blocks.
     """
@@ -68,7 +95,17 @@ class Shape:
     dropout: float = 0.0
     embed_dropout: float = 0.0
     window: int = 0
+    experts: int = 0
+    top_k: int = 0
+    expert_mlp: int = 0
+    dense: frozenset[int] = frozenset()
+    scales_weights: bool = False
+    has_wide_weights: bool = False
     styles: Mapping[str, Style] = field(default_factory=dict, compare=False)
+
+    def is_sparse(self, number: int) -> bool:
+        """Whether this block is a mixture of experts."""
+        return self.experts > 0 and number not in self.dense
 
     @property
     def q_width(self) -> int:
@@ -96,7 +133,12 @@ def shape_of(graph: ModelGraph) -> Shape:
     is_gpt2 = root == "GPT2LMHeadModel"
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
     first = "transformer.h.0" if is_gpt2 else "model.layers.0"
-    act = graph.modules[f"{first}.mlp.act" if is_gpt2 else f"{first}.mlp.act_fn"].type
+    if problems := [
+        Problem(what, fix=fix) for key, (what, fix) in _UNKNOWN.items() if key in sizes
+    ]:
+        raise PlanError(problems)
+    names = ("mlp.act", "mlp.act_fn", "mlp.experts.act_fn")
+    act = next(graph.modules[at].type for n in names if (at := f"{first}.{n}") in graph.modules)
     if act not in _ACTIVATIONS:
         known = ", ".join(sorted(_ACTIVATIONS))
         what = f"what {act} keeps for backward is not known"
@@ -126,7 +168,31 @@ def shape_of(graph: ModelGraph) -> Shape:
         embed_dropout=sizes.get("embd_pdrop", 0),
         window=sizes.get("sliding_window", 0),
         styles=_styles(graph),
+        **_experts_of(graph),
     )
+
+
+def _experts_of(graph: ModelGraph) -> dict[str, Any]:
+    """What the blocks that have experts say."""
+    layers = range(graph.config["num_hidden_layers"])
+    stacks = {n: graph.tensors.get(f"model.layers.{n}.mlp.experts.down_proj") for n in layers}
+    stack = next((tensor for tensor in stacks.values() if tensor is not None), None)
+    if stack is None:
+        return {}
+    top_k = graph.config["num_experts_per_tok"]
+    if top_k > stack.shape[0]:
+        what = f"a token cannot be sent to {top_k} of {stack.shape[0]} experts"
+        raise PlanError(
+            Problem(what, fix="let num_experts_per_tok be the number of experts at most")
+        )
+    return {
+        "experts": stack.shape[0],
+        "top_k": top_k,
+        "expert_mlp": stack.shape[-1],
+        "dense": frozenset(n for n, tensor in stacks.items() if tensor is None),
+        "scales_weights": "norm_topk_prob" in graph.config,
+        "has_wide_weights": graph.modules[""].type in _WIDE_WEIGHTS,
+    }
 
 
 def _styles(graph: ModelGraph) -> Mapping[str, Style]:

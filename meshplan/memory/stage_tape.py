@@ -7,7 +7,7 @@ stand-in without memory that nothing of this stage reads. Its forward ends with 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from meshplan.assign.types import Stages
@@ -34,10 +34,8 @@ class StageTape:
     sent: tuple[int, ...]
 
 
-def cut(
-    tape: Tape, stages: Stages, which: Iterable[int], *, widening: int = 1
-) -> dict[int, StageTape]:
-    """The parts of these stages.
+class Cutter:
+    """Who runs each row, who makes each value, and what crosses the cuts.
 
     Args:
         tape: Of the whole model, loss included.
@@ -48,20 +46,10 @@ def cut(
     Raises:
         PlanError: Something passes through a stage that does not use it.
     """
-    cutter = _Cutter(tape, stages)
-    parts = {stage: cutter.part(stage) for stage in which}
-    if widening > 1:
-        for stage, part in parts.items():
-            if stage:
-                _widen(part.tape, stages.free, widening)
-    return parts
 
-
-class _Cutter:
-    """Who runs each row, who makes each value, and what crosses the cuts."""
-
-    def __init__(self, tape: Tape, stages: Stages) -> None:
+    def __init__(self, tape: Tape, stages: Stages, *, widening: int = 1) -> None:
         self.tape, self.stages, self.last = tape, stages, stages.num - 1
+        self._widening = widening
         units = dict(stages.units)
         known: dict[str, int | None] = {}
         self.owner: list[int | None] = []
@@ -103,6 +91,12 @@ class _Cutter:
 
     def part(self, stage: int) -> StageTape:
         """The tape of one stage."""
+        part = self._part(stage)
+        if self._widening > 1 and stage:
+            _widen(part.tape, self.stages.free, self._widening)
+        return part
+
+    def _part(self, stage: int) -> StageTape:
         whole = self.tape
         is_last = stage == self.last
         received = tuple(v for v, m in self.maker.items() if m < stage <= self.until.get(v, m))

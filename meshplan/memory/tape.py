@@ -198,10 +198,23 @@ class Player:
         self._grads[loss] = self._born(self._tape.nbytes[loss], scaled)
 
     def _backward(self, span: Span) -> None:
+        end = span.end
         if span.recompute:
-            self._begin_unit(span.end - 1)  # What runs again must be gathered.
+            # What needs nothing that was kept is done first; what runs again must be gathered.
+            end = 1 + self._last_kept(span)
+            self._back_through(end, span.end)
+            self._begin_unit(end - 1)
             self._recompute(span)
-        for number in reversed(range(span.start, span.end)):
+        self._back_through(span.start, end)
+        if span.recompute:
+            # With the last that it kept goes what it was called with, and what it did not need.
+            left = [v for row in self._tape.rows[span.start : span.end] for v in row.makes]
+            spared = [self._cached.pop(value) for value in left if value in self._cached]
+            for storage in (*self._inputs.pop(span.start).values(), *spared):
+                self._drop(storage)
+
+    def _back_through(self, start: int, end: int) -> None:
+        for number in reversed(range(start, end)):
             self._is_loss = 0 <= self._tape.loss_start <= number
             if number == self._tape.loss_start - 1:
                 self._mark(Moment.BEFORE_BACKWARD, "")
@@ -209,12 +222,10 @@ class Player:
             self._back(number)
             if number in self._starts:
                 self._mark(Moment.AFTER_BACKWARD, self._starts[number])
-        if span.recompute:
-            # With the last that it kept goes what it was called with, and what it did not need.
-            left = [v for row in self._tape.rows[span.start : span.end] for v in row.makes]
-            spared = [self._cached.pop(value) for value in left if value in self._cached]
-            for storage in (*self._inputs.pop(span.start).values(), *spared):
-                self._drop(storage)
+
+    def _last_kept(self, span: Span) -> int:
+        """The last row of which something is kept."""
+        return max(n for n in range(span.start, span.end) if self._tape.rows[n].keeps)
 
     def _begin_unit(self, number: int) -> None:
         """A row that is the last one of a unit is the first that its backward comes to."""
@@ -225,22 +236,24 @@ class Player:
         """Run forward again up to the last tensor that something keeps."""
         rows = self._tape.rows
         self._is_loss = False
-        last = max(n for n in range(span.start, span.end) if rows[n].keeps)
+        last = self._last_kept(span)
         env = dict(self._inputs[span.start])
         for storage in env.values():
             self._hold(storage)
         for number in range(span.start, last + 1):
             row = rows[number]
+            if number in self._starts and number > span.start:
+                self._mark(Moment.BEFORE_FORWARD, self._starts[number])
             if number < last or set(row.keeps) & set(row.makes):
                 self._run(row, env, self._cached)
             self._keep(number, env)
             for value in self._dying[number]:
                 if value in env:
                     self._drop(env.pop(value))
+            if number in self._ends and number < last:
+                self._mark(Moment.AFTER_FORWARD, self._ends[number])
         for storage in env.values():
             self._drop(storage)
-        for number in range(last, span.end):
-            self._kept.setdefault(number, [])
 
     def _back(self, number: int) -> None:
         """The backward of one row: gradients of its inputs, then the end of what it used."""
@@ -261,7 +274,7 @@ class Player:
                 self._drop(took)
         for storage in given:
             self._drop(storage)
-        for storage in self._kept.pop(number):
+        for storage in self._kept.pop(number, ()):
             self._drop(storage)
         for value, storage in made:
             self._accumulate(value, storage, row)

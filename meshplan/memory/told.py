@@ -9,27 +9,25 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from meshplan.errors import PlanError, Problem
-from meshplan.graph import DTYPE_BYTES
-from meshplan.memory.analytic import Run, tape_of
+from meshplan.memory.allocator import Reserve, reserve
 from meshplan.memory.assemble import assemble
+from meshplan.memory.driver import with_workspaces
 from meshplan.memory.estimate import MemoryEstimate, Tier
-from meshplan.memory.fused import check_fused, is_fused
+from meshplan.memory.experts import Spread, most_arriving
+from meshplan.memory.fused import check_fused
 from meshplan.memory.groups import equal_ranks
 from meshplan.memory.log import EventLog, Term, on_streams
-from meshplan.memory.replay import Prepared, replay
+from meshplan.memory.replay import replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.replay.shards import unit_shards
-from meshplan.memory.rows import PRODUCTS
 from meshplan.memory.shape import shape_of
-from meshplan.memory.styled import Styled
-from meshplan.memory.tape import play
-from meshplan.memory.told_stages import StageWorks
+from meshplan.memory.told_works import Works, spread_of, told_works
 from meshplan.plan import Plan
 from meshplan.restrict import restrict
+from meshplan.units import format_gib
 
 _GATHERING: Final = 1
 _REDUCING: Final = 2
@@ -44,45 +42,17 @@ _NEARLY: Final = 0.96
 """Ranks that need so much of what the fullest needs are written out whole."""
 
 
-class Works(Protocol):
-    """What the ranks of a plan do."""
-
-    @property
-    def in_brief(self) -> bool:
-        """Whether there is so much that only the fullest ranks should be written out whole."""
-
-    @property
-    def only_in_brief(self) -> bool:
-        """Whether there is so much that none should be."""
-
-    def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
-        """Of one rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Same:
-    """Without a pipeline all ranks do the same."""
-
-    work: Prepared
-    in_brief: bool = False
-    only_in_brief: bool = False
-
-    def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
-        """Of any rank."""
-        return self.work
-
-
 class OverError(Exception):
     """Some ranks need more than the caller cares to know.
 
     Attributes:
         rank: One of them.
-        tensor_bytes: What their tensors alone are, at the peak.
+        reserved_bytes: What is reserved for it at the least.
     """
 
-    def __init__(self, rank: int, tensor_bytes: int) -> None:
-        super().__init__(rank, tensor_bytes)
-        self.rank, self.tensor_bytes = rank, tensor_bytes
+    def __init__(self, rank: int, reserved_bytes: int) -> None:
+        super().__init__(rank, reserved_bytes)
+        self.rank, self.reserved_bytes = rank, reserved_bytes
 
 
 def told_estimate(
@@ -92,18 +62,20 @@ def told_estimate(
     limit_bytes: int | None,
     notes: Sequence[str] = (),
     most_bytes: float = float("inf"),
+    tells_worst: bool = False,
 ) -> MemoryEstimate:
     """What every rank needs, without torch and in a second.
 
     Args:
         plan: Made for a graph of `blueprint`; it states batch and length.
         device, limit_bytes: As for `assemble`.
-        most_bytes: What the tensors of a rank may be at the most for the rest to be of interest.
+        most_bytes: What a rank may reserve at the most for the rest to be of interest.
+        tells_worst: Whether to tell what a rank would need that all tokens are routed to.
 
     Raises:
         PlanError: The model's operations, or something in the plan, are not known.
-        OverError: Some rank's tensors are more than `most_bytes`; which, is known first where it is
-            likely: what is last in a pipeline holds the loss, what is first the most microbatches.
+        OverError: Some rank takes more than `most_bytes`; that is known first where it is likely:
+            what is last in a pipeline holds the loss, what is first the most microbatches.
     """
     spec = plan.spec
     if plan.micro is None or spec.batch.seq_len is None:
@@ -115,27 +87,38 @@ def told_estimate(
     shape = f"[{plan.micro * plan.accumulate}, {spec.batch.seq_len}] int64"
     certified = f"told from the config; traced models differ by at most {ERROR:.0%}"
     with _no_collection():
-        works = _told_work(plan, plan.micro, spec.batch.seq_len)
+        works = told_works(plan, plan.micro, spec.batch.seq_len)
         brief = works.in_brief
         told: dict[int, EventLog] = {}
-        for number in (len(groups) - 1, *range(len(groups) - 1)):
-            rank = groups[number][0]
-            told[number] = _log_of(works, plan, rank, in_brief=brief)
-            if told[number].peak.live_bytes > most_bytes:
-                raise OverError(rank, told[number].peak.live_bytes)
-        logs = [told[number] for number in range(len(groups))]
-        most = max(log.peak.live_bytes for log in logs)
-        fullest = [n for n, log in enumerate(logs) if log.peak.live_bytes >= _NEARLY * most]
+        held: dict[int, Reserve] = {}
         in_full = set() if brief else set(range(len(groups)))
+
+        def write(number: int, *, in_brief: bool) -> None:
+            rank = groups[number][0]
+            log = told[number] = _log_of(works, plan, rank, in_brief=in_brief)
+            if log.pooled_bytes > most_bytes:
+                raise OverError(rank, log.pooled_bytes)
+            found = held[number] = reserve(with_workspaces(log, device))
+            if found.reserved_bytes > most_bytes and (works.only_in_brief or not in_brief):
+                raise OverError(rank, found.reserved_bytes)
+
+        for number in (len(groups) - 1, *range(len(groups) - 1)):
+            write(number, in_brief=brief)
+            if held[number].reserved_bytes > most_bytes:  # In brief: is it so?
+                write(number, in_brief=False)
+                in_full.add(number)
+        most = max(log.peak.live_bytes for log in told.values())
+        fullest = [n for n, log in told.items() if log.peak.live_bytes >= _NEARLY * most]
+        of_experts = tuple(_of_experts(plan, tells_worst=tells_worst))
         while True:
             fullest = [] if works.only_in_brief else fullest
-            for number in set(fullest) - in_full:
-                logs[number] = _log_of(works, plan, groups[number][0], in_brief=False)
+            for number in sorted(set(fullest) - in_full):
+                write(number, in_brief=False)
             in_full.update(fullest)
             found = assemble(
                 plan,
                 groups,
-                logs,
+                [told[number] for number in range(len(groups))],
                 device=device,
                 limit_bytes=limit_bytes,
                 tier=Tier.REPLAY,
@@ -144,13 +127,51 @@ def told_estimate(
                     ("inputs of a rank's step", shape),
                     ("loss", "cross-entropy in float32 over the last dim of logits"),
                     ("optimizer", f"torch's {spec.optimizer} with its defaults"),
+                    *of_experts,
                 ),
                 notes=notes,
                 error=[ERROR + BRIEF_ERROR * (n not in in_full) for n in range(len(groups))],
+                held=held,
             )
             fullest = [groups.index(found.worst.ranks)]
             if works.only_in_brief or in_full.issuperset(fullest):
                 return found
+
+
+def told_rank(plan: Plan, rank: int, *, device: str) -> EventLog:
+    """The step of one rank as `told_estimate` has it, in brief where there is much to do.
+
+    Raises:
+        PlanError: As `told_estimate`.
+    """
+    spec = plan.spec
+    assert plan.micro is not None
+    assert spec.batch.seq_len is not None
+    check_fused(plan, spec.batch.seq_len, device=device)
+    with _no_collection():
+        works = told_works(plan, plan.micro, spec.batch.seq_len)
+        return _log_of(works, plan, rank, in_brief=works.in_brief)
+
+
+def _of_experts(plan: Plan, *, tells_worst: bool) -> Iterator[tuple[str, str]]:
+    """What is assumed of them."""
+    shape, ep = shape_of(plan.graph), plan.mesh.size("ep")
+    if not shape.experts:
+        return
+    how = "transformers' grouped_mm"
+    if ep == 1:
+        yield "experts", f"{how}, whose sizes do not depend on the routing"
+        return
+    yield "experts", how
+    worst = ""
+    if tells_worst:
+        assert plan.micro is not None
+        assert plan.spec.batch.seq_len is not None
+        spread = Spread(ep, most_arriving(shape, ep), spread_of(plan).is_unit)
+        works = told_works(plan, plan.micro, plan.spec.batch.seq_len, spread=spread)
+        peak = _log_of(works, plan, 0, in_brief=False).peak.live_bytes
+        worst = f"; with all of them sent to one, its tensors would be {format_gib(peak)}"
+    yield "routing", f"the {ep} ranks of ep are sent as many tokens each{worst}"
 
 
 def _in_brief(num_in_full: int, num_groups: int) -> str:
@@ -201,6 +222,7 @@ def told_log(
     is_cuda: bool = True,
     in_place: bool = True,
     foreach: bool = True,
+    spread: Spread | None = None,
 ) -> EventLog:
     """The events of a step from the second one on, of a causal language model of transformers.
 
@@ -213,44 +235,15 @@ def told_log(
         in_place: Whether gradients that meet are added up in place, as torch does when nothing
             watches it.
         foreach: As in `replay`.
+        spread: How experts are spread, if not evenly as the plan has it.
 
     Raises:
         PlanError: The model's operations, or something in the plan, are not known.
     """
     check_fused(plan, seq_len, is_cuda=is_cuda)
     with _no_collection():
-        works = _told_work(plan, batch, seq_len, is_cuda=is_cuda, in_place=in_place)
+        works = told_works(plan, batch, seq_len, is_cuda=is_cuda, in_place=in_place, spread=spread)
         return replay(works.of_rank(rank), plan, optimizer, rank=rank, foreach=foreach)
-
-
-def _told_work(
-    plan: Plan, batch: int, seq_len: int, *, is_cuda: bool = True, in_place: bool = True
-) -> Works:
-    """What the ranks do."""
-    if problems := list(refusals(plan)):
-        raise PlanError(problems)
-    recompute = {_number(fqn): r.policy for fqn, r in plan.assignment.recompute.items()}
-    stages = plan.assignment.stages
-    run = Run(
-        batch=batch // (stages.microbatches if stages is not None else 1),
-        seq_len=seq_len,
-        element_bytes=_element_bytes(plan),
-        is_fused=not is_cuda or is_fused(plan),
-        recomputed=frozenset(recompute),
-        saves={
-            number: frozenset(policy.save) or PRODUCTS
-            for number, policy in recompute.items()
-            if policy.mode == "selective"
-        },
-        is_cuda=is_cuda,
-        in_place=in_place,
-        styled=styled_of(plan),
-        lays_itself=frozenset(f for f, p in plan.assignment.tensors.items() if p.unit is None),
-    )
-    tape = tape_of(shape_of(plan.graph), run)
-    if stages is not None:
-        return StageWorks(tape, plan, in_place=in_place)
-    return _Same(Prepared(play(tape, sums_in_place=in_place)))
 
 
 @contextmanager
@@ -263,68 +256,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def refusals(plan: Plan) -> Iterator[Problem]:
-    """What a step told from a config has no rules for."""
-    a, mesh = plan.assignment, plan.mesh
-    blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
-    saved = {word for r in a.recompute.values() for word in r.policy.save}
-    for is_there, what in (
-        *((True, problem.what) for problem in styled_of(plan).check()),
-        # Their code takes the length of a sequence, and positions, from the part that a rank has.
-        (a.sequence_parallel, "sequence_parallel, with which transformers' own code does not run"),
-        (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
-        (mesh.size("cp") > 1, "context parallelism"),
-        (mesh.size("ep") > 1, "expert parallelism"),
-        (bool(saved - PRODUCTS), f"recomputation that saves {', '.join(sorted(saved - PRODUCTS))}"),
-        (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
-        (bool(a.units.keys() - blocks - {""}), "units that are no blocks"),
-        (_is_autocast(plan), "parameters computed with in several dtypes"),
-    ):
-        if is_there:
-            yield Problem(
-                f"a step told from a config has no rules for {what}",
-                fix="give the model itself (model: entry, with torch), so that it is traced",
-            )
-
-
-def _is_block(plan: Plan, fqn: str) -> bool:
-    above, _, name = fqn.rpartition(".")
-    return name.isdigit() and above in plan.graph.modules
-
-
-def styled_of(plan: Plan) -> Styled:
-    """Which modules tp cuts, and how."""
-    a = plan.assignment
-    pieces = {fqn: use.pieces for fqn, use in a.styles.items() if use.pieces}
-    return Styled(
-        plan.mesh.size("tp"),
-        {fqn: use.style for fqn, use in a.styles.items()},
-        pieces,
-        frozenset(
-            tensor.fqn
-            for fqn in pieces
-            for tensor in plan.graph.owned(fqn)
-            if not a.tensors[tensor.fqn].computed.axes
-        ),
-        frozenset(fqn for fqn, p in a.tensors.items() if p.is_local),
-    )
-
-
-def _number(fqn: str) -> int:
-    """Of a block."""
-    return int(fqn.rpartition(".")[2])
-
-
-def _compute_dtypes(plan: Plan) -> set[str]:
-    return {p.compute_dtype for p in plan.assignment.tensors.values() if not p.info.is_buffer}
-
-
-def _is_autocast(plan: Plan) -> bool:
-    return len(_compute_dtypes(plan)) != 1
-
-
-def _element_bytes(plan: Plan) -> int:
-    (dtype,) = _compute_dtypes(plan)
-    return DTYPE_BYTES[dtype]

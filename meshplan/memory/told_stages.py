@@ -12,11 +12,11 @@ from meshplan.errors import PlanError, Problem
 from meshplan.graph import DTYPE_BYTES, is_inside
 from meshplan.memory.replay import Prepared
 from meshplan.memory.stage_pass import rank_work
-from meshplan.memory.stage_tape import StageTape, cut
+from meshplan.memory.stage_tape import Cutter
 from meshplan.memory.stage_work import StageWork, play_stage
 from meshplan.memory.tape import Tape
 from meshplan.plan import Plan
-from meshplan.schedules import SCHEDULES, actions, released
+from meshplan.schedules import SCHEDULES, actions, released, telling
 
 _MOST: Final = 40_000
 """Operations of a step up to which every microbatch is written out, on all ranks."""
@@ -45,14 +45,12 @@ class StageWorks:
             raise PlanError(problems)
         assert plan.assignment.stages is not None
         self._stages, self._plan, self._in_place = plan.assignment.stages, plan, in_place
-        self._tapes: dict[int, StageTape] = cut(
-            tape, self._stages, range(self._stages.num), widening=_widening(plan)
-        )
+        self._cutter = Cutter(tape, self._stages, widening=_widening(plan))
         stages = self._stages
-        self._orders = actions(
-            SCHEDULES[stages.schedule], stages.num_ranks, stages.virtual, stages.microbatches
-        )
-        num_rows = len(tape.rows) * stages.microbatches
+        schedule = SCHEDULES[stages.schedule]
+        count = telling(schedule, stages.num_ranks, stages.microbatches)
+        self._orders = actions(schedule, stages.num_ranks, stages.virtual, count)
+        num_rows = len(tape.rows) * count
         self.in_brief, self.only_in_brief = num_rows > _MOST, num_rows > _FAR_TOO_MANY
         self._played: dict[int, StageWork] = {}
         self._found: dict[tuple[int, bool], Prepared] = {}
@@ -79,8 +77,8 @@ class StageWorks:
 
     def _part(self, stage: int) -> StageWork:
         if stage not in self._played:
-            tape = self._tapes[stage]
-            self._played[stage] = play_stage(tape, sums_in_place=self._in_place)
+            part = self._cutter.part(stage)
+            self._played[stage] = play_stage(part, sums_in_place=self._in_place)
         return self._played[stage]
 
 

@@ -28,7 +28,7 @@ from meshplan.pictures.treemap import Of, draw_treemap, treemap
 from meshplan.pictures.types import Picture
 from meshplan.pictures.waterfall import draw_waterfall, waterfall
 from meshplan.plan import Plan
-from meshplan.planner.whole import cluster_of
+from meshplan.planner.asking import cluster_of
 from meshplan.sizing import read_limit
 
 if TYPE_CHECKING:

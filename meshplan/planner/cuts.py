@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshplan.planner.knapsack import Floats
 
@@ -65,15 +66,32 @@ def _best(
     least_sum, _ = _shortest(table)
     if not np.isfinite(least_sum):
         return float("inf"), ()
-    # A slowest stage is at least the mean of all.
+    # A slowest stage is at least the mean of all, and as slow as lets anything through.
     values = np.unique(finite[finite >= least_sum / stages * (1 - _EPS)])
-    for slowest in values:
+    values = values[a * values + b * least_sum < best]
+    low, high = 0, len(values)
+    while low < high:
+        middle = (low + high) // 2
+        if _gets_through(table <= values[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    for slowest in values[low:]:
         if a * slowest + b * least_sum >= best:
             break
         total, found = _shortest(np.where(table <= slowest, table, np.inf))
         if found and a * slowest + b * total < best:
             best, ends = a * float(slowest) + b * total, found
     return (best, ends) if ends else (float("inf"), ())
+
+
+def _gets_through(is_open: NDArray[np.bool_]) -> bool:
+    """Whether some cut has only stages that are open."""
+    at = np.zeros(is_open.shape[1], dtype=bool)
+    at[0] = True
+    for stage in is_open:
+        at = stage[at].any(axis=0)
+    return bool(at[-1])
 
 
 def _shortest(table: Floats) -> tuple[float, tuple[int, ...]]:

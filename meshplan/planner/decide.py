@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Final
 
 import numpy as np
 
@@ -17,9 +18,13 @@ from meshplan.planner.decision import Bound, Decision, Ladder, Question
 from meshplan.planner.job import Job
 from meshplan.planner.near import SLACK, Near
 from meshplan.planner.numbers import Numbers, memory_bounds, time_bounds
+from meshplan.planner.polish import polish
 from meshplan.planner.row import Candidate
 from meshplan.planner.search import Found, Measured, search
 from meshplan.planner.space import Rejected
+
+_MOST_CHOICES: Final = 8
+"""After each the memory room knows better what it was wrong about."""
 
 
 def decide(question: Question, told: Callable[[str], None] = lambda text: None) -> Decision:
@@ -37,17 +42,31 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
     limit = job.question.time_limit_s
     told(f"{len(job.grid):,} configurations")
     numbers = job.usual
-    found = search(
-        numbers,
-        job.capacity,
-        lambda candidate: job.measure(numbers, candidate),
-        slack=SLACK,
-        deadline=None if limit is None else began + limit,
-        told=lambda found: told(_line(job, found)),
-    )
-    chosen, others = Near(job, numbers, found).choose()
+    deadline = None if limit is None else time.monotonic() + limit
+    for _ in range(_MOST_CHOICES):
+        found = search(
+            numbers,
+            job.capacity,
+            lambda candidate: job.measure(numbers, candidate),
+            slack=SLACK,
+            deadline=deadline,
+            is_stopped=job.question.is_stopped,
+            told=lambda found: told(_line(job, found)),
+        )
+        polish(job, numbers, found, deadline)
+        chosen, others = Near(job, numbers, found).choose()
+        if chosen is None:
+            break
+        if (certified := job.certified(chosen)) is not None:
+            chosen = certified
+            break
+        told("what was chosen holds more than its pieces told: looking again")
+    else:
+        chosen = None
     best = found.best
     samples = job.samples(best.row) if best else 0
+    ladder = _ladder(job, numbers, best) if best else None
+    is_stopped = job.question.is_stopped()
     return Decision(
         spec=job.spec,
         chosen=chosen,
@@ -55,7 +74,7 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
         gap=found.gap,
         alternatives=others,
         rejected=(*job.free.rejected, *_why_refused(found)),
-        ladder=_ladder(job, numbers, best) if best else None,
+        ladder=ladder,
         num_configs=len(job.grid),
         num_options=sum(job.free.options),
         num_measured=found.num_measured,
@@ -65,7 +84,10 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
         flops=job.flops(best.row) if best else 0.0,
         profile=job.profile,
         limit_bytes=job.question.limit_bytes,
-        is_whole=found.is_whole,
+        # What was cut short after the search may have ended with another plan than usual.
+        is_whole=found.is_whole and not is_stopped,
+        is_interrupted=is_stopped,
+        profile_path=job.question.profile_path,
         bounds=tuple(_bounds(job, numbers)),
         measured=tuple(job.measured),
     )
@@ -86,10 +108,16 @@ def _line(job: Job, found: Found) -> str:
     return f"{found.best.seconds:.3f} s: {mesh}"
 
 
-def _ladder(job: Job, numbers: Numbers, best: Candidate) -> Ladder:
-    """The same space where the network, or memory, is no limit."""
-    no_network = search(job.numbers(without(job.profile, network=True)), job.capacity, _fits)
-    no_limit = search(numbers, float("inf"), _fits)
+def _ladder(job: Job, numbers: Numbers, best: Candidate) -> Ladder | None:
+    """The same space where the network, or memory, is no limit; None if that is not waited for."""
+    stop = job.question.is_stopped
+    if stop():
+        return None
+    free = job.numbers(without(job.profile, network=True))
+    no_network = search(free, job.capacity, _fits, is_stopped=stop)
+    no_limit = search(numbers, float("inf"), _fits, is_stopped=stop)
+    if not (no_network.is_whole and no_limit.is_whole):
+        return None
     assert no_network.best is not None
     assert no_limit.best is not None
     return Ladder(

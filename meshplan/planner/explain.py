@@ -53,7 +53,7 @@ class Shares:
 NAMES: Final[Mapping[str, str]] = {
     "compute": "kernels that reach less",
     "recompute": "recomputation",
-    "tensor_parallel": "what tp sends in the way",
+    "tensor_parallel": "what tp or ep sends in the way",
     "data": "gathering and reducing that nothing hides",
     "pipeline": "bubbles of the pipeline",
 }
@@ -221,6 +221,7 @@ def _best(job: Job) -> _Answer:
         job.capacity,
         lambda candidate: job.measure(numbers, candidate),
         deadline=_deadline(job),
+        is_stopped=job.question.is_stopped,
     )
     way = found.measured.result if found.measured is not None else None
     assert way is None or isinstance(way, Way)
@@ -245,7 +246,7 @@ def _missing(job: Job) -> int | None:
     for candidate in smallest:
         if max(candidate.linear_bytes) >= least:
             break
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or job.question.is_stopped():
             return None
         way = job.measure(numbers, candidate, to_the_end=True).result
         if isinstance(way, Way):

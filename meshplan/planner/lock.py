@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,14 +32,19 @@ class Lock:
 
     Args:
         spec, model: Hashes of what it was made for.
+        profile: (file beside the lock, its hash) of the constants that were measured; None where
+            it went by meshplan's own.
         chosen: Statements by path.
         path: Of the file.
+        content: All that it says.
     """
 
     spec: str
     model: str
     chosen: Mapping[str, Any]
+    profile: tuple[Path, str] | None
     path: Path
+    content: Mapping[str, Any]
 
 
 def lock_path(plan: str | os.PathLike[str]) -> Path:
@@ -104,11 +109,25 @@ def read(path: Path) -> Lock | None:
             spec=str(inputs["plan"]),
             model=str(inputs["model"]),
             chosen=dict(content["chosen"]),
+            profile=_profile_of(path, inputs),
             path=path,
+            content=content,
         )
     except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
         what = f"this is no lock file of this version: {error}".partition("\n")[0]
         raise SpecError(Problem(what, Origin(str(path)), _AGAIN)) from None
+
+
+def _profile_of(path: Path, inputs: Mapping[str, Any]) -> tuple[Path, str] | None:
+    if "profile_file" not in inputs:
+        return None
+    stated = inputs["profile_file"]
+    return path.parent / str(stated["path"]), str(stated["hash"])
+
+
+def file_hash(path: Path) -> str:
+    """Of what a file says."""
+    return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
 def overrides(stated: Mapping[str, Any]) -> list[str]:
@@ -116,15 +135,12 @@ def overrides(stated: Mapping[str, Any]) -> list[str]:
     return [f"{path}={json.dumps(value)}" for path, value in stated.items()]
 
 
-def locked(
-    source: Any, spec: Spec, graph: ModelGraph, load: Callable[[Sequence[str]], Spec]
-) -> Spec | str:
-    """The spec with its lock's choices on top, or why there is no lock of this plan and model.
+def locked(source: Any, spec: Spec, graph: ModelGraph) -> Lock | str:
+    """The lock of a plan file, or why there is none of this plan and model.
 
     Args:
         source: The plan file; a mapping has no lock.
         spec: As the file says it.
-        load: The same with more statements.
 
     Raises:
         SpecError: The lock cannot be read.
@@ -139,4 +155,34 @@ def locked(
         return f"{path.name} was made for another state of this file"
     if lock.model != model_hash(graph):
         return f"{path.name} was made for another model"
-    return load(overrides(lock.chosen))
+    if lock.profile is not None:
+        profile, known = lock.profile
+        # Where a job runs, the file need not be: its figures have done their work.
+        if profile.is_file() and file_hash(profile) != known:
+            return f"{path.name} was made with another state of {profile.name}"
+    return lock
+
+
+def chosen_spec(
+    load: Callable[[Sequence[str]], Spec], chosen: Mapping[str, Any], source: str
+) -> Spec:
+    """The spec with choices on top, each of which is said to stand in `source`."""
+    spec = load(overrides(chosen))
+
+    def is_chosen(path: str) -> bool:
+        return any(path == c or path.startswith((f"{c}.", f"{c}[")) for c in chosen)
+
+    origins = {
+        path: Origin(source, origin.path) if is_chosen(path) else origin
+        for path, origin in spec.origins.items()
+    }
+    return replace(spec, origins=origins)
+
+
+def profile_of_lock(source: Any) -> Path | None:
+    """The profile that the lock of a plan file was made with, where it is still there."""
+    if not isinstance(source, (str, os.PathLike)):
+        return None
+    lock = read(lock_path(source))
+    found = lock and lock.profile
+    return found[0] if found and found[0].is_file() else None

@@ -5,12 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from meshplan.errors import Origin, Problem, SpecError
+from meshplan.planner.changed import Change, changes
 from meshplan.planner.decision import Decision
-from meshplan.planner.lock import FORMAT, lock_path, model_hash, spec_hash, write
+from meshplan.planner.lock import (
+    FORMAT,
+    file_hash,
+    lock_path,
+    model_hash,
+    overrides,
+    read,
+    spec_hash,
+    write,
+)
 from meshplan.planner.settle import patterns
+from meshplan.reader import load_spec
 from meshplan.version import __version__
+
+_SUFFIX: Final = ".lock.yaml"
 
 
 def write_lock(
@@ -18,15 +32,51 @@ def write_lock(
 ) -> Path:
     """Write a decision beside its plan file, or where it is told; returns where."""
     target = Path(path) if path is not None else lock_path(plan)
-    write(target, lock_of(decision))
+    write(target, lock_of(decision, target.parent))
     return target
 
 
-def lock_of(decision: Decision) -> dict[str, Any]:
+def changes_since(
+    plan: str | os.PathLike[str], decision: Decision, path: str | Path | None = None
+) -> tuple[Change, ...] | None:
+    """What a decision says otherwise than the lock that is there; None where there is none.
+
+    Raises:
+        SpecError: There is one, and it cannot be read.
+    """
+    target = Path(path) if path is not None else lock_path(plan)
+    lock = read(target)
+    return changes(lock.content, lock_of(decision, target.parent)) if lock else None
+
+
+def source_of_lock(path: Path) -> tuple[Path, list[str]] | None:
+    """(the plan file of a lock, its choices as statements); None where `path` is no lock.
+
+    Raises:
+        SpecError: The plan file is not beside it, or says something else by now.
+    """
+    if not path.name.endswith(_SUFFIX):
+        return None
+    lock = read(path)
+    if lock is None:
+        return None
+    source = path.with_name(f"{path.name.removesuffix(_SUFFIX)}.yaml")
+    fix = "give the plan file itself, or run meshplan plan again"
+    if not source.is_file():
+        what = f"this is the lock of {source.name}, which is not beside it"
+        raise SpecError(Problem(what, Origin(str(path)), fix))
+    if spec_hash(load_spec(source)) != lock.spec:
+        what = f"this lock was made for another state of {source.name}"
+        raise SpecError(Problem(what, Origin(str(path)), fix))
+    return source, overrides(lock.chosen)
+
+
+def lock_of(decision: Decision, folder: Path) -> dict[str, Any]:
     """The content of the file: the same inputs give the same bytes.
 
     Args:
         decision: One that chose something.
+        folder: That the file will be in.
     """
     chosen = decision.chosen
     assert chosen is not None
@@ -39,6 +89,7 @@ def lock_of(decision: Decision) -> dict[str, Any]:
             "model": model_hash(plan.graph),
             "profile": f"{decision.profile.device}, {decision.profile.framework}, "
             f"{decision.profile.dtype}",
+            **_profile_file(decision, folder),
         },
         "chosen": dict(chosen.stated),
         "expected": {
@@ -71,6 +122,15 @@ def lock_of(decision: Decision) -> dict[str, Any]:
         "tensors": dict(_tensors(decision)),
         "rejected": [f"{each.what}: {each.why}" for each in decision.rejected],
     }
+
+
+def _profile_file(decision: Decision, folder: Path) -> dict[str, Any]:
+    """The file of measured constants, where it went by one."""
+    path = decision.profile_path
+    if path is None:
+        return {}
+    name = os.path.relpath(path, folder).replace(os.sep, "/")
+    return {"profile_file": {"path": name, "hash": file_hash(path)}}
 
 
 def _round(number: float) -> float:

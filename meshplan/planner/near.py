@@ -79,7 +79,10 @@ class Near:
         """Those of some (row, options) that the memory room certifies, in this order."""
         found = self._found
         for row, options in tries:
-            while most > 0 and (one := self._solve(row, options)) is not None:
+            while most > 0 and not self._job.question.is_stopped():
+                one = self._solve(row, options)
+                if one is None:
+                    break
                 measured = self._job.measure(self._numbers, one)
                 found.num_measured += 1
                 most -= 1

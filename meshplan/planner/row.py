@@ -44,6 +44,15 @@ def solve_row(
     return solver.best(below)
 
 
+def seconds_of(numbers: Numbers, candidate: Candidate) -> float:
+    """Of a step, whatever the candidate was looked for."""
+    row = candidate.row
+    a, b = (float(each[0]) for each in weights(numbers.grid[row : row + 1]))
+    takes = np.array(candidate.takes)
+    stages = (takes * np.where(takes > 0, numbers.seconds[row][None], 0.0)).sum(axis=(1, 2))
+    return float(a * stages.max() + b * stages.sum() + numbers.once_s[row])
+
+
 class Row:
     """One configuration."""
 
@@ -60,6 +69,11 @@ class Row:
         named = np.array([bool(name) for name in numbers.names] or [True] * len(numbers.order))
         self._can_begin = np.append(named, False)
         self._can_begin[0] = True
+        self._pinned = [
+            (place, stage if stage >= 0 else self._stages - 1)
+            for place, stage in enumerate(numbers.stages)
+            if stage is not None
+        ]
         self._can_end = np.append(False, np.logical_or.accumulate(named))
 
     def best(self, below: float) -> Candidate | None:
@@ -103,7 +117,13 @@ class Row:
         linear = [
             float(table[at]) for at in zip(range(self._stages), ends[:-1], ends[1:], strict=True)
         ]
-        return Candidate(row, float("nan"), ends, tuple(takes), tuple(linear))
+        a, b = (float(each[0]) for each in weights(numbers.grid[row : row + 1]))
+        times = [
+            float(np.where(np.array(take) > 0, menu.seconds, 0.0).ravel() @ np.array(take).ravel())
+            for take, menu in zip(takes, self._menus, strict=True)
+        ]
+        seconds = a * max(times) + b * sum(times) + float(numbers.once_s[row])
+        return Candidate(row, seconds, ends, tuple(takes), tuple(linear))
 
     def _is_open(self, stage: int, i: Counts, j: Counts) -> NDArray[np.bool_]:
         """Where a stage may begin and end: blocks are left for those before and after it."""
@@ -111,6 +131,9 @@ class Row:
         is_open = (i >= stage) & (j <= places - self._stages + stage)
         is_open &= (i == 0) == (stage == 0)
         is_open &= (j == places - 1) == (stage == self._stages - 1)
+        for place, own in self._pinned:
+            if stage == own:
+                is_open &= (i <= place) & (place < j)
         return np.asarray(is_open & self._can_begin[i] & self._can_end[j])
 
     def _bounds(self) -> Floats:

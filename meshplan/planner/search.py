@@ -26,8 +26,14 @@ _EPS: Final = 1e-12
 _FAILURES: Final = 6
 """Answers that may fail before something that surely fits is looked for."""
 _SHARES: Final = (0.8, 0.65, 0.5, 0.35)
+_LOOKED_AT, _ASKED = 40, 3
+"""Rows that are tried at each share of the memory, and those that are measured."""
 _MOST_TRIES: Final = 12
 """Answers of one row that are measured before it is given up, which `Found.given_up` tells."""
+
+
+_MOST_HALVED: Final = 12
+"""How often what lies between an answer that fits and one that does not is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +45,14 @@ class Measured:
         excess_bytes: What the stage that is worst off holds above `linear_bytes`.
         why: Why it cannot be, where it cannot; it then does not fit.
         result: Whatever the measuring made, for those who asked for it.
+        is_of_row: Whether other answers of the row hold as much above their linear figures.
     """
 
     fits: bool
     excess_bytes: float = 0.0
     why: str = ""
     result: object = None
+    is_of_row: bool = True
 
 
 @dataclass(slots=True)
@@ -59,7 +67,7 @@ class Found:
         excess: By row, what its last answer really held above the linear figures.
         num_solved, num_measured: How much work it was.
         given_up: Rows whose answers were measured too often.
-        is_whole: Whether the search came to its end, and not to the time limit's.
+        is_whole: Whether the search came to its end, and was not ended.
     """
 
     best: Candidate | None = None
@@ -87,6 +95,7 @@ def search(
     slack: float = 0.0,
     tolerance: float = TOLERANCE,
     deadline: float | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
     told: Callable[[Found], None] = lambda found: None,
 ) -> Found:
     """The fastest row of the space that fits.
@@ -96,9 +105,12 @@ def search(
         measure: Asks the memory room.
         slack: Rows this much slower than the best are told too, as a share.
         deadline: `time.monotonic()` at which to end with what is there.
+        is_stopped: Whether somebody wants it to end with that now.
         told: Is told of each better answer.
     """
-    return _Search(numbers, capacity, measure, slack, tolerance, deadline, told).run()
+    found = _Search(numbers, capacity, measure, slack, tolerance, deadline, told)
+    found.is_stopped = is_stopped
+    return found.run()
 
 
 @dataclass(slots=True)
@@ -108,12 +120,16 @@ class _State:
     Attributes:
         capacity: Bytes for its next answer, by the linear figures.
         fits_up_to, over_from: What fitted and what did not, likewise.
+        seconds: Of its last answer.
+        halved: How often what lies between was looked at.
     """
 
     capacity: float
     fits_up_to: float = -1.0
     over_from: float = float("inf")
     tries: int = 0
+    seconds: float = 0.0
+    halved: int = 0
 
 
 class _Search:
@@ -132,6 +148,7 @@ class _Search:
         self._numbers, self._capacity, self._measure = numbers, capacity, measure
         self._slack, self._tolerance = slack, tolerance
         self._deadline, self._told = deadline, told
+        self.is_stopped: Callable[[], bool] = lambda: False
         self.found = Found()
         self._waiting: list[tuple[float, int]] = []
         """(seconds that it takes at the least, row)."""
@@ -183,7 +200,8 @@ class _Search:
         return False
 
     def _is_late(self) -> bool:
-        return self._deadline is not None and time.monotonic() > self._deadline
+        late = self._deadline is not None and time.monotonic() > self._deadline
+        return late or self.is_stopped()
 
     def _seed(self) -> None:
         """Find any answer where the fastest rows fail: one that keeps well clear of the limit."""
@@ -193,17 +211,19 @@ class _Search:
             if not len(rows):
                 return
             order = np.argsort(priced_bounds(self._numbers, rows, room), kind="stable")
-            for row in map(int, rows[order[:3]]):
-                if self._is_late():
-                    return
-                candidate = solve_row(self._numbers, row, room)
-                if candidate is None or self._is_over(row):
+            asked = 0
+            for row in map(int, rows[order[:_LOOKED_AT]]):
+                if self._is_late() or asked == _ASKED:
+                    break
+                if self._is_over(row):
                     continue
-                measured = self._measured(candidate)
+                candidate = solve_row(self._numbers, row, room)
+                if candidate is None:
+                    continue
+                measured, asked = self._measured(candidate), asked + 1
                 if measured.fits:
-                    self.found.best, self.found.measured = candidate, measured
                     self.found.excess[row] = max(measured.excess_bytes, 0.0)
-                    self._told(self.found)
+                    self._take(candidate, measured)
                     return
 
     def _by_bound(self) -> Iterator[tuple[float, int]]:
@@ -236,7 +256,9 @@ class _Search:
         found.num_solved += 1
         candidate = solve_row(self._numbers, row, state.capacity, limit)
         if candidate is None or max(candidate.linear_bytes) <= state.fits_up_to:
+            self._halve(row, state)
             return
+        state.seconds = candidate.seconds
         least = min(following, self._waiting[0][0] if self._waiting else following)
         if candidate.seconds > least:
             heapq.heappush(self._waiting, (candidate.seconds, row))
@@ -252,20 +274,47 @@ class _Search:
             return
         held = max(candidate.linear_bytes)
         if measured.fits:
-            found.best, found.measured = candidate, measured
+            self._take(candidate, measured)
             state.fits_up_to = held
-            self._told(found)
         else:
             state.over_from = min(state.over_from, held)
             self._failures += 1
             if state.tries == 2 and not self._can_fit(row, candidate):
                 return
+            if not measured.is_of_row:  # Some other answer, no slower, may hold less.
+                self._unproved = min(self._unproved, candidate.seconds)
         found.excess[row] = max(measured.excess_bytes, 0.0)
         below = float(np.nextafter(state.over_from, 0.0))
         state.capacity = min(self._capacity - found.excess[row], below)
         heapq.heappush(self._waiting, (candidate.seconds if not measured.fits else 0.0, row))
         if self._failures == _FAILURES and found.best is None:
             self._seed()
+
+    def _halve(self, row: int, state: _State) -> None:
+        """Look between what fits and what does not, where nothing is left within the capacity.
+
+        What failed held more above its linear figure than smaller answers may: its worst moment
+        is another.
+        """
+        if state.over_from == float("inf") or state.halved == _MOST_HALVED:
+            return
+        least = max(Row(self._numbers, row, float("inf")).smallest().linear_bytes)
+        low = max(least, state.fits_up_to)
+        if state.capacity > low:
+            return  # It is too slow, and not too large.
+        middle = (low + state.over_from) / 2
+        if not low < middle < state.over_from:
+            return
+        state.halved += 1
+        state.capacity = middle
+        heapq.heappush(self._waiting, (state.seconds, row))
+
+    def _take(self, candidate: Candidate, measured: Measured) -> None:
+        """What fits is the answer, if it is faster than the one before."""
+        found = self.found
+        if found.best is None or candidate.seconds < found.best.seconds:
+            found.best, found.measured = candidate, measured
+            self._told(found)
 
     def _measured(self, candidate: Candidate) -> Measured:
         self.found.num_measured += 1
@@ -274,8 +323,11 @@ class _Search:
     def _can_fit(self, row: int, candidate: Candidate) -> bool:
         """Whether what holds the least does; if not, the row is out, and others with it."""
         smallest = Row(self._numbers, row, float("inf")).smallest()
-        if smallest.linear_bytes != candidate.linear_bytes and self._measured(smallest).fits:
-            return True
+        if smallest.linear_bytes != candidate.linear_bytes:
+            measured = self._measured(smallest)
+            if measured.fits:
+                self._take(smallest, measured)
+                return True
         config = self._numbers.grid[row]
         key, micro = _mesh_key(config), int(config["micro"])
         self._over[key] = min(micro, self._over.get(key, micro))

@@ -70,7 +70,7 @@ def memory_to_text(estimate: MemoryEstimate, model: str, *, colour: bool = False
     Args:
         model: What the title calls the plan and its model.
     """
-    sections = [_table(estimate, model, colour), _peak(estimate), _reconciliation(estimate)]
+    sections = [_table(estimate, model, colour), _peak(estimate), reconciliation_to_text(estimate)]
     if estimate.fits is False and estimate.fixes:
         sections.append(_fixes(estimate, colour))
     sections.append(_basis(estimate))
@@ -126,7 +126,8 @@ def _peak(estimate: MemoryEstimate) -> list[str]:
     return [title, *columns(rows, "<>>")]
 
 
-def _reconciliation(estimate: MemoryEstimate) -> list[str]:
+def reconciliation_to_text(estimate: MemoryEstimate) -> list[str]:
+    """From the textbook to the exact figure of the worst ranks, term by term."""
     first, *rest = estimate.reconciliation
     rows = [(f"  {first.name}", "", format_bytes(first.total_bytes), "")]
     rows += [

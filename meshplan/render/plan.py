@@ -19,11 +19,13 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
     chosen = decision.chosen
     ladder = decision.ladder
     return {
-        **(_way_to_json(decision, chosen) if chosen else dict.fromkeys(_KEYS)),
+        **(way_to_json(decision, chosen) if chosen else dict.fromkeys(_KEYS)),
         "limit_bytes": decision.limit_bytes,
         "fits": chosen is not None,
         "gap": decision.gap if chosen else None,
+        "objective": decision.objective,
         "is_whole": decision.is_whole,
+        "is_interrupted": decision.is_interrupted,
         "num_configs": decision.num_configs,
         "num_measured": decision.num_measured,
         "search_s": decision.search_s,
@@ -36,13 +38,14 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
             "plan_s": ladder.plan_s,
         },
         "chosen": dict(chosen.stated) if chosen else None,
-        "alternatives": [_way_to_json(decision, way) for way in decision.alternatives],
+        "alternatives": [way_to_json(decision, way) for way in decision.alternatives],
         "rejected": [{"what": each.what, "why": each.why} for each in decision.rejected],
         "profile": {
             "device": decision.profile.device,
             "framework": decision.profile.framework,
             "dtype": decision.profile.dtype,
             "residual": decision.profile.residual,
+            "file": str(decision.profile_path) if decision.profile_path else None,
         },
     }
 
@@ -53,12 +56,13 @@ _KEYS = (
 )  # fmt: skip
 
 
-def _way_to_json(decision: Decision, way: Way) -> dict[str, Any]:
+def way_to_json(decision: Decision, way: Way) -> dict[str, Any]:
+    """One way, as in `result` of schema plan/1 and in its lists."""
     plan = way.plan
     a, stages = plan.assignment, plan.assignment.stages
     batch = plan.spec.batch
     return {
-        "mesh": {axis.name: axis.size for axis in a.mesh},
+        "mesh": {each.name: each.size for each in (*a.mesh, *a.mesh.loans)},
         "strategy": a.strategy.name,
         "batch": {
             "micro": plan.micro,
@@ -81,6 +85,21 @@ def _way_to_json(decision: Decision, way: Way) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def no_space_to_json(why: str) -> dict[str, Any]:
+    """The `result` of schema plan/1 where what is stated leaves nothing to choose from."""
+    return {
+        **dict.fromkeys(_KEYS),
+        "fits": False,
+        "gap": None,
+        "is_whole": True,
+        "num_configs": 0,
+        "ladder": None,
+        "chosen": None,
+        "alternatives": [],
+        "rejected": [{"what": "everything", "why": why}],
+    }
+
+
 def decision_to_text(decision: Decision, title: str, *, colour: bool = False) -> list[str]:
     """The lines of the answer, without the notes.
 
@@ -92,18 +111,21 @@ def decision_to_text(decision: Decision, title: str, *, colour: bool = False) ->
         limit = format_gib(decision.limit_bytes)
         line = f"{title}: nothing in the space fits into {limit}"
         if not decision.is_whole:
-            line = f"{title}: the time was up before anything was found that fits into {limit}"
+            end = "it was interrupted" if decision.is_interrupted else "the time was up"
+            line = f"{title}: {end} before anything was found that fits into {limit}"
         return [paint(line, "bold", colour), "", *_rejected(decision)]
     lines = [
         paint(f"{title}: {_seconds(chosen.seconds)} a step", "bold", colour)
-        + f", {decision.tokens_per_s(chosen):,.0f} tokens/s per GPU"
+        + f", {_rate(decision, chosen)} per GPU"
         + f", MFU {decision.mfu(chosen):.1%}",
         "",
         *(f"  {line}" for line in statement_lines(chosen.stated)),
         "",
         *_memory(decision, chosen),
+        *_least(decision),
         "",
         *_ladder(decision),
+        *_unproved(decision),
         *_alternatives(decision),
         "",
         *_rejected(decision),
@@ -111,19 +133,26 @@ def decision_to_text(decision: Decision, title: str, *, colour: bool = False) ->
     return lines
 
 
+def _rate(decision: Decision, way: Way) -> str:
+    """Tokens, or samples where these have no length."""
+    if decision.tokens:
+        return f"{decision.tokens_per_s(way):,.0f} tokens/s"
+    return f"{decision.samples / way.seconds / way.plan.mesh.world_size:,.1f} samples/s"
+
+
 def statement_lines(stated: Mapping[str, Any]) -> Iterator[str]:
     """Statements as they would stand in a plan file, one a line."""
     for path, value in stated.items():
         if value is not None:
-            yield f"{path}: {_flow(value)}"
+            yield f"{path}: {flow(value)}"
 
 
-def _flow(value: Any) -> str:
+def flow(value: Any) -> str:
     """A value as YAML on one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_flow, value)) + "]"
+        return "[" + ", ".join(map(flow, value)) + "]"
     if isinstance(value, str):
         return value if value.replace("_", "").isalnum() else json.dumps(value)
     return json.dumps(value)
@@ -137,7 +166,14 @@ def _memory(decision: Decision, way: Way) -> list[str]:
         f"{format_gib(limit - high)} left",
         f"        on ranks {ranks_to_text(worst.ranks)}, in {worst.at.phase}"
         + (f" of {worst.at.module}" if worst.at.module else ""),
+        *(f"        if {value}" for what, value in way.memory.assumed if what == "routing"),
     ]
+
+
+def _least(decision: Decision) -> list[str]:
+    if decision.objective != "memory":
+        return []
+    return [f"        the least; by linear figures nothing can hold {decision.gap:.1%} less"]
 
 
 def _ladder(decision: Decision) -> list[str]:
@@ -152,9 +188,17 @@ def _ladder(decision: Decision) -> list[str]:
         f"{ladder.plan_s / ladder.no_memory_limit_s - 1:.1%}",
         f"        {_seconds(ladder.plan_s)} the fastest of {decision.num_configs:,} "
         f"configurations, each with {decision.num_options} choices for every block "
-        + (f"(gap {decision.gap:.2%})" if decision.is_whole else "so far: the time was up"),
-        *([] if decision.is_whole else [f"        nothing is {decision.gap:.1%} faster"]),
+        + (f"(gap {decision.gap:.2%})" if decision.is_whole else "so far"),
     ]
+
+
+def _unproved(decision: Decision) -> list[str]:
+    if decision.is_whole:
+        return []
+    end = "it was interrupted" if decision.is_interrupted else "the time was up"
+    if decision.objective == "memory":
+        return [f"so far: {end}"]
+    return [f"so far: {end}; nothing in the space is more than {decision.gap:.1%} faster"]
 
 
 def _alternatives(decision: Decision) -> list[str]:

@@ -15,7 +15,7 @@ from meshplan.render.findings import place_to_json
 from meshplan.render.ranks import map_of_ranks
 from meshplan.render.stages import stages_to_json, stages_to_text
 from meshplan.render.text import columns, paint
-from meshplan.render.tree import Entry, fold_tree
+from meshplan.render.tree import Entry, Row, fold_tree
 from meshplan.units import format_bytes
 
 _WRAPPERS: Mapping[str, str] = {
@@ -33,14 +33,15 @@ def plan_to_text(plan: Plan, *, colour: bool = False) -> list[str]:
         [paint(title, "bold", colour)],
         map_of_ranks(plan),
         *([stages_to_text(plan)] if plan.assignment.stages else []),
-        columns(_settings(plan), "<<"),
+        columns(settings(plan), "<<"),
         _tree(plan),
         states_to_text(plan),
     ]
     return "\n\n".join("\n".join(section) for section in sections).splitlines()
 
 
-def _settings(plan: Plan) -> list[tuple[str, str]]:
+def settings(plan: Plan) -> list[tuple[str, str]]:
+    """What holds for the whole model, by name."""
     spec, assignment = plan.spec, plan.assignment
     stated = spec.strategy is not None
     source = spec.origin("strategy" if stated else "mesh")
@@ -51,7 +52,7 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
              "output": precision.output, "master": precision.master}  # fmt: skip
     stated_roles = [f"{role} {dtype}" for role, dtype in roles.items() if dtype]
     return [
-        ("strategy", f"{_why(strategy, plan)}; applied as {_WRAPPERS[assignment.wrapper]}"),
+        ("strategy", f"{why_to_text(strategy, plan)}; applied as {_WRAPPERS[assignment.wrapper]}"),
         ("precision", ", ".join(stated_roles) or "the model's own"),
         ("optimizer", spec.optimizer + (f", gradient norm at most {clip:g}" if clip else "")),
         ("batch", _batch(plan)),
@@ -68,7 +69,7 @@ def _context(plan: Plan) -> str:
     held = f"chunks {chunks[0]} and {chunks[1]}" if context.balance else f"chunk {chunks[0]}"
     tokens = f", {seq_len // size:,} tokens," if seq_len else ""
     return (
-        f"{_why(context.reason, plan)}; rank 0 holds {held} of "
+        f"{why_to_text(context.reason, plan)}; rank 0 holds {held} of "
         f"{context.num_chunks(size)}{tokens} of each sample"
     )
 
@@ -90,8 +91,16 @@ def _batch(plan: Plan) -> str:
 def _tree(plan: Plan) -> list[str]:
     header: tuple[str, ...] = ("class", "shape", "at rest", "on rank 0", "dtype")
     header = ("module or tensor", *header, f"decided by (line:column of {plan.spec.source})")
-    rows = [("  " * row.depth + row.name, *row.cells) for row in fold_tree(_entries(plan))]
+    rows = [("  " * row.depth + row.name, *row.cells) for row in tree(plan)]
     return columns([header, *rows], "<<<<<<<")
+
+
+def tree(plan: Plan) -> list[Row]:
+    """A row for each module that is decided upon and each tensor, equal blocks folded.
+
+    Its cells: class, shape, layout, piece of rank 0, dtype, what decided it.
+    """
+    return fold_tree(_entries(plan))
 
 
 def _entries(plan: Plan) -> list[Entry]:
@@ -99,7 +108,7 @@ def _entries(plan: Plan) -> list[Entry]:
     graph, assignment = plan.graph, plan.assignment
     notes: dict[str, list[str]] = {fqn: [] for fqn in graph.modules}
     for fqn, unit in assignment.units.items():
-        notes[fqn].append(f"{_unit(plan, fqn)}: {_why(unit.reason, plan)}")
+        notes[fqn].append(f"{_unit(plan, fqn)}: {why_to_text(unit.reason, plan)}")
         if unit.precision != plan.spec.precision and unit.precision.word:
             notes[fqn].append(f"precision {unit.precision.word}")
     for fqn, recompute in assignment.recompute.items():
@@ -107,16 +116,16 @@ def _entries(plan: Plan) -> list[Entry]:
         reason = Reason(
             f"activation_checkpointing: {recompute.policy.mode}{save}", recompute.reason.origin
         )
-        notes[fqn].append(_why(reason, plan))
+        notes[fqn].append(why_to_text(reason, plan))
     for fqn, code, stated in assignment.apply:
-        notes[fqn].append(_why(Reason(f"apply: {code}", stated.origin), plan))
+        notes[fqn].append(why_to_text(Reason(f"apply: {code}", stated.origin), plan))
     by_module: dict[str, list[Placed]] = {}
     for placed in assignment.tensors.values():
         holder = placed.info.module
         by_module.setdefault(holder if holder in graph.modules else "", []).append(placed)
     for fqn, use in assignment.styles.items():
         if not any(placed.tp_reason == use.reason for placed in by_module.get(fqn, ())):
-            notes[fqn].append(_why(use.reason, plan))
+            notes[fqn].append(why_to_text(use.reason, plan))
     pieces: dict[tuple[object, ...], str] = {}
     out = []
     for fqn, module in graph.modules.items():
@@ -154,19 +163,21 @@ def _tensor_cells(
         dtype += f", computed in {placed.compute_dtype}"
     # What made the unit, ", repeated block", is said on its own row.
     data = Reason(placed.data_reason.text.partition(", ")[0], placed.data_reason.origin)
-    why = [_why(r, plan) for r in (placed.tp_reason, placed.ep_reason, data) if r]
+    why = [why_to_text(r, plan) for r in (placed.tp_reason, placed.ep_reason, data) if r]
     if not info.is_buffer and not info.trainable:
         why.append("frozen")
     if info.aliases:
         why.append(f"also named {', '.join(info.aliases)}")
-    return _shape(info.shape), placed.stored.spell(mesh), pieces[key], dtype, "; ".join(why)
+    return shape_to_text(info.shape), placed.stored.spell(mesh), pieces[key], dtype, "; ".join(why)
 
 
 def _pieces(plan: Plan, placed: Placed) -> str:
     """What rank 0 holds, and the smallest piece where pieces differ."""
     first = placed.local_shape(plan.mesh)
     smallest = _smallest(plan, placed)
-    return _shape(first) + (f", least {_shape(smallest)}" if smallest != first else "")
+    return shape_to_text(first) + (
+        f", least {shape_to_text(smallest)}" if smallest != first else ""
+    )
 
 
 def _smallest(plan: Plan, placed: Placed) -> tuple[int, ...]:
@@ -177,11 +188,11 @@ def _smallest(plan: Plan, placed: Placed) -> tuple[int, ...]:
     return placed.local_shape(mesh, least)
 
 
-def _shape(shape: Sequence[int]) -> str:
+def shape_to_text(shape: Sequence[int]) -> str:
     return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
-def _why(reason: Reason, plan: Plan) -> str:
+def why_to_text(reason: Reason, plan: Plan) -> str:
     """`13:17 tp: colwise`: the line first; the file only where it is another one."""
     origin = reason.origin
     if origin is None:

@@ -100,7 +100,8 @@ class _Dispatch:
             weights.reshape(-1).index_select(0, order),
         )  # fmt: skip
         here = torch.arange(self.num_local, device=slots.device).repeat(self.ranks)
-        computed = self._compute(rows, here.repeat_interleave(theirs), scores)
+        ids = here.repeat_interleave(theirs, output_size=rows.shape[0])
+        computed = self._compute(rows, ids, scores)
         (back,) = _Exchange.apply(self.group, received, sent, 1.0 / self.ranks, computed)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.shape[0], device=order.device)
@@ -115,8 +116,8 @@ class _Dispatch:
         is_like = weights.shape == index.shape and index.ndim > 0
         if is_like and hidden.shape[:-1].numel() * index.shape[-1] == slots.shape[0]:
             inside = ((slots >= 0) & (slots < self.num_experts)).all()
-            counted = torch.bincount(
-                slots.clamp(0, self.num_experts - 1), minlength=self.num_experts
+            counted = slots.new_zeros(self.num_experts).scatter_add_(
+                0, slots.clamp(0, self.num_experts - 1), torch.ones_like(slots)
             )
             return torch.where(inside, counted, -1)
         return torch.full((self.num_experts,), -1, device=slots.device)

@@ -211,7 +211,7 @@ def decided(
         SpecError: The model cannot be built.
         PlanError: The plan does not fit it.
     """
-    model = _built(source).train()
+    model = built_without_memory(source).train()
     if change is not None:
         before = graph_of(model)
         model = change(copy.deepcopy(model))  # The user may have named a model, not a function.
@@ -229,8 +229,12 @@ def decided(
     return model, make_plan(spec, graph_of(model, flow), rehearse=rehearser(model, inputs))
 
 
-def _built(source: Source) -> nn.Module:
-    """The model without memory: on meta, or where its code reads numbers meanwhile, as fakes."""
+def built_without_memory(source: Source) -> nn.Module:
+    """The model without memory: on meta, or where its code reads numbers meanwhile, as fakes.
+
+    Raises:
+        SpecError: It cannot be built.
+    """
     if source.config is not None and getattr(source.config, "use_cache", False):
         config = copy.deepcopy(source.config)
         config.use_cache = False  # It is for generating; in training it would only hold tensors.

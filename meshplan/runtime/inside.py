@@ -17,6 +17,7 @@ _ops: Final[Any] = torch.ops.aten
 _ROWS_PER_THREAD: Final = 10
 _FEW_ROWS: Final = 3072
 """Of Embedding.cu: rows summed by one thread, and indices up to which nothing is sorted."""
+_SORTED_IN_PLACE: Final = 4096
 
 
 def taken_inside(func: Any, args: Any, out: Any) -> tuple[int, ...]:
@@ -80,12 +81,23 @@ def _put_and_add(args: Any, out: Any) -> tuple[int, ...]:
     return (each,) * 5
 
 
+def _sort(args: Any, out: Any) -> tuple[int, ...]:
+    """Source: Sort.cu: up to 4096 in place; one list's indices counted, keys and indices twice."""
+    x, *_ = args
+    count = x.numel()
+    if count <= _SORTED_IN_PLACE or x.ndim != 1:
+        return ()
+    return (8 * count, x.element_size() * count, 8 * count)
+
+
 _ROWS: Final[Mapping[Any, Callable[[Any, Any], tuple[int, ...]]]] = MappingProxyType(
     {
         _ops._scaled_dot_product_flash_attention_backward.default: _flash_backward,
         _ops._scaled_dot_product_cudnn_attention_backward.default: _flash_backward,
         _ops._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
         _ops.embedding_dense_backward.default: _embedding_backward,
+        _ops.sort.default: _sort,
+        _ops.sort.stable: _sort,
         _ops.index_put_.default: _put_and_add,
         _ops.index_put.default: _put_and_add,
         _ops._index_put_impl_.default: _put_and_add,

@@ -26,6 +26,7 @@ _MOST: Final = 1 << 20
 """Elements of the largest tensor whose numbers are kept."""
 
 _ANSWERS: Final = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+_GROUPED: Final = torch.ops.aten._grouped_mm.default
 _NAMES: Final = (
     "arange", "ones", "zeros", "full", "scalar_tensor", "lift_fresh", "eye", "linspace",
 )  # fmt: skip
@@ -55,6 +56,8 @@ class Shadows(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         kwargs = kwargs or {}
+        if func is _GROUPED and args[0].dtype != torch.bfloat16:
+            return _grouped(func, args, kwargs)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         is_known = all(t in self._real or not is_fake(t) for t in tensors) and (
             bool(tensors) or func.overloadpacket in _MAKERS
@@ -88,6 +91,16 @@ class Shadows(TorchDispatchMode):
     @staticmethod
     def _like(real: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), real)
+
+
+def _grouped(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Kernels multiply groups in every dtype, torch's rule for fakes in bfloat16 alone."""
+
+    def narrow(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+
+    out: torch.Tensor = func(*tree_map_only(torch.Tensor, narrow, args), **kwargs)
+    return out.to(args[0].dtype)
 
 
 def _one(dtype: torch.dtype) -> bool | int | float:

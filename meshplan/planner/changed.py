@@ -1,0 +1,70 @@
+"""What a new answer says otherwise than the lock that was there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+_ENOUGH: Final = 1e-3
+"""A figure that moves by a smaller share is the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One field.
+
+    Args:
+        field: Its path: of a choice as in plan.yaml, of anything else as in the lock.
+        old, new: None where it was, or is, not said.
+    """
+
+    field: str
+    old: Any
+    new: Any
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Change, ...]:
+    """What differs between the contents of two locks: why, what was chosen, what follows.
+
+    Figures count where they move by a tenth of a per cent; layouts follow from the choices, and are
+    not told.
+    """
+    before, after = dict(_fields(old)), dict(_fields(new))
+    return tuple(
+        Change(field, before.get(field), after.get(field))
+        for field in dict.fromkeys((*after, *before))
+        if not _same(field, before.get(field), after.get(field))
+    )
+
+
+def _fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name in ("plan", "model", "profile", "profile_file"):
+        yield f"inputs.{name}", _mapping(content, "inputs").get(name)
+    for path, value in _mapping(content, "chosen").items():
+        if path == "mesh" and isinstance(value, Mapping):
+            yield from ((f"mesh.{axis}", size) for axis, size in value.items())
+        else:
+            yield path, value
+    for name in ("step_s", "tokens_per_s_per_gpu", "mfu"):
+        yield f"expected.{name}", _mapping(content, "expected").get(name)
+    groups = content.get("memory")
+    high = [
+        group["high_bytes"]
+        for group in (groups if isinstance(groups, list) else ())
+        if isinstance(group, Mapping) and isinstance(group.get("high_bytes"), int)
+    ]
+    yield "memory.high_bytes", max(high, default=None)
+
+
+def _mapping(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part that people may have edited: the lock is theirs, and only its choices are checked."""
+    found = content.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _same(field: str, old: Any, new: Any) -> bool:
+    is_figure = field.startswith(("expected.", "memory."))
+    if is_figure and isinstance(old, (int, float)) and isinstance(new, (int, float)):
+        return bool(abs(new - old) <= _ENOUGH * abs(old))
+    return bool(old == new)

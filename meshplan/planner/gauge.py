@@ -1,0 +1,155 @@
+"""What a rank holds at the least, from a model with few of the blocks: seconds become a blink.
+
+Alike blocks that do the same hold the same. So of many in a row five are replayed, and what the one
+in the middle holds beyond its own time counts for all that were left out; of a pipeline's other
+stages, one block each. The figure is what the streams' pools would hold of what the whole replay
+requests, and never more: moments in which blocks that were left out would run are left out too. So
+it may rule out, and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from meshplan.graph import ModelGraph, around
+from meshplan.memory.log import Event, EventLog
+from meshplan.planner.settle import Block
+
+_KEPT: Final = 5
+"""Of a row of alike blocks: those at its ends have other neighbours, and those beside them touch
+what they hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Short:
+    """A model with few blocks that stands for one with many.
+
+    Args:
+        graph: With as many blocks as `stages` have.
+        stages: What each does.
+        times: By the fqn of a block, how many blocks it stands for.
+    """
+
+    graph: ModelGraph
+    stages: tuple[tuple[Block, ...], ...]
+    times: Mapping[str, int]
+
+
+def shorten(
+    stages: Sequence[Sequence[Block]], place: int, graph_of: Callable[[int], ModelGraph]
+) -> Short | None:
+    """What one rank along the pipeline does, with few blocks; None where that is no shorter.
+
+    Args:
+        stages: What each block does; all blocks are alike.
+        place: Of the rank.
+        graph_of: The model with so many blocks.
+    """
+    kept: list[list[tuple[Block, int]]] = []
+    for number, blocks in enumerate(stages):
+        if number != place:
+            kept.append([(blocks[0], 1)])
+            continue
+        kept.append([])
+        for _, same in itertools.groupby(blocks, key=lambda b: (b.recompute, b.reshard)):
+            run = list(same)
+            left_out = max(0, len(run) - _KEPT)
+            middle = _KEPT // 2
+            few = run[: middle + 1] + run[middle + 1 + left_out :]
+            kept[-1] += [(b, 1 + left_out * (at == middle)) for at, b in enumerate(few)]
+    count = sum(map(len, kept))
+    if count == sum(map(len, stages)):
+        return None
+    container = stages[0][0].name.rpartition(".")[0]
+    names = (f"{container}.{number}" if container else str(number) for number in range(count))
+    times: dict[str, int] = {}
+    short = []
+    for stage in kept:
+        named = []
+        for block, many in stage:
+            named.append(replace(block, name=next(names)))
+            if many > 1:
+                times[named[-1].name] = many
+        short.append(tuple(named))
+    return Short(graph_of(count), tuple(short), times)
+
+
+def least_bytes(log: EventLog, short: Short) -> int:
+    """What the whole model's rank reserves at the least, so far as the short one's log tells it."""
+    if not short.times:
+        return log.pooled_bytes
+    blocks = {block.name for stage in short.stages for block in stage}
+    block_of = _Blocks(log, blocks)
+    lasting = _lasting(log, block_of, short)
+    live: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for (delta, storage, _), (before, after) in zip(log.events, block_of.running(), strict=True):
+        times = short.times.get(block_of[storage], 1) if storage in lasting else 1
+        stream = log.storages[storage].stream
+        live[stream] = held = live.get(stream, 0) + delta * times
+        if before not in short.times and after not in short.times:
+            most[stream] = max(held, most.get(stream, 0))
+    return sum(most.values())
+
+
+def _lasting(log: EventLog, block_of: _Blocks, short: Short) -> set[int]:
+    """Storages of blocks that stand for many, which are there when none near them runs.
+
+    What a unit gathers before its turn, or reduces after it, is there once, however many there are.
+    """
+    order = [block.name for stage in short.stages for block in stage]
+    near = {
+        name: {*order[max(at - 1, 0) : at + 2]}
+        for at, name in enumerate(order)
+        if name in short.times
+    }
+    waiting: set[int] = set()
+    lasting: set[int] = set()
+    sizes: dict[int, int] = {}
+    for (delta, storage, _), running in zip(log.events, block_of.running(), strict=True):
+        name = block_of[storage]
+        if name in near:
+            sizes[storage] = sizes.get(storage, 0) + delta
+            if sizes[storage]:
+                waiting.add(storage)
+            else:
+                waiting.discard(storage)
+        done = [each for each in waiting if near[block_of[each]].isdisjoint(running)]
+        lasting.update(done)
+        waiting.difference_update(done)
+    return lasting
+
+
+class _Blocks:
+    """Which block each storage is of, and which one runs."""
+
+    def __init__(self, log: EventLog, blocks: set[str]) -> None:
+        self._log = log
+        known: dict[str, str] = {}
+        self._of: list[str] = []
+        for each in log.storages:
+            if each.module not in known:
+                known[each.module] = next((m for m in around(each.module) if m in blocks), "")
+            self._of.append(known[each.module])
+
+    def __getitem__(self, storage: int) -> str:
+        return self._of[storage]
+
+    def running(self) -> Iterator[tuple[str, str]]:
+        """By event, the blocks whose operators made something last, and will next; "" for none."""
+        events = self._log.events
+        after = [*self._last(events[::-1])]
+        return zip(self._last(events), reversed(after), strict=True)
+
+    def _last(self, events: Sequence[Event]) -> Iterator[str]:
+        """By event, the block whose operator was the last of its phase to make something."""
+        running, now = "", -1
+        for delta, storage, phase in events:
+            if phase != now:
+                running, now = "", phase
+            if delta > 0 and self._log.storages[storage].op:
+                running = self._of[storage]
+            yield running

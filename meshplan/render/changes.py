@@ -1,0 +1,61 @@
+"""What a new answer of the planner changes, on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from meshplan.planner.changed import Change
+from meshplan.render.plan import flow
+from meshplan.units import format_gib
+
+_INPUTS: Final = {
+    "inputs.plan": "the plan file says something else",
+    "inputs.model": "the model is another",
+    "inputs.profile": "it is for another machine",
+    "inputs.profile_file": "it goes by another measurement of the machine",
+}
+_FIGURES: Final = {
+    "expected.step_s": "a step",
+    "expected.tokens_per_s_per_gpu": "tokens/s per GPU",
+    "expected.mfu": "MFU",
+    "memory.high_bytes": "memory",
+}
+
+
+def changes_to_json(changes: Sequence[Change] | None) -> list[dict[str, Any]] | None:
+    """`result.changed` of schema plan/1; None without a last lock."""
+    if changes is None:
+        return None
+    return [{"field": each.field, "old": each.old, "new": each.new} for each in changes]
+
+
+def changes_to_text(changes: Sequence[Change] | None) -> list[str]:
+    """A line for each; none without a last lock."""
+    if changes is None:
+        return []
+    if not changes:
+        return ["nothing changed since the last lock"]
+    return [f"changed since the last lock: {_line(each)}" for each in changes]
+
+
+def _line(change: Change) -> str:
+    field, old, new = change.field, change.old, change.new
+    if field in _INPUTS:
+        return _INPUTS[field]
+    name = _FIGURES.get(field, field)
+    return f"{name}: {_value(field, old)} -> {_value(field, new)}"
+
+
+def _value(field: str, value: Any) -> str:
+    if value is None:
+        return "not stated" if field not in _FIGURES else "not told"
+    if field == "expected.step_s":
+        return f"{value:.3f} s"
+    if field == "expected.mfu":
+        return f"{value:.1%}"
+    if field == "expected.tokens_per_s_per_gpu":
+        return f"{value:,.0f}"
+    if field == "memory.high_bytes":
+        return format_gib(value)
+    return flow(value)

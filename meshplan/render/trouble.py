@@ -1,0 +1,72 @@
+"""Why there is no plan, and what would help, on paper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshplan.planner.remedy import Remedy, Trouble
+from meshplan.render.plan import statement_lines
+from meshplan.render.text import columns
+from meshplan.units import format_gib
+
+
+def trouble_to_json(trouble: Trouble) -> dict[str, Any]:
+    """`result.conflict` and `result.fixes` of schema plan/1."""
+    return {
+        "conflict": {
+            "statements": [{"path": s.path, "value": s.text} for s in trouble.conflict],
+            "is_least": trouble.is_least,
+            "is_hopeless": trouble.is_hopeless,
+            "why": trouble.why,
+            "is_whole": trouble.is_whole,
+        },
+        "fixes": [_remedy_to_json(each) for each in trouble.remedies],
+    }
+
+
+def _remedy_to_json(each: Remedy) -> dict[str, Any]:
+    return {
+        "change": each.change,
+        "setting": dict(each.setting),
+        "num_gpus": each.num_gpus,
+        "step_s": each.way.seconds,
+        "is_whole": each.is_whole,
+        "peak_bytes": each.way.memory.worst.band[1],
+        "chosen": dict(each.way.stated),
+    }
+
+
+def trouble_to_text(trouble: Trouble) -> list[str]:
+    """The lines of the answer."""
+    return [*conflict_to_text(trouble), "", *_remedies(trouble)]
+
+
+def conflict_to_text(trouble: Trouble) -> list[str]:
+    """What contradicts what: a sentence, and the statements."""
+    why = [f"  {trouble.why}"] if trouble.why else []
+    if not trouble.conflict:
+        if not trouble.is_hopeless:
+            return ["the time was up before it was known which statements are in the way", *why]
+        return ["no statement of the plan is in the way: with nothing stated nothing fits", *why]
+    title = "nothing fits with all of these, whatever else is left open; with any one less it does"
+    if len(trouble.conflict) == 1:
+        title = "nothing fits with this, whatever else is left open; without it something does"
+    if not trouble.is_least:
+        title = "some of these do not go together; the time was up before it was known which"
+    return [title, *(f"  {each}" for each in trouble.conflict), *why]
+
+
+def _remedies(trouble: Trouble) -> list[str]:
+    if not trouble.remedies:
+        more = "" if trouble.is_whole else " before the time was up"
+        return [f"no single change was found that helps{more}"]
+    rows = [
+        (
+            f"  {each.change}",
+            f"{each.way.seconds:.3f} s a step",
+            f"{format_gib(each.way.memory.worst.band[1])} at the most",
+            "; ".join(statement_lines(each.setting)),
+        )
+        for each in trouble.remedies
+    ]
+    return ["one change at a time, each searched and replayed:", *columns(rows, "<>><")]

@@ -1,0 +1,95 @@
+"""What a model with few blocks says of one with many: never more than is there, and nearly all."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshplan.memory.told import told_rank
+from meshplan.plan import make_plan
+from meshplan.planner.asking import question_of_file
+from meshplan.planner.gauge import least_bytes, shorten
+from meshplan.planner.job import Job
+from meshplan.planner.lock import overrides
+from meshplan.planner.row import Candidate, Row, solve_row
+from meshplan.planner.settle import Block, statements
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,
+    "intermediate_size": 3072, "num_hidden_layers": 18, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 2048,
+    "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    hardware = {"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}
+    plan = {
+        "version": 1, "model": {"config": "config.json"}, "hardware": hardware, "mesh": "auto",
+        "strategy": "auto", "precision": "bf16-mixed", "batch": {"global": 32, "seq_len": 512},
+    }  # fmt: skip
+    (tmp_path / "plan.yaml").write_text(json.dumps(plan))
+    return Job(question_of_file(tmp_path / "plan.yaml"))
+
+
+def some(job: Job, count: int) -> Iterator[Candidate]:
+    """Random rows, with as little memory as makes their blocks differ, or as small as can be."""
+    rng, numbers = random.Random(0), job.usual
+    while count:
+        row = rng.randrange(len(job.grid))
+        smallest = Row(numbers, row, float("inf")).smallest()
+        room = max(smallest.linear_bytes) * rng.choice((1.01, 1.2, 1.5, 3))
+        found = solve_row(numbers, row, room) or smallest
+        if sum(map(len, job.blocks(numbers, found))) == LLAMA["num_hidden_layers"]:
+            count -= 1
+            yield found
+
+
+def test_few_blocks_never_say_more_than_all_and_hardly_less(job: Job) -> None:
+    question, numbers = job.question, job.usual
+    assert question.shorter is not None
+    shares, shortened = [], 0
+    for candidate in some(job, 30):
+        stages = job.blocks(numbers, candidate)
+        plan = make_plan(question.read(overrides(job.stated(numbers, candidate))), question.graph)
+        for place in {0, len(stages) - 1}:
+            short = shorten(stages, place, question.shorter)
+            if short is None:
+                continue
+            row = job.grid[candidate.row]
+            stated = statements(job.spec, job.free, row, short.stages, {})
+            few = make_plan(question.read(overrides(stated)), short.graph)
+            rank = place * (plan.mesh.world_size // len(stages))
+            least = least_bytes(told_rank(few, rank, device=question.device), short)
+            whole = told_rank(plan, rank, device=question.device).pooled_bytes
+            assert least <= whole, (row, place)
+            shares.append(least / whole)
+            shortened += bool(short.times)
+    assert shortened > 10
+    assert sorted(shares)[len(shares) // 10] > 0.95
+    assert sorted(shares)[len(shares) // 2] == 1
+
+
+def test_what_stands_for_others_keeps_the_ends_of_its_row() -> None:
+    stages = [[Block(f"h.{n}", 0, 1) for n in range(8)],
+              [Block(f"h.{n}", 2 if n < 15 else 0, 1) for n in range(8, 20)]]  # fmt: skip
+    asked = []
+    short = shorten(stages, 1, lambda blocks: asked.append(blocks))  # type: ignore[arg-type,func-returns-value]
+    assert short is not None
+    assert [[block.recompute for block in stage] for stage in short.stages] == [
+        [0],
+        [2] * 5 + [0] * 5,
+    ]
+    assert [block.name for stage in short.stages for block in stage] == [
+        f"h.{n}" for n in range(11)
+    ]
+    assert short.times == {"h.3": 3}
+    assert asked == [11]
+    assert shorten(stages[:1], 0, lambda blocks: None).times == {"h.2": 4}  # type: ignore
+    assert shorten([stages[0][:5]], 0, lambda blocks: None) is None  # type: ignore
