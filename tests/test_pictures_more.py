@@ -39,6 +39,9 @@ PIPED = {
 }
 
 
+ALONE = {"mesh": {"dp_shard": 1}, "strategy": "full_shard", "hardware": None}
+
+
 def estimate_of(plan):
     device, limit_bytes, _ = read_limit(None, None, plan.spec)
     return told_estimate(plan, device=device, limit_bytes=limit_bytes)
@@ -347,6 +350,11 @@ def test_a_large_tree_is_cut_and_counts_what_it_leaves_out():
 @pytest.mark.parametrize("what", ["treemap", "comm", "graph"])
 def test_strange_names_and_empty_models_are_drawn(what):
     check_readable(draw(plan_of(strange(), mesh={"dp_shard": 2}), what, theme="dark").figure)
+    alone = draw(llama(2, **ALONE), what)
+    check_readable(alone.figure)
+    texts = " ".join([alone.title, *written(alone.figure)])
+    assert " 1 B" not in texts
+    assert "whole on every rank" not in texts
     empty = plan_of(graph({"a": "linear"}, {}), mesh={"dp_shard": 1})
     picture = draw(empty, what)
     check_readable(picture.figure)
