@@ -27,6 +27,7 @@ from meshplan.pictures.treemap import squarified, treemap
 from meshplan.pictures.waterfall import waterfall
 from meshplan.sizing import read_limit
 from meshplan.units import GIB
+from tests.bench.gallery import FOLDER, MOST_BYTES, PAGE, SHOWN
 from tests.graphs import blocks, graph
 from tests.pictured import LLAMA, boxes, check_readable, llama, plan_of, strange, written
 
@@ -417,3 +418,12 @@ def test_a_picture_that_cannot_be_written_is_a_problem(tmp_path, monkeypatch):
     picture = draw(llama(2), "mesh")
     with pytest.raises(SpecError, match="cannot be written"):
         picture.save(tmp_path / f"{'n' * 300}.png")
+
+
+def test_the_gallery_shows_every_picture():
+    page = PAGE.read_text()
+    assert {shown.what for shown in SHOWN} == set(WHATS)
+    files = [FOLDER / shown.file for shown in SHOWN]
+    assert all(f"](gallery/{file.name})" in page for file in files)
+    assert sorted(FOLDER.iterdir()) == sorted(files)
+    assert max(file.stat().st_size for file in files) < MOST_BYTES
