@@ -46,7 +46,7 @@ svg {{ width: 100%; height: auto; }}
 """
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Picture:
     """One question about a plan, answered.
 
@@ -115,6 +115,9 @@ class Picture:
         return _PAGE.format(
             title=html.escape(self.title), figure=self.inline(), paper=paper, ink=ink
         )
+
+    def __repr__(self) -> str:
+        return f"<Picture of {self.what}: {self.title}>"
 
     def _repr_html_(self) -> str:
         return self.inline()
