@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from meshplan.api import decide as decide
     from meshplan.api import estimate_memory as estimate_memory
     from meshplan.api import estimate_states as estimate_states
+    from meshplan.api import verify_plan as verify_plan
     from meshplan.errors import ApplyError as ApplyError
     from meshplan.errors import MeshplanError as MeshplanError
     from meshplan.errors import PlanError as PlanError
@@ -49,6 +50,7 @@ _ROOMS = {
     "estimate_states": "meshplan.api",
     "estimate_memory": "meshplan.api",
     "check_plan": "meshplan.api",
+    "verify_plan": "meshplan.api",
     "search_plan": "meshplan.planning",
     "explain": "meshplan.planning",
     "lock_plan": "meshplan.planning",
