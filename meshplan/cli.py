@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from meshplan import api, cli_draw, cli_planning
+from meshplan import api, cli_draw, cli_planning, cli_report
 from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.recipes import find_plan
 from meshplan.render.estimate import estimate_to_json, estimate_to_text
@@ -234,6 +234,7 @@ VERBS: tuple[Verb, ...] = (
     *cli_planning.VERBS,
     Verb("show", "every layout of a plan, with the line that decided it", _model_flags, _show),
     *cli_draw.VERBS,
+    *cli_report.VERBS,
     Verb("verify", "run a plan, made small, beside one process", _verify_flags, _verify),
     Verb("demo", "train under a plan on this machine, beside one process", _demo_flags, _demo),
 )

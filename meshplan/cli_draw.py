@@ -15,7 +15,7 @@ from meshplan.sizing import read_limit
 from meshplan.verbs import YES, Verb, plan_file, print_notes
 
 if TYPE_CHECKING:
-    from meshplan.memory.log import EventLog
+    from meshplan.memory import EventLog, MemoryEstimate
     from meshplan.pictures.types import Picture
     from meshplan.plan import Plan
 
@@ -121,26 +121,51 @@ def _of_search(path: str, args: argparse.Namespace) -> Picture:
 
 def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     """What goes with the question."""
+    from meshplan.pictures.main import check_rank
+
     if args.rank is not None and not args.rank.isdigit():
         raise SpecError(Problem(f"'{args.rank}' is no rank", Origin("--rank"), "such as --rank 0"))
+    if args.rank is not None:
+        check_rank(plan, int(args.rank))
     given: dict[str, Any] = {
         "name": args.module, "rank": None if args.rank is None else int(args.rank),
         "gpu": args.gpu, "memory": args.memory, "of": args.bytes,
     }  # fmt: skip
-    if args.what == "timeline" and not plan.graph.config:
-        given["log"] = _traced(plan, args)
-    if args.what in _OF_MEMORY:
-        told: Callable[[str], None] = lambda text: print_notes(args, [text])  # noqa: E731
+    if args.what not in (*_OF_MEMORY, "timeline"):
+        return given
+    # As `meshplan estimate` does: the config alone, and what it does not tell is traced.
+    estimate = _told(plan, args)
+    if args.what == "timeline":
+        if estimate is None:
+            given["log"] = _traced(plan, args)
+        elif args.rank is None:
+            given["rank"] = estimate.worst.ranks[0]
+        return given
+    if estimate is None:
         try:
-            given["estimate"] = api.estimate_memory(
+            estimate = api.estimate_memory(
                 path, args.set, model=args.model, config=args.config, gpu=args.gpu,
-                memory=args.memory, fixes=False, told=told,
+                memory=args.memory, fixes=False, told=lambda text: print_notes(args, [text]),
             )  # fmt: skip
         except PlanError:
             # Where nothing tells the step, the picture of memory shows the states, and says so.
             if args.what != "memory":
                 raise
+    given["estimate"] = estimate
     return given
+
+
+def _told(plan: Plan, args: argparse.Namespace) -> MemoryEstimate | None:
+    """What the config alone tells; None where it does not, or where there is none."""
+    from meshplan.memory.told import told_estimate
+
+    if not plan.graph.config:
+        return None
+    device, limit_bytes, notes = read_limit(args.gpu, args.memory, plan.spec)
+    try:
+        return told_estimate(plan, device=device, limit_bytes=limit_bytes, notes=notes)
+    except PlanError:
+        return None
 
 
 def _traced(plan: Plan, args: argparse.Namespace) -> EventLog:

@@ -13,6 +13,7 @@ from meshplan.cost.profile import Profile
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.plan import Plan
 from meshplan.planner import locking, module
+from meshplan.planner.asking import question_of_file, with_profile
 from meshplan.planner.changed import Change
 from meshplan.planner.decision import Decision, Question, Way
 from meshplan.planner.difference import Difference, difference, side_of
@@ -23,7 +24,6 @@ from meshplan.planner.objectives import answer
 from meshplan.planner.remedy import Trouble, trouble_of
 from meshplan.planner.reshard import Reshard, reshard
 from meshplan.planner.sizes import Training, fewest, positive
-from meshplan.planner.whole import question_of_file, with_profile
 from meshplan.reader import load_spec
 
 _HARDWARE = ("nodes", "gpus_per_node", "gpu", "memory", "intra", "inter", "headroom")
@@ -97,8 +97,8 @@ def fewest_devices(
     """The fewest whole nodes that train on so many tokens in so many days.
 
     Args:
-        plan, model, config, gpu, memory, profile, is_stopped: As for `search_plan`; how many nodes
-            the plan's `hardware` has does not matter.
+        plan, model, config, gpu, memory, profile, is_stopped: As for `search_plan`; how many
+            nodes the plan's `hardware` has does not matter.
         tokens, days: Of the whole training.
     """
     amounts = positive(tokens, "--tokens"), positive(days, "--days")

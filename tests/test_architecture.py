@@ -40,8 +40,10 @@ LEVELS = [
         planner
         pictures
         render runtime
+        report
         interop api planning verbs
-        cli_planning cli_draw
+        reporting
+        cli_planning cli_draw cli_report
         cli __init__
         __main__
     """.strip().splitlines()
@@ -71,10 +73,13 @@ LATE_BETWEEN = {
     ("cli_planning", "planning"),  # numpy
     ("cli_planning", "render"),
     ("cli_planning", "planner"),
+    ("cli_draw", "memory"),
     ("cli_draw", "pictures"),
     ("cli_draw", "planning"),
     ("cli_draw", "render"),
     ("cli_draw", "runtime"),
+    ("cli_report", "report"),
+    ("cli_report", "reporting"),
     ("cli", "memory"),
     ("cli", "reader"),
     ("cli", "render"),

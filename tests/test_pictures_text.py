@@ -17,7 +17,7 @@ from meshplan.layout import Layout
 from meshplan.memory.told import told_estimate
 from meshplan.pictures.gantt import gantt
 from meshplan.pictures.main import facts_of
-from meshplan.planner.whole import cluster_of
+from meshplan.planner.asking import cluster_of
 from meshplan.reader import load_spec
 from meshplan.render.drawn import (
     gantt_lines,

@@ -17,12 +17,13 @@ from meshplan.blueprint import from_config
 from meshplan.cli import main
 from meshplan.cost.grid import OPTIONS
 from meshplan.errors import MeshplanError, PlanError, SpecError
+from meshplan.planner.asking import question_of
 from meshplan.planner.decide import decide_job
 from meshplan.planner.job import Job
 from meshplan.planner.lock import lock_path, overrides, read
 from meshplan.planner.row import Candidate, solve_row
 from meshplan.planner.settle import Block, patterns
-from meshplan.planner.whole import question_of, whole_spec
+from meshplan.planner.whole import whole_spec
 from meshplan.planning import search_plan
 from meshplan.reader import load_spec
 from tests import models

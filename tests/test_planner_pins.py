@@ -9,12 +9,12 @@ import pytest
 
 from meshplan import api
 from meshplan.errors import PlanError
+from meshplan.planner.asking import question_of_file
 from meshplan.planner.costed import Costed
 from meshplan.planner.cutting import LAST, StagePins
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Row, solve_row
 from meshplan.planner.space import EmptySpaceError
-from meshplan.planner.whole import question_of_file
 from meshplan.planning import search_plan
 from tests.test_planner import LLAMA, PLAN, job, job_of
 

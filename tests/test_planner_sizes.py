@@ -14,6 +14,7 @@ from meshplan import api
 from meshplan.cli import main
 from meshplan.cost.grid import OPTIONS
 from meshplan.errors import SpecError
+from meshplan.planner.asking import question_of_file
 from meshplan.planner.decide import decide
 from meshplan.planner.decision import Way
 from meshplan.planner.frontier import frontier, undominated
@@ -24,7 +25,6 @@ from meshplan.planner.numbers import memory_bounds
 from meshplan.planner.row import Candidate, Row, solve_row
 from meshplan.planner.search import Measured
 from meshplan.planner.sizes import Size, _Fewest, fewest, positive, with_nodes
-from meshplan.planner.whole import question_of_file
 from meshplan.planning import fewest_devices, search_plan
 from meshplan.render.sizing import frontier_to_text
 from tests.test_planner import LLAMA, job

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from meshplan.blueprint import from_mapping
-from meshplan.errors import PlanError, SpecError
+from meshplan.errors import PlanError
 from meshplan.memory.experts import Spread, most_arriving
 from meshplan.memory.shape import shape_of
 from meshplan.memory.told import told_estimate, told_log
@@ -76,6 +76,9 @@ CASES: dict[str, Case] = {
         QWEN | {"tie_word_embeddings": True}, BF16 | {"clip_grad_norm": 1.0}, 2),
     "mixtral beside tp": (
         MIXTRAL, BF16 | WHOLE | {"mesh": {"dp_shard": 2, "tp": 2}, "tp_plan": "hf"}, 4),
+    "qwen beside tp from the data flow, some dense": (
+        QWEN | {"mlp_only_layers": [0]},
+        BF16 | AUTO | {"mesh": {"dp_shard": 2, "tp": 2}, "loss_parallel": True}, 4),
     "qwen, spread, recomputed": (QWEN, SPREAD | FULL, 4),
     "mixtral, spread over all": (
         MIXTRAL, SPREAD | {"mesh": {"dp_shard": 4, "ep": "4 in dp_shard"}}, 4),
@@ -92,6 +95,12 @@ CASES: dict[str, Case] = {
     "qwen, spread over one": (QWEN, SPREAD | {"mesh": {"dp_shard": 4, "ep": 1}}, 4),
     "mixtral, one expert a token, spread, recomputed": (
         MIXTRAL | {"num_experts_per_tok": 1}, SPREAD | FULL, 4),
+    "mixtral, spread, beside tp as transformers has it": (
+        MIXTRAL,
+        SPREAD | {
+            "mesh": {"dp_shard": 2, "tp": 2, "ep": "2 in dp_shard"}, "tp_plan": "hf",
+            "rules": [*SPREAD["rules"], *WHOLE["rules"]],
+        }, 4),
     "mixtral, spread, beside tp": (
         MIXTRAL,
         SPREAD | {
@@ -309,8 +318,8 @@ def test_switches_that_change_a_block_are_refused(more: dict[str, Any], what: st
 
 
 def test_a_token_goes_to_experts_that_there_are() -> None:
-    with pytest.raises(SpecError, match="a token cannot be sent to 5 of 4 experts"):
-        from_mapping(MIXTRAL | {"num_experts_per_tok": 5})
+    with pytest.raises(PlanError, match="a token cannot be sent to 5 of 4 experts"):
+        shape_of(from_mapping(MIXTRAL | {"num_experts_per_tok": 5}))
 
 
 def test_mixtral_looks_back_as_far_as_its_config_says() -> None:
@@ -319,6 +328,6 @@ def test_mixtral_looks_back_as_far_as_its_config_says() -> None:
     assert shape_of(from_mapping(MIXTRAL | {"sliding_window": 24})).window == 24
 
 
-def test_experts_beside_tp_auto_need_a_live_model() -> None:
+def test_what_auto_derives_of_other_experts_needs_a_live_model() -> None:
     with pytest.raises(PlanError, match="auto reads tensor parallelism"):
-        plan_of(MIXTRAL, {"version": 1} | AUTO, 2)
+        plan_of(MIXTRAL | {"experts_implementation": "eager"}, {"version": 1} | AUTO, 2)

@@ -48,6 +48,13 @@ GPT2: dict[str, Any] = {
 }  # fmt: skip
 
 
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN = LLAMA | {
+    "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40, "mlp_only_layers": [1],
+}  # fmt: skip
+
+
 def plan_of(schedule: str, pp: int = 2, microbatches: int = 4, **more: Any) -> dict[str, Any]:
     pipeline: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches}
     for key in ("virtual", "split"):
@@ -94,6 +101,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ["transformer.wte", "transformer.wpe"], ["transformer.h.0"]])),
     "gpt2 with embeddings apart": (GPT2, plan_of("1F1B", split=[
         ["transformer.wte"], ["transformer.wpe"]])),
+    "mixtral": (MIXTRAL, plan_of("1F1B", **MIXED)),
+    "mixtral, recomputed": (MIXTRAL, plan_of("Interleaved1F1B", virtual=2, **AGAIN, **MIXED)),
+    "qwen, some blocks dense, selective": (
+        QWEN, plan_of("GPipe", activation_checkpointing="selective", **MORE)),
 }  # fmt: skip
 DEFAULT = {"interleaved, recomputed": 3, "gpt2, tied, clipped": 0}
 """One rank of each; the wide run takes one of every stage."""

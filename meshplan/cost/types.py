@@ -67,6 +67,8 @@ class Kind:
         context_bytes: Of the keys and values that its attention reads, for one sample.
         scores_flops: The part of `forward.flops` that grows with the square of the length.
         frozen: Elements of `numels` that get no gradient.
+        turn_bytes: By place in `grid.RECOMPUTE`, the most that its backward holds for one sample
+            beside what blocks before it keep; () where nobody told.
     """
 
     name: str
@@ -86,6 +88,7 @@ class Kind:
     expert_numel: int = 0
     num_experts: int = 0
     frozen: int = 0
+    turn_bytes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

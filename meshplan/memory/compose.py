@@ -80,26 +80,48 @@ class Composer:
         return low, self._written(modes, {key: end.high for key, end in ends.items()})
 
     def kept_bytes(self) -> Mapping[str, tuple[int, int]]:
-        """By block, what it adds to what there is in the loss, at its worst: plain, and run again.
+        """By block, what it adds at the turn from forward to backward: plain, and run again.
 
-        Under "" what lies in no block. No figure is above what a mixed microbatch has, but where
-        two blocks hold one tensor in two ways.
+        Under "" what lies in no block. Together no more than what a mixed microbatch has then, but
+        where two blocks hold one tensor in two ways.
         """
-        alive = [cut.alive_in_loss() for cut in self._cuts]
-        plain: Counter[str] = Counter()
-        again: Counter[str] = Counter()
         cuts, twins = self._cuts, self._twins
-        for storage in alive[_PLAIN]:
-            block = self._keys[cuts[_PLAIN].births[storage].piece].block
-            plain[block] += cuts[_PLAIN].sizes[storage]
-            if twins[_PLAIN].get(storage) in alive[_AGAIN]:
-                again[block] += cuts[_PLAIN].sizes[storage]
-        for storage in alive[_AGAIN]:
-            if twins[_AGAIN].get(storage) not in alive[_PLAIN]:
-                block = self._keys[cuts[_AGAIN].births[storage].piece].block
-                takers = self._takers.get(storage, [block])
-                again[takers[0]] += cuts[_AGAIN].sizes[storage]
-        return {block: (plain[block], again[block]) for block in {*plain, *again}}
+        alive = [cut.alive_at_turn() for cut in cuts]
+        kept: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        for mode in (_PLAIN, _AGAIN):
+            for storage in alive[mode]:
+                size = cuts[mode].sizes[storage]
+                block = self._keys[cuts[mode].births[storage].piece].block
+                twin = twins[mode].get(storage)
+                known = storage if mode == _AGAIN else twin
+                takers = self._takers.get(known, []) if known is not None else []
+                if twin in alive[1 - mode]:
+                    kept[mode][block] += size
+                elif mode == _AGAIN:
+                    kept[mode][takers[0] if takers else block] += size
+                elif not takers:  # Or else whoever is called with it may be who holds it.
+                    kept[mode][block] += size
+        blocks = {*kept[_PLAIN], *kept[_AGAIN]} - {""}
+        return {
+            "": (min(kept[_PLAIN][""], kept[_AGAIN][""]),) * 2,
+            **{block: (kept[_PLAIN][block], kept[_AGAIN][block]) for block in blocks},
+        }
+
+    def turn_bytes(self) -> Mapping[str, tuple[int, int]]:
+        """By block, the most that its backward holds beside what blocks before it keep.
+
+        Plain, and run again; gradients of parameters do not count.
+        """
+        out: dict[str, list[int]] = {}
+        kept = self.kept_bytes()
+        order = [key.block for key in self._keys if key.direction == "forward"]
+        for mode, cut in enumerate(self._cuts):
+            most = cut.most_in_backward()
+            before = 0
+            for block in dict.fromkeys(order):
+                out.setdefault(block, []).append(max(0, most.get(block, 0) - before))
+                before += kept.get(block, (0, 0))[mode]
+        return {block: (plain, again) for block, (plain, again) in out.items()}
 
     # Which storages are the same
 

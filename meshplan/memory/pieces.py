@@ -79,27 +79,44 @@ class Cut:
         """When it ends."""
         return self.deaths.get(storage, NEVER)
 
-    def alive_in_loss(self) -> set[int]:
-        """What there is when most is, after the last block's forward and before its backward."""
-        forwards = [n for n, piece in enumerate(self.pieces) if piece.key.direction == "forward"]
-        if not forwards:
+    def alive_at_turn(self) -> set[int]:
+        """What there is when most is, after the last block's forward and in its backward.
+
+        Nothing that other blocks keep is gone by then. Gradients of parameters do not count.
+        """
+        directions = [piece.key.direction for piece in self.pieces]
+        if "backward" not in directions:
             return set()
+        last = len(directions) - 1 - directions[::-1].index("forward")
+        turn = range(last + 1, directions.index("backward") + 1)
+        gradients = set(self.work.gradients.values())
         live = most = 0
         alive: set[int] = set()
         best: set[int] = set()
-        for number, piece in enumerate(self.pieces):
-            is_between = number == forwards[-1] + 1
+        for number, piece in enumerate(self.pieces[: turn.stop]):
             for delta, storage, _ in piece.events:
+                if storage in gradients:
+                    continue
                 live += delta
                 if delta > 0:
                     alive.add(storage)
                 else:
                     alive.discard(storage)
-                if is_between and live > most:
+                if number in turn and live > most:
                     most, best = live, set(alive)
-            if is_between:
-                break
         return best
+
+    def most_in_backward(self) -> dict[str, int]:
+        """By block, the most that there is at once in its backward, but gradients of parameters."""
+        gradients = set(self.work.gradients.values())
+        live = 0
+        out: dict[str, int] = {}
+        for piece in self.pieces:
+            for delta, storage, _ in piece.events:
+                live += 0 if storage in gradients else delta
+                if piece.key.direction == "backward":
+                    out[piece.key.block] = max(live, out.get(piece.key.block, 0))
+        return out
 
 
 def _pieces(work: Work, blocks: Collection[str]) -> Iterator[Piece]:

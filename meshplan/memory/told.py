@@ -38,8 +38,6 @@ Source: `tests/test_memory_tape.py`."""
 BRIEF_ERROR: Final = 0.03
 """How much farther what is reserved may be where microbatches are written in brief.
 [Empirical]: between 1 % less and 5 % more in 27 cases; what is requested is the same in all."""
-_LIKELY: Final = 0.85
-"""Ranks whose tensors take so much of what is of interest may well reserve more."""
 _NEARLY: Final = 0.96
 """Ranks that need so much of what the fullest needs are written out whole."""
 
@@ -93,32 +91,34 @@ def told_estimate(
         brief = works.in_brief
         told: dict[int, EventLog] = {}
         held: dict[int, Reserve] = {}
-        for number in (len(groups) - 1, *range(len(groups) - 1)):
+        in_full = set() if brief else set(range(len(groups)))
+
+        def write(number: int, *, in_brief: bool) -> None:
             rank = groups[number][0]
-            told[number] = _log_of(works, plan, rank, in_brief=brief)
-            if told[number].pooled_bytes > most_bytes:
-                raise OverError(rank, told[number].pooled_bytes)
-            if told[number].pooled_bytes > _LIKELY * most_bytes and not works.only_in_brief:
-                # What is so full may be over with what lies between; then others need not be told.
-                log = _log_of(works, plan, rank, in_brief=False) if brief else told[number]
-                reserved = reserve(with_workspaces(log, device))
-                if reserved.reserved_bytes > most_bytes:
-                    raise OverError(rank, reserved.reserved_bytes)
-                told[number], held[number] = log, reserved
-        logs = [told[number] for number in range(len(groups))]
-        most = max(log.peak.live_bytes for log in logs)
-        fullest = [n for n, log in enumerate(logs) if log.peak.live_bytes >= _NEARLY * most]
-        in_full = set(held) if brief else set(range(len(groups)))
+            log = told[number] = _log_of(works, plan, rank, in_brief=in_brief)
+            if log.pooled_bytes > most_bytes:
+                raise OverError(rank, log.pooled_bytes)
+            found = held[number] = reserve(with_workspaces(log, device))
+            if found.reserved_bytes > most_bytes and (works.only_in_brief or not in_brief):
+                raise OverError(rank, found.reserved_bytes)
+
+        for number in (len(groups) - 1, *range(len(groups) - 1)):
+            write(number, in_brief=brief)
+            if held[number].reserved_bytes > most_bytes:  # In brief: is it so?
+                write(number, in_brief=False)
+                in_full.add(number)
+        most = max(log.peak.live_bytes for log in told.values())
+        fullest = [n for n, log in told.items() if log.peak.live_bytes >= _NEARLY * most]
         of_experts = tuple(_of_experts(plan, tells_worst=tells_worst))
         while True:
             fullest = [] if works.only_in_brief else fullest
-            for number in set(fullest) - in_full:
-                logs[number] = _log_of(works, plan, groups[number][0], in_brief=False)
+            for number in sorted(set(fullest) - in_full):
+                write(number, in_brief=False)
             in_full.update(fullest)
             found = assemble(
                 plan,
                 groups,
-                logs,
+                [told[number] for number in range(len(groups))],
                 device=device,
                 limit_bytes=limit_bytes,
                 tier=Tier.REPLAY,

@@ -28,7 +28,7 @@ from meshplan.pictures.treemap import Of, draw_treemap, treemap
 from meshplan.pictures.types import Picture
 from meshplan.pictures.waterfall import draw_waterfall, waterfall
 from meshplan.plan import Plan
-from meshplan.planner.whole import cluster_of
+from meshplan.planner.asking import cluster_of
 from meshplan.sizing import read_limit
 
 if TYPE_CHECKING:
@@ -261,11 +261,21 @@ def _asked(plan: Plan, what: str, theme: str, given: Mapping[str, Any]) -> Asked
     if asked.of not in ("local", "global"):
         problem = f"there are no '{asked.of}' bytes"
         raise SpecError(Problem(problem, Origin("--bytes"), "write local or global"))
-    world = plan.mesh.world_size
-    if asked.rank is not None and not 0 <= asked.rank < world:
-        problem = f"there is no rank {asked.rank}"
-        raise SpecError(Problem(problem, Origin("--rank"), f"name one of 0 to {world - 1}"))
+    if asked.rank is not None:
+        check_rank(plan, asked.rank)
     return asked
+
+
+def check_rank(plan: Plan, rank: int) -> None:
+    """Whether the mesh has such a rank.
+
+    Raises:
+        SpecError: It has not.
+    """
+    world = plan.mesh.world_size
+    if not 0 <= rank < world:
+        problem = f"there is no rank {rank}"
+        raise SpecError(Problem(problem, Origin("--rank"), f"name one of 0 to {world - 1}"))
 
 
 def draw_decision(decision: Decision, what: str, *, theme: str = "light") -> Picture:

@@ -18,6 +18,7 @@ from meshplan.planner.decision import Bound, Decision, Ladder, Question
 from meshplan.planner.job import Job
 from meshplan.planner.near import SLACK, Near
 from meshplan.planner.numbers import Numbers, memory_bounds, time_bounds
+from meshplan.planner.polish import polish
 from meshplan.planner.row import Candidate
 from meshplan.planner.search import Found, Measured, search
 from meshplan.planner.space import Rejected
@@ -52,6 +53,7 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
             is_stopped=job.question.is_stopped,
             told=lambda found: told(_line(job, found)),
         )
+        polish(job, numbers, found, deadline)
         chosen, others = Near(job, numbers, found).choose()
         if chosen is None:
             break

@@ -25,8 +25,8 @@ class Question:
         read: The spec of the plan file with more statements.
         graph: The model.
         few: The same with few blocks, for trials of what it allows; None takes the model itself.
-        objective: One of `asking.OBJECTIVES`.
         shorter: The same with so many blocks; None where nobody can make it.
+        objective: One of `asking.OBJECTIVES`.
         is_stopped: Whether somebody wants the best so far now.
         profile: What the machine was measured to reach; None takes what is known of such devices.
         profile_path: The file that it is from.
@@ -44,9 +44,9 @@ class Question:
     cluster: Cluster
     time_limit_s: float | None = None
     few: ModelGraph | None = None
-    objective: str = "time"
     shorter: Callable[[int], ModelGraph] | None = None
     traced: Traced | None = None
+    objective: str = "time"
     is_stopped: Callable[[], bool] = lambda: False
     profile: Profile | None = None
     profile_path: Path | None = None
@@ -108,9 +108,9 @@ class Decision:
         is_whole: Whether the search came to its end.
         is_interrupted: Whether somebody ended it; else the time was up.
         profile_path: The file that the profile is from; None for one of meshplan's own.
-        objective: By which it is the best.
         bounds: Of all configurations.
         measured: What the memory room was asked for, and told, fitting or not.
+        objective: By which it is the best.
     """
 
     spec: Spec

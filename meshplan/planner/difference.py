@@ -11,9 +11,9 @@ from meshplan.cost.profile import Profile
 from meshplan.errors import MeshplanError
 from meshplan.memory.told import told_estimate
 from meshplan.plan import Plan
+from meshplan.planner.asking import cluster_of
 from meshplan.planner.costed import Costed
 from meshplan.planner.settle import patterns
-from meshplan.planner.whole import cluster_of
 from meshplan.sizing import read_limit
 from meshplan.traffic import forecast
 

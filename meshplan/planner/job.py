@@ -63,9 +63,9 @@ class Job:
         self._few = question.few or question.graph
         self._chains: dict[tuple[int, int], Chain] = {}
         self._driver = driver_bytes(question.device, ()).high
-        self.allow(question.limit_bytes)
         self.measured: list[Way] = []
         self._known: dict[tuple[object, ...], Measured] = {}
+        self.allow(question.limit_bytes)
         if free is not None:
             self.free = free
 
@@ -217,6 +217,12 @@ class Job:
     def allow(self, limit_bytes: float) -> None:
         """Ranks may hold no more than this."""
         self.capacity = (limit_bytes - self._driver) / _SHARES
+        self._known.clear()
+
+    @property
+    def chain(self) -> Chain:
+        """The model as it is without tp."""
+        return self._chain(1)
 
     def blocks(self, numbers: Numbers, candidate: Candidate) -> tuple[tuple[Block, ...], ...]:
         """By stage, what each block does."""
@@ -249,7 +255,8 @@ class Job:
             memory = self._memory(plan, float("inf") if to_the_end else self.capacity)
         except OverError as over:
             held = candidate.linear_bytes[_place(plan, over.rank)]
-            return Measured(fits=False, excess_bytes=over.reserved_bytes - held)
+            excess = over.reserved_bytes - held
+            return Measured(fits=False, excess_bytes=excess, is_of_row=self._is_of_row)
         except MeshplanError as error:
             return Measured(fits=False, why=error.problems[0].what)
         excess = 0.0
@@ -258,7 +265,15 @@ class Job:
             excess = max(excess, held - candidate.linear_bytes[_place(plan, group.ranks[0])])
         way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
         self.measured.append(way)
-        return Measured(fits=memory.fits is True, excess_bytes=excess, result=way)
+        return Measured(
+            fits=memory.fits is True, excess_bytes=excess, result=way, is_of_row=self._is_of_row
+        )
+
+    @cached_property
+    def _is_of_row(self) -> bool:
+        """Whether blocks that may choose are all alike, so that only their number counts."""
+        kinds = self._chain(1).kinds
+        return self._traced is None or sum(kind.has_options for kind in kinds) < 2
 
     def _memory(self, plan: Plan, most_bytes: float) -> MemoryEstimate:
         question = self.question

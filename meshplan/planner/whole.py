@@ -8,13 +8,7 @@ from typing import Any
 
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
-from meshplan.planner.asking import TIME_LIMIT_S as TIME_LIMIT_S
-from meshplan.planner.asking import Load as Load
-from meshplan.planner.asking import cluster_of as cluster_of
-from meshplan.planner.asking import question_of as question_of
-from meshplan.planner.asking import question_of_file as question_of_file
-from meshplan.planner.asking import with_profile as with_profile
-from meshplan.planner.asking import with_shorter
+from meshplan.planner.asking import Load, question_of, with_profile, with_shorter
 from meshplan.planner.decision import Question
 from meshplan.planner.lock import chosen_spec, locked, profile_of_lock
 from meshplan.planner.objectives import answer

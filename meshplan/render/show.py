@@ -15,7 +15,7 @@ from meshplan.render.findings import place_to_json
 from meshplan.render.ranks import map_of_ranks
 from meshplan.render.stages import stages_to_json, stages_to_text
 from meshplan.render.text import columns, paint
-from meshplan.render.tree import Entry, fold_tree
+from meshplan.render.tree import Entry, Row, fold_tree
 from meshplan.units import format_bytes
 
 _WRAPPERS: Mapping[str, str] = {
@@ -33,14 +33,15 @@ def plan_to_text(plan: Plan, *, colour: bool = False) -> list[str]:
         [paint(title, "bold", colour)],
         map_of_ranks(plan),
         *([stages_to_text(plan)] if plan.assignment.stages else []),
-        columns(_settings(plan), "<<"),
+        columns(settings(plan), "<<"),
         _tree(plan),
         states_to_text(plan),
     ]
     return "\n\n".join("\n".join(section) for section in sections).splitlines()
 
 
-def _settings(plan: Plan) -> list[tuple[str, str]]:
+def settings(plan: Plan) -> list[tuple[str, str]]:
+    """What holds for the whole model, by name."""
     spec, assignment = plan.spec, plan.assignment
     stated = spec.strategy is not None
     source = spec.origin("strategy" if stated else "mesh")
@@ -90,8 +91,16 @@ def _batch(plan: Plan) -> str:
 def _tree(plan: Plan) -> list[str]:
     header: tuple[str, ...] = ("class", "shape", "at rest", "on rank 0", "dtype")
     header = ("module or tensor", *header, f"decided by (line:column of {plan.spec.source})")
-    rows = [("  " * row.depth + row.name, *row.cells) for row in fold_tree(_entries(plan))]
+    rows = [("  " * row.depth + row.name, *row.cells) for row in tree(plan)]
     return columns([header, *rows], "<<<<<<<")
+
+
+def tree(plan: Plan) -> list[Row]:
+    """A row for each module that is decided upon and each tensor, equal blocks folded.
+
+    Its cells: class, shape, layout, piece of rank 0, dtype, what decided it.
+    """
+    return fold_tree(_entries(plan))
 
 
 def _entries(plan: Plan) -> list[Entry]:

@@ -38,10 +38,11 @@ def _remedy_to_json(each: Remedy) -> dict[str, Any]:
 
 def trouble_to_text(trouble: Trouble) -> list[str]:
     """The lines of the answer."""
-    return [*_conflict(trouble), "", *_remedies(trouble)]
+    return [*conflict_to_text(trouble), "", *_remedies(trouble)]
 
 
-def _conflict(trouble: Trouble) -> list[str]:
+def conflict_to_text(trouble: Trouble) -> list[str]:
+    """What contradicts what: a sentence, and the statements."""
     why = [f"  {trouble.why}"] if trouble.why else []
     if not trouble.conflict:
         if not trouble.is_hopeless:

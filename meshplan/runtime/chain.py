@@ -31,12 +31,14 @@ class Traces(NamedTuple):
         plain: Nothing runs again.
         again: Every block does; the same as `plain` where there are no blocks.
         kept: By block ("" for none), bytes in the loss: plain, and run again.
+        turns: By block, the most that its backward holds beside what blocks before it keep.
     """
 
     samples: int
     plain: Seen
     again: Seen
     kept: Kept
+    turns: Kept
 
 
 def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
@@ -59,6 +61,11 @@ def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
             _for_each(one.kept.get(name, nothing)[way], two.kept.get(name, nothing)[way], samples)
             for way in (0, 1)
         ]
+        turns = [
+            float(max(one.turns[name][way] / samples, two.turns[name][way] / (samples + 1)))
+            for way in (0, 0, 1)
+            if name in one.turns
+        ]
         forward = _tally([share[False, name] for share in plain], samples)
         backward = _tally([share[True, name] for share in plain], samples)
         pairs = zip(again, plain, strict=True)
@@ -79,6 +86,7 @@ def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
             saved_bytes=(kept[0], kept[0], kept[1]),
             transient_bytes=(0.0, 0.0, 0.0),
             boundary_bytes=0.0,
+            turn_bytes=tuple(turns),
         )
         found.append(kinds.setdefault(kind, replace(kind, name=name)))
     distinct = list(kinds.values())

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from meshplan.errors import ApplyError, MeshplanError, Origin, Problem
+from meshplan.planner.asking import Load, question_of
 from meshplan.planner.decision import Question
 from meshplan.planner.lock import chosen_spec, spec_hash
-from meshplan.planner.whole import Load, question_of, whole_statements
+from meshplan.planner.whole import whole_statements
 from meshplan.reader import load_spec
 from meshplan.runtime.applied import exchange, raise_told
 from meshplan.runtime.foretell import built_without_memory

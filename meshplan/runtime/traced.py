@@ -34,7 +34,7 @@ from meshplan.memory.work import Work
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.space import with_axes
 from meshplan.runtime.assumed import Loop, loop_of
-from meshplan.runtime.chain import Traces, chain_of
+from meshplan.runtime.chain import Kept, Traces, chain_of
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.probe import Ask, Seen, watch
 from meshplan.runtime.runs import runs_of, shortened
@@ -184,14 +184,16 @@ class TracedModel:
         out = {}
         for samples in sizes:
             plain, again = (seen[Ask(samples, way)] for way in (ways[0], ways[-1]))
-            out[samples] = Traces(samples, plain, again, self._kept(plain.work, again.work))
+            kept, turns = self._kept(plain.work, again.work)
+            out[samples] = Traces(samples, plain, again, kept, turns)
         return out
 
-    def _kept(self, plain: Work, again: Work) -> dict[str, tuple[int, int]]:
+    def _kept(self, plain: Work, again: Work) -> tuple[Kept, Kept]:
         try:
-            return dict(Composer(plain, again, self._blocks).kept_bytes())
+            composer = Composer(plain, again, self._blocks)
         except NotComposableError:
-            return {}
+            return {}, {}
+        return composer.kept_bytes(), composer.turn_bytes()
 
     @property
     def _blocks(self) -> tuple[str, ...]:

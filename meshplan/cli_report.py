@@ -1,0 +1,60 @@
+"""`meshplan report`: all that is known of a plan as one page."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from meshplan.errors import Problem, SpecError
+from meshplan.render.text import envelope
+from meshplan.verbs import NO, YES, Verb, plan_file, print_notes
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", metavar="FILE", help="the page, report.html")
+    parser.add_argument("--model", metavar="PKG.MOD:FN", help="a function that builds the model")
+    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
+    parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
+    parser.add_argument("--profile", metavar="FILE", help="what calibrate wrote of this machine")
+    parser.add_argument(
+        "--why-not",
+        metavar="SETTING",
+        action="append",
+        default=[],
+        help="also ask why the plan has it otherwise: mesh.tp=8, or mesh.tp for each value",
+    )
+
+
+def _report(args: argparse.Namespace) -> int:
+    from meshplan.report.main import check_target
+    from meshplan.reporting import make_report
+
+    path = plan_file(args)
+    if args.output is None:
+        raise SpecError(Problem("nothing says where the report goes", None, "add -o report.html"))
+    check_target(Path(args.output))
+    report = make_report(
+        path, args.set, model=args.model, config=args.config, gpu=args.gpu, memory=args.memory,
+        profile=args.profile, why_not=args.why_not, told=lambda text: print_notes(args, [text]),
+    )  # fmt: skip
+    saved = report.save(args.output)
+    if args.json:
+        result = {
+            "verdict": report.verdict,
+            "fits": report.fits,
+            "file": str(saved),
+            "pictures": list(report.shown),
+            "left_out": [{"what": what, "why": why} for what, why in report.left_out],
+        }
+        print(envelope("report/1", result))
+    else:
+        print(report.verdict)
+        print_notes(args, [f"left out: {what}: {why}" for what, why in report.left_out])
+        print_notes(args, [f"wrote {saved}"])
+    return NO if report.fits is False else YES
+
+
+VERBS: tuple[Verb, ...] = (
+    Verb("report", "one page with the verdict, all pictures and tables", _flags, _report),
+)

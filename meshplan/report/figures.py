@@ -1,0 +1,102 @@
+"""Pictures as elements of a page: names of their own, colours that follow the reader's theme."""
+
+from __future__ import annotations
+
+import html
+import re
+from dataclasses import dataclass, field
+from typing import Final
+
+from meshplan.pictures.types import Picture
+
+_COLOUR: Final = re.compile(r"#[0-9a-fA-F]{6}\b")
+_ID: Final = re.compile(r'\bid="([^"]*)"')
+_USE: Final = re.compile(r'url\(#([^)]*)\)|(xlink:href|href)="#([^"]*)"')
+_STYLE: Final = re.compile(r"<style.*?</style>", re.DOTALL)
+_METADATA: Final = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
+_SIZE: Final = re.compile(r'(<svg[^>]*?) width="[^"]*"|(<svg[^>]*?) height="[^"]*"')
+_PLACES: Final = re.compile(r'\b(?:d|x|y|x1|x2|y1|y2|width|height|points)="[^"]*"')
+_LONG: Final = re.compile(r"-?\d+\.\d{3,}")
+_BLANK: Final = re.compile(r">\s+<")
+
+
+@dataclass(slots=True)
+class Colours:
+    """The colours of a page that are not the same in light and in dark, each with a name.
+
+    Attributes:
+        names: By (light, dark).
+    """
+
+    names: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def name(self, light: str, dark: str) -> str:
+        """As style sheets write it; the colour itself where it is the same in both."""
+        if light == dark:
+            return light
+        return f"var({self.names.setdefault((light, dark), f'--c{len(self.names)}')})"
+
+    def sheet(self, *, is_dark: bool) -> str:
+        """What each name stands for."""
+        return " ".join(f"{name}: {pair[is_dark]};" for pair, name in self.names.items())
+
+
+def figure(key: str, light: Picture, dark: Picture, colours: Colours) -> str:
+    """A picture that follows the theme, with its sentence for those who cannot see it.
+
+    Args:
+        key: Begins all names in it: no other picture of the page may have it.
+        light, dark: The same picture.
+        colours: Those of the page; the picture's are added.
+    """
+    label = html.escape(f"{light.title}. {light.alt}", quote=True)
+    drawn = _both(_bare(light, key), _bare(dark, key), colours) or (
+        f'<div class="light">{_bare(light, key)}</div>'
+        f'<div class="dark">{_bare(dark, f"{key}-dark")}</div>'
+    )
+    drawn = drawn.replace("<svg ", f'<svg role="img" aria-label="{label}" ')
+    name = html.escape(f"{light.what}: can be scrolled", quote=True)
+    return (
+        f'<figure id="{key}"><div class="scroll" tabindex="0" role="group" aria-label="{name}">'
+        f"{drawn}</div><figcaption><strong>{html.escape(light.title)}.</strong> "
+        f"{html.escape(light.alt)}</figcaption></figure>"
+    )
+
+
+def _both(light: str, dark: str, colours: Colours) -> str:
+    """One drawing whose colours have names; "" where the two differ in more than in colours."""
+    if _COLOUR.split(light) != _COLOUR.split(dark):
+        return ""
+    pairs = zip(_COLOUR.findall(light), _COLOUR.findall(dark), strict=True)
+    named = iter([colours.name(*pair) for pair in pairs])
+    text = _COLOUR.sub(lambda _: next(named), light)
+    # Names are known in styles only.
+    return "" if '="var(' in text else text
+
+
+def _bare(picture: Picture, key: str) -> str:
+    """Its svg: as wide as there is room, without names that nothing uses, and short."""
+    text = picture.svg()
+    text = _METADATA.sub("", _STYLE.sub("", text[text.index("<svg") :]))
+    for _ in range(2):
+        text = _SIZE.sub(lambda found: found[1] or found[2], text, count=1)
+    text = _PLACES.sub(lambda found: _LONG.sub(_shorter, found[0]), text)
+    return _BLANK.sub("><", _renamed(text, key)).strip()
+
+
+def _renamed(text: str, key: str) -> str:
+    """Names that are used are numbered, all others are left out: they may stand elsewhere too."""
+    used = dict.fromkeys(found[1] or found[3] for found in _USE.finditer(text))
+    new = {old: f"{key}-{number}" for number, old in enumerate(used)}
+
+    def use(found: re.Match[str]) -> str:
+        name = new[found[1] or found[3]]
+        return f"url(#{name})" if found[1] else f'{found[2]}="#{name}"'
+
+    text = _ID.sub(lambda found: f'id="{new[found[1]]}"' if found[1] in new else "", text)
+    return _USE.sub(use, text)
+
+
+def _shorter(found: re.Match[str]) -> str:
+    """A hundredth of a point is less than anybody sees."""
+    return f"{float(found[0]):.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,30 @@
+"use strict";
+for (const table of document.querySelectorAll("table.sortable")) {
+  const body = table.tBodies[0], first = [...body.rows];
+  const heads = [...table.tHead.rows[0].cells];
+  const key = (row, place) => {
+    const cell = row.cells[place], by = cell.dataset.by;
+    return by === undefined ? cell.textContent : Number(by);
+  };
+  const compare = (a, b) => typeof a === "number" && typeof b === "number" ? a - b
+    : typeof a !== typeof b ? (typeof a === "number" ? -1 : 1)
+    : a.localeCompare(b, "en", {numeric: true});
+  heads.forEach((head, place) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.append(...head.childNodes);
+    head.append(button);
+    button.addEventListener("click", () => {
+      const next = {ascending: "descending", descending: null}[head.getAttribute("aria-sort")];
+      const order = next === undefined ? "ascending" : next;
+      heads.forEach(each => each.removeAttribute("aria-sort"));
+      const rows = [...first];
+      if (order) {
+        head.setAttribute("aria-sort", order);
+        const sign = order === "ascending" ? 1 : -1;
+        rows.sort((a, b) => sign * compare(key(a, place), key(b, place)));
+      }
+      body.append(...rows);
+    });
+  });
+}

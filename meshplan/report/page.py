@@ -1,0 +1,115 @@
+"""The page: what is around its sections, how it looks, what its script does."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Final
+
+from meshplan.report.figures import Colours
+
+_PAGE: Final = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; \
+style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+{body}
+<script>
+{script}</script>
+</body>
+</html>
+"""
+"""That nothing is fetched is not only so: browsers are told to allow nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A question and its answers, as elements of the page."""
+
+    key: str
+    title: str
+    parts: Sequence[str]
+
+    def to_html(self) -> str:
+        """A section with its heading."""
+        return (
+            f'<section id="{self.key}" aria-labelledby="{self.key}-title">'
+            f'<h2 id="{self.key}-title">{html.escape(self.title)}</h2>{"".join(self.parts)}'
+            "</section>"
+        )
+
+
+def page(title: str, top: str, sections: Iterable[Section], foot: str, colours: Colours) -> str:
+    """All of it.
+
+    Args:
+        top, foot: Elements before and behind the sections.
+        colours: Of the pictures in them.
+    """
+    shown = [section for section in sections if section.parts]
+    links = "".join(f'<li><a href="#{s.key}">{html.escape(s.title)}</a></li>' for s in shown)
+    style = _file("page.css")
+    for name, is_dark in (("light", False), ("dark", True)):
+        style = style.replace(f"/*{name}*/", colours.sheet(is_dark=is_dark))
+    body = [
+        f"<header>{top}<nav aria-label='Contents'><ul>{links}</ul></nav></header>",
+        f"<main>{''.join(section.to_html() for section in shown)}</main>",
+        f'<footer class="quiet">{foot}</footer>',
+    ]
+    return _PAGE.format(
+        title=html.escape(title), style=style, body="\n".join(body), script=_file("page.js")
+    )
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    """A text."""
+    return f"<p{_class(kind)}>{html.escape(text)}</p>"
+
+
+def heading(text: str) -> str:
+    """A title within a section."""
+    return f"<h3>{html.escape(text)}</h3>"
+
+
+def bullets(items: Iterable[str]) -> str:
+    """A list; "" of nothing."""
+    found = "".join(f"<li>{html.escape(item)}</li>" for item in items)
+    return f"<ul>{found}</ul>" if found else ""
+
+
+def pairs(items: Iterable[tuple[str, str]], kind: str = "pairs") -> str:
+    """Names and what they stand for; "" of nothing."""
+    found = "".join(
+        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd></div>"
+        if kind == "figures"
+        else f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>"
+        for name, text in items
+    )
+    return f"<dl{_class(kind)}>{found}</dl>" if found else ""
+
+
+def numbered(text: str) -> str:
+    """A file, its lines numbered."""
+    lines = text.rstrip("\n").split("\n")
+    wide = len(str(len(lines)))
+    found = "\n".join(
+        f"<b>{number:>{wide}}</b>  {html.escape(line)}" for number, line in enumerate(lines, 1)
+    )
+    return f'<pre tabindex="0">{found}</pre>'
+
+
+def _class(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""
+
+
+def _file(name: str) -> str:
+    return (files("meshplan.report") / name).read_text(encoding="utf-8")

@@ -1,0 +1,271 @@
+"""What stands where on the page: each section is a question, its pictures and its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from meshplan.memory.estimate import MemoryEstimate, RankGroup
+from meshplan.pictures.links import links_of
+from meshplan.pictures.memory_bars import memory_bars
+from meshplan.pictures.pareto import words_of
+from meshplan.pictures.words import speed
+from meshplan.plan import Plan
+from meshplan.planner.decision import Decision, Way
+from meshplan.planner.explain import WhyNot
+from meshplan.planner.remedy import Trouble
+from meshplan.render.explain import verdict
+from meshplan.render.memory import ranks_to_text
+from meshplan.render.plan import statement_lines
+from meshplan.render.show import settings, tree
+from meshplan.render.trouble import conflict_to_text
+from meshplan.report.page import bullets, heading, numbered, pairs, paragraph
+from meshplan.report.tables import Cell, Table, gib, seconds, share, size
+from meshplan.solve import StatesEstimate
+from meshplan.units import format_bytes, format_gib, format_seconds
+
+
+def key_figures(
+    plan: Plan | None, estimate: MemoryEstimate | None, decision: Decision | None
+) -> str:
+    """The numbers that are asked for first."""
+    found: list[tuple[str, str]] = []
+    if plan is not None:
+        found.append(("GPUs", f"{plan.mesh.world_size:,}"))
+    if estimate is not None:
+        worst = estimate.worst
+        found.append(("memory of a GPU, at the most", format_gib(worst.band[1])))
+        if estimate.limit_bytes is not None:
+            found.append(("that it may hold", format_gib(estimate.limit_bytes)))
+    way = decision.chosen if decision else None
+    if decision is not None and way is not None:
+        found.append(("a step, by the cost model", format_seconds(way.seconds)))
+        found.append(("tokens a second and GPU", f"{decision.tokens_per_s(way):,.0f}"))
+        found.append(("MFU", f"{decision.mfu(way):.1%}"))
+    return pairs(found, "figures")
+
+
+def about_plan(plan: Plan | None, decision: Decision | None, text: str) -> Iterator[str]:
+    """What it says, and what was chosen in its place."""
+    if plan is not None:
+        yield pairs([("mesh", str(plan.mesh)), *settings(plan)])
+    chosen = decision.chosen if decision else None
+    if decision is not None and chosen is not None and decision.spec.free_fields:
+        yield heading("Chosen for what the file leaves open")
+        yield bullets(statement_lines(chosen.stated))
+    if text:
+        yield heading("The file")
+        yield numbered(text)
+
+
+def about_memory(estimate: MemoryEstimate) -> Iterator[str]:
+    """Who needs how much, of what, and why it is more than the textbook's figure."""
+    yield _groups(estimate).to_html()
+    worst = estimate.worst
+    where = f"in {worst.at.module}" if worst.at.module else f"for {worst.at.term}"
+    whole = worst.peak.requested_bytes
+    caption = f"At the peak of ranks {ranks_to_text(worst.ranks)}, in {worst.at.phase}, {where}"
+    parts = sorted(worst.terms.items(), key=lambda item: -item[1])
+    rows = [[Cell(str(term)), size(num), share(num / whole)] for term, num in parts]
+    yield Table(caption=caption, columns=("what", ">bytes", ">share"), rows=rows).to_html()
+    if estimate.reconciliation:
+        first = estimate.reconciliation[0]
+        rows = [
+            [Cell(step.name),
+             Cell("" if step is first else _signed(step.delta_bytes)),
+             size(step.total_bytes), Cell(step.why)]
+            for step in estimate.reconciliation
+        ]  # fmt: skip
+        yield Table(
+            caption="From the textbook's figure to this one, in this order",
+            columns=("what", ">changes it by", ">to", "why"),
+            rows=rows,
+            is_ordered=True,
+        ).to_html()
+    if estimate.fixes:
+        rows = [
+            [Cell(fix.change), Cell(fix.setting), gib(fix.total_bytes),
+             Cell("fits", mark="good") if fix.fits else Cell("does not", mark="bad")]
+            for fix in estimate.fixes
+        ]  # fmt: skip
+        columns = ("single change", "in the plan", ">at the most", "")
+        yield Table(caption="What would help", columns=columns, rows=rows).to_html()
+    basis = f"an upper bound: {estimate.bound}" if estimate.bound else estimate.certified
+    yield paragraph(f"How these figures are known: {basis}.", "quiet")
+    yield bullets(f"taken for granted: {what}: {value}" for what, value in estimate.assumed)
+
+
+def _groups(estimate: MemoryEstimate) -> Table:
+    facts = memory_bars(estimate)
+    has_stages = any(group.stages for group in estimate.groups)
+    columns = ["ranks", *(["stages"] if has_stages else []), ">tensors", ">allocated", ">reserved",
+               ">driver", ">in all", ">from", ">to", "verdict"]  # fmt: skip
+    rows = []
+    for group in estimate.groups:
+        rows.append(
+            [Cell(ranks_to_text(group.ranks), float(group.ranks[0])),
+             *([Cell(ranks_to_text(group.stages), float(group.stages[0]))] if has_stages else []),
+             *map(gib, group.peak), gib(group.peak.total_bytes), *map(gib, group.band),
+             _left(group, estimate.limit_bytes)]
+        )  # fmt: skip
+    return Table(caption=f"{facts.title}. Each row: ranks alike", columns=columns, rows=rows)
+
+
+def _left(group: RankGroup, limit_bytes: int | None) -> Cell:
+    if limit_bytes is None:
+        return Cell("no limit stated")
+    left = limit_bytes - group.band[1]
+    if group.fits:
+        return Cell(f"fits, {format_bytes(left)} left", float(left), mark="good")
+    return Cell(f"OVER by {format_bytes(-left)}", float(left), mark="bad")
+
+
+def about_states(states: StatesEstimate) -> Iterator[str]:
+    """The textbook's table, where nothing more is known."""
+    rows = [
+        [Cell(row.row.strategy + (" (the plan's)" if row.is_plan else "")),
+         Cell(row.row.precision), Cell(row.row.formula), gib(row.bytes_per_gpu), _fits(row.fits)]
+        for row in states.rows
+    ]  # fmt: skip
+    yield Table(
+        caption="Training states of each GPU by the textbook, activations not counted",
+        columns=("strategy", "precision", "formula", ">bytes", ""),
+        rows=rows,
+    ).to_html()
+
+
+def _fits(fits: bool | None) -> Cell:
+    if fits is None:
+        return Cell("no limit stated")
+    return Cell("fits", mark="good") if fits else Cell("does not fit", mark="bad")
+
+
+def about_layouts(plan: Plan) -> Iterator[str]:
+    """Every tensor, and the line that decided how it lies."""
+    rows = []
+    for row in tree(plan):
+        kind, shape, at_rest, piece, dtype, why = row.cells
+        rows.append([Cell(row.name, depth=row.depth),
+                     *map(Cell, (at_rest, why, shape, piece, dtype, kind))])  # fmt: skip
+    source = plan.spec.source
+    yield Table(
+        caption=f"Why each module and tensor is where it is; line:column are of {source}",
+        columns=("module or tensor", "at rest", "decided by", "shape", "on rank 0", "dtype",
+                 "class"),
+        rows=rows,
+    ).to_html()  # fmt: skip
+
+
+def about_traffic(plan: Plan) -> Iterator[str]:
+    """What rank 0 sends."""
+    links = links_of(plan)
+    crosses = {True: "across nodes", False: "within a node", None: "not stated"}
+    rows = [
+        [Cell(lane.kind), Cell(" × ".join(lane.axes)), Cell(f"{lane.num_ranks:,}", lane.num_ranks),
+         size(lane.sent_bytes), Cell(crosses[lane.crosses], mark="bad" if lane.crosses else ""),
+         Cell(speed(lane.bytes_per_s), lane.bytes_per_s)]
+        for lane in links.lanes
+    ]  # fmt: skip
+    if rows:
+        yield Table(
+            caption="What rank 0 sends in a step, by collective",
+            columns=("collective", "along", ">ranks", ">sent", "where", ">slowest link"),
+            rows=rows,
+        ).to_html()
+    yield bullets(f"not counted: {text}" for text in links.unknown)
+
+
+def about_choice(decision: Decision, why_not: Sequence[WhyNot]) -> Iterator[str]:
+    """Others that were measured, and what was not in the space."""
+    chosen = decision.chosen
+    found = (
+        f"{decision.num_configs:,} configurations, {decision.num_options} choices for each block"
+    )
+    if decision.is_whole:
+        proved = "none of them fits" if chosen is None else f"proved to within {decision.gap:.2%}"
+        yield paragraph(f"Searched to the end: {found}; {proved}.")
+    else:
+        end = "it was interrupted" if decision.is_interrupted else "the time was up"
+        yield paragraph(f"So far, {end}: {found}; nothing is more than {decision.gap:.1%} faster.")
+    ways = {id(way): way for way in (*([chosen] if chosen else []), *decision.alternatives,
+                                     *decision.measured)}  # fmt: skip
+    unique: dict[tuple[str, float], Way] = {}
+    for way in ways.values():
+        unique.setdefault((words_of(way), way.seconds), way)
+    if unique:
+        yield _candidates(decision, list(unique.values()))
+    if why_not:
+        rows = [
+            [Cell(answer.setting),
+             Cell("") if answer.seconds is None else seconds(answer.seconds),
+             Cell(verdict(answer)),
+             Cell("; ".join(statement_lines(answer.way.stated)) if answer.way else "")]
+            for answer in why_not
+        ]  # fmt: skip
+        yield Table(
+            caption="Why not otherwise: the best with one setting held",
+            columns=("setting", ">a step", "verdict", "the best with it"),
+            rows=rows,
+        ).to_html()
+    if decision.rejected:
+        rows = [[Cell(each.what), Cell(each.why)] for each in decision.rejected]
+        yield Table(
+            caption="Not in the space, and why", columns=("what", "why"), rows=rows
+        ).to_html()
+
+
+def _candidates(decision: Decision, ways: Sequence[Way]) -> str:
+    base = decision.chosen.seconds if decision.chosen else None
+    rows = []
+    for way in sorted(ways, key=lambda each: each.seconds):
+        is_over = way.memory.fits is False
+        name = "this plan" if way is decision.chosen else "does not fit" if is_over else "fits"
+        slower = Cell("") if base is None else share(way.seconds / base - 1, signed=True)
+        rows.append([Cell(words_of(way)), seconds(way.seconds), slower,
+                     gib(way.memory.worst.band[1]), Cell(name, mark="bad" if is_over else "good"),
+                     ])  # fmt: skip
+    return Table(
+        caption="Candidates whose memory was replayed to the byte",
+        columns=("candidate", ">a step", ">slower by", ">memory at the most", "verdict"),
+        rows=rows,
+    ).to_html()
+
+
+def about_trouble(trouble: Trouble) -> Iterator[str]:
+    """What contradicts what, and what would help."""
+    first, *rest = conflict_to_text(trouble)
+    yield heading("Why nothing fits")
+    yield paragraph(f"{first[0].upper()}{first[1:]}.")
+    yield bullets(line.strip() for line in rest)
+    if not trouble.remedies:
+        more = "" if trouble.is_whole else " before the time was up"
+        yield paragraph(f"No single change was found that helps{more}.")
+        return
+    rows = [
+        [Cell(each.change), Cell("; ".join(statement_lines(each.setting))),
+         seconds(each.way.seconds), gib(each.way.memory.worst.band[1]),
+         Cell(f"{each.num_gpus:,}", each.num_gpus)]
+        for each in trouble.remedies
+    ]  # fmt: skip
+    yield Table(
+        caption="What would help: one change at a time, each searched and replayed",
+        columns=("change", "in the plan", ">a step", ">memory at the most", ">GPUs"),
+        rows=rows,
+    ).to_html()
+
+
+def about_rest(
+    left_out: Iterable[tuple[str, str]], warnings: Iterable[str], notes: Iterable[str]
+) -> Iterator[str]:
+    """What is not on the page, and what a reader has to know."""
+    rows = [[Cell(what), Cell(why)] for what, why in left_out]
+    if rows:
+        columns = ("left out", "why")
+        yield Table(caption="Not in this report", columns=columns, rows=rows).to_html()
+    for title, texts in (("Warnings", list(warnings)), ("Notes", list(notes))):
+        if texts:
+            yield heading(title)
+            yield bullets(texts)
+
+
+def _signed(num_bytes: int) -> str:
+    return f"{'+' if num_bytes >= 0 else '−'}{format_bytes(abs(num_bytes))}"

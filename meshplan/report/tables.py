@@ -1,0 +1,92 @@
+"""Tables of a page, which its script lets readers sort."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from meshplan.units import format_bytes, format_gib, format_seconds
+
+_LONG: Final = 24
+"""Characters from which a text is broken into lines."""
+
+
+class Cell(NamedTuple):
+    """What stands there, and the number that it is sorted by; None sorts by what stands there."""
+
+    text: str
+    number: float | None = None
+    depth: int = 0
+    mark: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows under names.
+
+    Args:
+        caption: What they are.
+        columns: A ">" in front says that it holds numbers, which stand right.
+        rows: As long as `columns` each.
+        is_ordered: Whether the order means something, so that nobody may change it.
+    """
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    is_ordered: bool = False
+
+    def to_html(self) -> str:
+        """In a box of its own that scrolls where the table is wider than the page."""
+        kinds = [' class="number"' if name.startswith(">") else "" for name in self.columns]
+        heads = "".join(
+            f'<th scope="col"{kind}>{html.escape(name.removeprefix(">"))}</th>'
+            for name, kind in zip(self.columns, kinds, strict=True)
+        )
+        body = "".join(
+            f"<tr>{''.join(map(_cell, row, kinds, [not place for place in range(len(row))]))}</tr>"
+            for row in self.rows
+        )
+        sortable = "" if self.is_ordered else ' class="sortable"'
+        caption = html.escape(self.caption)
+        return (
+            f'<div class="scroll" tabindex="0" role="group" aria-label="{caption}">'
+            f"<table{sortable}><caption>{caption}</caption><thead><tr>{heads}</tr></thead>"
+            f"<tbody>{body}</tbody></table></div>"
+        )
+
+
+def _cell(cell: Cell, kind: str, is_first: bool) -> str:
+    tag, more = ("th", ' scope="row"') if is_first else ("td", "")
+    if not kind and len(cell.text) > _LONG:
+        kind = ' class="long"'
+    if cell.number is not None:
+        more += f' data-by="{cell.number!r}"'
+    if cell.depth:
+        more += f' style="padding-left: {0.5 + cell.depth}em"'
+    text = html.escape(cell.text)
+    if cell.mark:
+        text = f'<span class="{cell.mark}">{text}</span>'
+    return f"<{tag}{kind}{more}>{text}</{tag}>"
+
+
+def gib(num_bytes: int | float) -> Cell:
+    """Sorted by the bytes."""
+    return Cell(format_gib(num_bytes), float(num_bytes))
+
+
+def size(num_bytes: int | float) -> Cell:
+    """The same in the unit that suits."""
+    return Cell(format_bytes(num_bytes), float(num_bytes))
+
+
+def share(value: float, *, signed: bool = False) -> Cell:
+    """A part of one, as per cent."""
+    return Cell(f"{value:+.1%}" if signed else f"{value:.1%}", value)
+
+
+def seconds(value: float) -> Cell:
+    """Of a step: milliseconds tell candidates apart."""
+    return Cell(f"{value:.3f} s" if value >= 1 else format_seconds(value), value)
