@@ -59,26 +59,35 @@ CASES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What people did, with what they measured where they said."""
+    """What people did, with what they measured where they said.
 
+    Args:
+        gpu: The first word of the device's name.
+    """
+
+    gpu: str
     words: str
     source: str
 
 
 PUBLISHED: Final[Mapping[tuple[str, int], Published]] = {
     ("Llama-3.1-8B", 8): Published(
+        "h100",
         "FSDP 8, selective recomputation, 2 samples of 8,192: 5,762 tokens/s on H100 of 96 GB",
         "pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md @ b5bcd76c",
     ),
     ("Llama-3.1-8B", 64): Published(
+        "a100",
         "FSDP 64, selective recomputation, 1 sample: 2,973 tokens/s, MFU 58.2% on A100 of 80 GB",
         "pytorch/torchtitan docs/performance.md @ 157a12c5",
     ),
     ("Llama-3.1-70B", 64): Published(
+        "a100",
         "FSDP 64, full recomputation, 1 sample: 331 tokens/s, MFU 51.7% on A100 of 80 GB",
         "pytorch/torchtitan docs/performance.md @ 157a12c5",
     ),
     ("Llama-3.1-405B", 16384): Published(
+        "h100",
         "TP 8, PP 16, DP 128, 16 M tokens a step: MFU 41% on H100",
         "Dubey et al. 2024 (The Llama 3 herd of models), table 4",
     ),
@@ -104,7 +113,9 @@ def rows(device: str, limit_s: float) -> Iterator[tuple[str, ...]]:
                 picked = _picked(path)
             print(f"{case.model}, {gpus}: {time.monotonic() - began:.1f} s", file=sys.stderr)
             published = PUBLISHED.get((case.model, gpus))
-            mark = f"[{list(PUBLISHED).index((case.model, gpus)) + 1}]" if published else ""
+            mark = ""
+            if published is not None and device.startswith(published.gpu):
+                mark = f"[{list(PUBLISHED).index((case.model, gpus)) + 1}]"
             yield (case.model, f"{gpus:,}", *picked, mark)
 
 
@@ -140,12 +151,15 @@ def main() -> None:
     parser.add_argument("--devices", default=",".join(DEVICES))
     parser.add_argument("--limit", type=float, default=30.0)
     args = parser.parse_args()
-    print("""# What the planner picks
+    command, limit = f"python -m tests.bench.plans_table --limit {args.limit:g}", args.limit
+    print(f"""# What the planner picks
 
-`python -m tests.bench.plans_table`: everything is left open (mesh, strategy, microbatch, what each
-block recomputes, where a pipeline is cut), bf16-mixed, AdamW, nodes of eight. Times are the
-model's, with generic constants of meshplan's own runtime, and no GPU was run; memory was replayed.
-A number in the last column is of what people published for this model and number of GPUs, below.
+`{command}`: everything is left open (mesh, strategy,
+microbatch, what each block recomputes, where a pipeline is cut), bf16-mixed, AdamW, nodes of eight.
+Times are the model's, with generic constants of meshplan's own runtime, and no GPU was run; memory
+was replayed. A search ends after {limit:g} s with the best so far, on a machine that had other
+work. A number in the last column is of what people published for this model, this number of GPUs
+and such a card, below.
 """)
     header = ("model", "GPUs", "plan", "recomputed", "a step", "tokens/s per GPU", "MFU", "memory",
               "gap", "")  # fmt: skip
