@@ -145,15 +145,13 @@ class NoProducts(nn.Module):
         return x * self.scale
 
 
-class Grows(nn.Module):
-    """Computes for one sample otherwise than for several."""
+class Alone(nn.Module):
+    """No blocks, and for one sample another course than for several."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(32, 2, 64) for _ in range(2)])
+        self.up, self.down = nn.Linear(512, 4096), nn.Linear(4096, 512)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.transpose(0, 1)
-        for block in self.blocks:
-            x = block(x.contiguous() if x.shape[1] > 1 else x)
-        return x
+        # Laid out anew, unless there is but one sample.
+        return self.down(torch.relu(self.up(x)).transpose(0, 1).contiguous().transpose(0, 1))

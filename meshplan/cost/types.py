@@ -67,8 +67,6 @@ class Kind:
         context_bytes: Of the keys and values that its attention reads, for one sample.
         scores_flops: The part of `forward.flops` that grows with the square of the length.
         frozen: Elements of `numels` that get no gradient.
-        turn_bytes: By place in `grid.RECOMPUTE`, the most that its backward holds for one sample
-            beside what blocks before it keep; () where nobody told.
     """
 
     name: str
@@ -88,7 +86,6 @@ class Kind:
     expert_numel: int = 0
     num_experts: int = 0
     frozen: int = 0
-    turn_bytes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +98,13 @@ class Chain:
         names: The fqn of each place; "" for what is in no block.
         tied_numel: Elements of the table that the last place reads too. Only the first has it in
             its `numels`; where a pipeline parts them, each stage holds one.
+        turns: Of each place, by place in `grid.RECOMPUTE`, the most bytes that its backward holds
+            for one sample beside what blocks before it keep; () for what is in no block, or where
+            nobody told.
     """
 
     kinds: tuple[Kind, ...]
     order: tuple[int, ...]
     names: tuple[str, ...]
     tied_numel: int = 0
+    turns: tuple[tuple[float, ...], ...] = ()

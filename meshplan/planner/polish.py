@@ -43,8 +43,8 @@ class _Label(NamedTuple):
 
 def polish(job: Job, numbers: Numbers, found: Found, deadline: float | None = None) -> None:
     """Look for faster answers of the rows that may have one."""
-    kinds = job.chain.kinds
-    is_told = all(kind.turn_bytes for kind in kinds if kind.has_options)
+    kinds, turns = job.chain.kinds, job.chain.turns
+    is_told = any(turns)
     is_proved = found.best is not None and found.gap <= TOLERANCE
     if sum(kind.has_options for kind in kinds) < 2 or not is_told or not found.is_whole:
         return
@@ -94,7 +94,7 @@ def _solve(
     fixed, base = float(numbers.top[row]), 0.0
     labels = [_Label(0.0, 0.0, 0.0, ())]
     for place, kind in enumerate(numbers.order):
-        turns = job.chain.kinds[job.chain.order[place]].turn_bytes
+        turns = job.chain.turns[place]
         offered = [o for o in map(int, np.flatnonzero(np.isfinite(seconds[kind])))
                    if not turns or OPTIONS[o][1] == back]  # fmt: skip
         if not offered:

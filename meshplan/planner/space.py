@@ -204,7 +204,7 @@ def _pipelines(
     if over:
         what = f"mesh.pp={', '.join(map(str, over))}"
         rejected.append(Rejected(what, f"there are {num_blocks} blocks, and each stage has one"))
-    return tuple(size for size in sizes if size <= num_blocks)
+    return tuple(size for size in sizes if size <= max(1, num_blocks))
 
 
 def _as_stated(

@@ -61,11 +61,6 @@ def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
             _for_each(one.kept.get(name, nothing)[way], two.kept.get(name, nothing)[way], samples)
             for way in (0, 1)
         ]
-        turns = [
-            float(max(one.turns[name][way] / samples, two.turns[name][way] / (samples + 1)))
-            for way in (0, 0, 1)
-            if name in one.turns
-        ]
         forward = _tally([share[False, name] for share in plain], samples)
         backward = _tally([share[True, name] for share in plain], samples)
         pairs = zip(again, plain, strict=True)
@@ -86,7 +81,6 @@ def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
             saved_bytes=(kept[0], kept[0], kept[1]),
             transient_bytes=(0.0, 0.0, 0.0),
             boundary_bytes=0.0,
-            turn_bytes=tuple(turns),
         )
         found.append(kinds.setdefault(kind, replace(kind, name=name)))
     distinct = list(kinds.values())
@@ -94,7 +88,19 @@ def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
         kinds=tuple(distinct),
         order=tuple(distinct.index(kind) for kind in found),
         names=("", *order, ""),
+        turns=tuple(_turn(one, two, name) for name in (FIRST, *order, LAST)),
     )
+
+
+def _turn(one: Traces, two: Traces, name: str) -> tuple[float, ...]:
+    """Of a place: for each sample, by what runs again."""
+    if name not in one.turns or name not in two.turns:
+        return ()
+    plain, again = (
+        max(one.turns[name][way] / one.samples, two.turns[name][way] / two.samples)
+        for way in (0, 1)
+    )
+    return plain, plain, again
 
 
 def _order(work: Work, blocks: Collection[str]) -> list[str]:

@@ -31,7 +31,7 @@ from meshplan.runtime.moments import begin, heard_by
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.recompute import apply_recompute
 from meshplan.runtime.runs import Edges, runs_of, short_plan, shortened
-from meshplan.spec import ActivationCheckpointing
+from meshplan.spec import ActivationCheckpointing, Precision
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 FULL = ActivationCheckpointing(mode="full")
@@ -152,6 +152,7 @@ class _Watch:
             self._ledger = CountingLedger(names, behaviour, self._shown().values())
             self._held = note_held(self._ledger, self._wrapped, ())
             self._marking = marking_of(self._wrapped, self._plans[0], self._ledger)
+            self._watch_other_blocks()
             self._taken: dict[str, tuple[int, ...]] = {}
             for block in set(self._shown().values()):
                 # Behind what a unit does with it first: what is cast is what is taken.
@@ -166,6 +167,14 @@ class _Watch:
             if not is_steady and not alone:
                 found = self._each(asked, twice=True)
             return [replace(seen, is_steady=is_steady) for seen, _ in found]
+
+    def _watch_other_blocks(self) -> None:
+        """Mark blocks that are no units as if they were: they may run again as well."""
+        units = self._plans[0].assignment.units
+        for block in set(self._shown().values()) - units.keys():
+            alone = replace(units[""], fqn=block, precision=Precision(), casts_inputs=False)
+            # It owns nothing; who owns something is told when its backward ends.
+            self._marking.watch(self._wrapped.get_submodule(block), alone, ("",))
 
     def _each(self, asked: Sequence[Ask], *, twice: bool) -> list[tuple[Seen, tuple[int, ...]]]:
         """(what was seen, sizes of what the model had kept before) of each."""

@@ -112,7 +112,7 @@ class _Moving:
         watched = self._all() if places is None else places
         before = {(owner, name): owner._buffers[name] for owner, name in watched}
         starts = {place: b.detach().clone() for place, b in before.items() if b is not None}
-        versions = {place: b._version for place, b in before.items() if b is not None}
+        versions = {place: _version_of(b) for place, b in before.items()}
         output = forward(*args, **kwargs)
         if places is None:  # Which those are is looked at once: reading them waits for the device.
             written = [p for p in starts if not _is_same(p, before[p], starts[p], versions[p])]
@@ -122,6 +122,11 @@ class _Moving:
 
     def _all(self) -> list[tuple[nn.Module, str]]:
         return [(owner, name) for owner in self._module.modules() for name in owner._buffers]
+
+
+def _version_of(buffer: torch.Tensor | None) -> int:
+    """How often it was written."""
+    return 0 if buffer is None else buffer._version
 
 
 def _is_same(
@@ -135,7 +140,7 @@ def _is_same(
     now = owner._buffers[name]
     if now is not before or now is None:
         return False
-    return now._version == version if is_pretending() else torch.equal(now, start)
+    return _version_of(now) == version if is_pretending() else torch.equal(now, start)
 
 
 def _saved_ops(words: tuple[str, ...], origin: Any) -> frozenset[Any]:

@@ -207,6 +207,9 @@ class TracedModel:
             what = f"{type(self._model).__name__} has no product of matrices, and no convolution"
             fix = "nothing says then how long a step takes: state the plan, and leave nothing open"
             raise PlanError(Problem(what, self._origin, fix))
+        if unknown := sorted(traces[base].plain.unknown | traces[base].again.unknown):
+            names = ", ".join(unknown)
+            self._told(f"how much {names} computes is not known: counted is what it moves")
         return chain
 
     # Memory
