@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from meshplan.plan import make_plan as make_plan
     from meshplan.planning import calibrate as calibrate
     from meshplan.planning import explain as explain
+    from meshplan.planning import lock_plan as lock_plan
     from meshplan.planning import search_plan as search_plan
     from meshplan.reader import load_spec as load_spec
     from meshplan.reporting import make_report as make_report
@@ -52,6 +53,7 @@ _ROOMS = {
     "verify_plan": "meshplan.api",
     "search_plan": "meshplan.planning",
     "explain": "meshplan.planning",
+    "lock_plan": "meshplan.planning",
     "calibrate": "meshplan.planning",
     "decide": "meshplan.api",
     "load_spec": "meshplan.reader",

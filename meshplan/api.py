@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from meshplan.spec import Spec
 if TYPE_CHECKING:
     from meshplan.memory import MemoryEstimate
     from meshplan.plan import Plan
+    from meshplan.planner.decision import Question
     from meshplan.rehearsal import Rehearse
     from meshplan.verdict import Verdict
 
@@ -184,7 +186,7 @@ def check_plan(
         return CheckResult(problems=tuple(problems_without_model(spec)), notes=notes)
     told: list[str] = []
     try:
-        spec = _whole(plan, overrides, spec, graph, told.append)
+        spec = _whole(plan, overrides, spec, graph, model, told.append)
         decided = make_plan(spec, graph, rehearse=rehearse)
     except PlanError as error:
         return CheckResult(problems=tuple(error.problems), notes=notes)
@@ -197,6 +199,7 @@ def _whole(
     overrides: Sequence[str],
     spec: Spec,
     graph: ModelGraph,
+    model: str | None,
     told: Callable[[str], None],
 ) -> Spec:
     """The spec with nothing left to the planner."""
@@ -205,7 +208,14 @@ def _whole(
     from meshplan.planner.whole import whole_spec  # numpy
     from meshplan.reader import load_spec
 
-    return whole_spec(plan, lambda more: load_spec(plan, [*overrides, *more]), graph, told)
+    def ask() -> Question:
+        from meshplan.runtime.planned import question_of_entry  # torch
+
+        return question_of_entry(plan, overrides, model, told=told)
+
+    is_live = model is not None or (spec.model is not None and spec.model.entry is not None)
+    whole = partial(whole_spec, plan, lambda more: load_spec(plan, [*overrides, *more]), graph)
+    return whole(told, ask if is_live else None)
 
 
 def _closed(
@@ -220,7 +230,7 @@ def _closed(
     if not spec.free_fields:
         return spec
     graph, _, _ = _find_model(spec, model, config)
-    return spec if graph is None else _whole(plan, overrides, spec, graph, told)
+    return spec if graph is None else _whole(plan, overrides, spec, graph, model, told)
 
 
 def decide(

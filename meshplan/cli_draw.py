@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshplan import api
 from meshplan.errors import Origin, PlanError, Problem, SpecError
-from meshplan.render.text import envelope
+from meshplan.render.text import envelope, wants_colour
+from meshplan.sizing import read_limit
 from meshplan.verbs import YES, Verb, plan_file, print_notes
 
 if TYPE_CHECKING:
+    from meshplan.memory import EventLog, MemoryEstimate
     from meshplan.pictures.types import Picture
     from meshplan.plan import Plan
 
@@ -44,8 +47,7 @@ def _draw(args: argparse.Namespace) -> int:
     check_what(args.what)
     theme_of(args.theme)
     if args.output is None:
-        what = f"a picture of {args.what} needs a file to be in"
-        raise SpecError(Problem(what, Origin("-o"), "add -o out.png, out.svg or out.html"))
+        return _in_terminal(path, args)
     check_target(Path(args.output))
     picture = _picture(path, args)
     saved = picture.save(args.output)
@@ -60,6 +62,32 @@ def _draw(args: argparse.Namespace) -> int:
     else:
         print(picture.title)
         print_notes(args, [f"wrote {saved}"])
+    return YES
+
+
+def _in_terminal(path: str, args: argparse.Namespace) -> int:
+    """The twin of a picture, where it has one."""
+    from meshplan.pictures.main import facts_of
+    from meshplan.render.drawn import (
+        gantt_lines,
+        layout_lines,
+        memory_lines,
+        mesh_lines,
+        print_lines,
+    )
+
+    twins: dict[str, Callable[[Any], Any]] = {
+        "mesh": mesh_lines, "layout": layout_lines, "memory": memory_lines, "gantt": gantt_lines,
+    }  # fmt: skip
+    if args.what not in twins or args.json:
+        what = f"a picture of {args.what} needs a file to be in"
+        if args.json:
+            what = "--json tells what was written, and nothing is"
+        raise SpecError(Problem(what, Origin("-o"), "add -o out.png, out.svg or out.html"))
+    plan = api.decide(path, args.set, model=args.model, config=args.config)
+    facts = facts_of(plan, args.what, **_given(path, plan, args))
+    colour = wants_colour(no_color=args.no_color)
+    print_lines(twins[args.what](facts), sys.stdout, colour=colour)
     return YES
 
 
@@ -93,24 +121,62 @@ def _of_search(path: str, args: argparse.Namespace) -> Picture:
 
 def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     """What goes with the question."""
+    from meshplan.pictures.main import check_rank
+
     if args.rank is not None and not args.rank.isdigit():
         raise SpecError(Problem(f"'{args.rank}' is no rank", Origin("--rank"), "such as --rank 0"))
+    if args.rank is not None:
+        check_rank(plan, int(args.rank))
     given: dict[str, Any] = {
         "name": args.module, "rank": None if args.rank is None else int(args.rank),
         "gpu": args.gpu, "memory": args.memory, "of": args.bytes,
     }  # fmt: skip
-    if args.what in _OF_MEMORY:
-        told: Callable[[str], None] = lambda text: print_notes(args, [text])  # noqa: E731
+    if args.what not in (*_OF_MEMORY, "timeline"):
+        return given
+    # As `meshplan estimate` does: the config alone, and what it does not tell is traced.
+    estimate = _told(plan, args)
+    if args.what == "timeline":
+        if estimate is None:
+            given["log"] = _traced(plan, args)
+        elif args.rank is None:
+            given["rank"] = estimate.worst.ranks[0]
+        return given
+    if estimate is None:
         try:
-            given["estimate"] = api.estimate_memory(
+            estimate = api.estimate_memory(
                 path, args.set, model=args.model, config=args.config, gpu=args.gpu,
-                memory=args.memory, fixes=False, told=told,
+                memory=args.memory, fixes=False, told=lambda text: print_notes(args, [text]),
             )  # fmt: skip
         except PlanError:
             # Where nothing tells the step, the picture of memory shows the states, and says so.
             if args.what != "memory":
                 raise
+    given["estimate"] = estimate
     return given
+
+
+def _told(plan: Plan, args: argparse.Namespace) -> MemoryEstimate | None:
+    """What the config alone tells; None where it does not, or where there is none."""
+    from meshplan.memory.told import told_estimate
+
+    if not plan.graph.config:
+        return None
+    device, limit_bytes, notes = read_limit(args.gpu, args.memory, plan.spec)
+    try:
+        return told_estimate(plan, device=device, limit_bytes=limit_bytes, notes=notes)
+    except PlanError:
+        return None
+
+
+def _traced(plan: Plan, args: argparse.Namespace) -> EventLog:
+    """The step of a rank whose model is live."""
+    from meshplan.runtime.foretell import Question, log_of_rank  # torch
+    from meshplan.runtime.shrink import source_of
+
+    device, limit_bytes, _ = read_limit(args.gpu, args.memory, plan.spec)
+    source = source_of(plan.spec, args.model, args.config)
+    question = Question(spec=plan.spec, source=source, device=device, limit_bytes=limit_bytes)
+    return log_of_rank(question, int(args.rank or 0), lambda text: print_notes(args, [text]))
 
 
 VERBS: tuple[Verb, ...] = (

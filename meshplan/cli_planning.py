@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshplan import api
-from meshplan.errors import SpecError
+from meshplan.errors import Origin, Problem, SpecError
 from meshplan.render.text import envelope, wants_colour
 from meshplan.verbs import NO, YES, Verb, plan_file, print_notes, until_interrupted
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def _question_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="PKG.MOD:FN", help="what builds the model, if no config")
     parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
     parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
     parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
@@ -29,13 +30,30 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
     _question_flags(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="the lock (default PLAN.lock.yaml)")
     parser.add_argument("--dry-run", action="store_true", help="write no lock")
+    parser.add_argument("--retarget", metavar="HW", help="other hardware: nodes=4,gpu=h200")
+    parser.add_argument("--frontier", action="store_true", help="memory against time, plan by plan")
+    parser.add_argument("--price", metavar="P", help="of a GPU for an hour")
+    parser.add_argument("--tokens", metavar="N", help="of a whole training: 15e12, with --days")
+    parser.add_argument("--days", metavar="D", help="that it may take: the fewest nodes that do")
 
 
 def _plan(args: argparse.Namespace) -> int:
     from meshplan import planning
+    from meshplan.planner.frontier import undominated
     from meshplan.planner.space import EmptySpaceError
+    from meshplan.render.retarget import retarget_to_json, retarget_to_text
+    from meshplan.render.sizing import frontier_to_json, frontier_to_text
 
+    old = None
+    if args.retarget and (args.tokens or args.days):
+        what = "--retarget says how many nodes there are, and --tokens asks how many it takes"
+        raise SpecError(Problem(what, Origin("--retarget"), "leave one of them out"))
+    if args.retarget:
+        old = api.decide(plan_file(args), args.set, model=args.model, config=args.config)
+        args.set = [*args.set, *planning.retarget_settings(args.retarget)]
     asked = _Asked(args)
+    if args.tokens is not None or args.days is not None:
+        return _plan_training(asked)
     with until_interrupted() as is_stopped:
         try:
             decision = planning.search_plan(**asked.flags, is_stopped=is_stopped)
@@ -43,7 +61,46 @@ def _plan(args: argparse.Namespace) -> int:
             return _print_trouble(asked, error, is_stopped)
         if decision.chosen is None:
             return _print_trouble(asked, decision, is_stopped)
-    return _print_plan(asked, decision)
+        ways, is_whole = undominated(decision.ways), False
+        if args.frontier:
+            ways, is_whole = planning.find_frontier(**asked.flags, is_stopped=is_stopped)
+    more = frontier_to_json(decision, ways, is_whole=is_whole)
+    lines = ["", *frontier_to_text(ways, is_whole=is_whole)] if args.frontier else []
+    if old is not None:
+        assert decision.chosen is not None
+        found = planning.compare(
+            (str(asked.path), old), (args.retarget, decision.chosen.plan), profile=args.profile
+        )
+        moved = planning.moved_between(old, decision.chosen.plan)
+        more["retarget"] = retarget_to_json(found, moved)
+        lines += ["", *retarget_to_text(found, moved)]
+    return _print_plan(asked, decision, more, lines)
+
+
+def _plan_training(asked: _Asked) -> int:
+    """The fewest nodes for a whole training, and the plan on them."""
+    from meshplan import planning
+    from meshplan.render.sizing import training_to_json, training_to_text
+
+    args = asked.args
+    if args.tokens is None or args.days is None:
+        what = "a training is so many tokens in so many days"
+        raise SpecError(Problem(what, Origin("--days"), "give --tokens and --days, both"))
+    with until_interrupted() as is_stopped:
+        found = planning.fewest_devices(
+            **asked.flags, tokens=args.tokens, days=args.days, is_stopped=is_stopped
+        )
+    more = {"training": training_to_json(found, asked.price)}
+    lines = training_to_text(found, asked.price)
+    if found.answer is None:
+        if args.json:
+            print(envelope("plan/1", {"fits": False, **more}))
+        else:
+            print(*lines, sep="\n")
+        return NO
+    assert found.answer.decision is not None
+    code = _print_plan(asked, found.answer.decision, more, ["", *lines])
+    return code if found.is_fewest else NO
 
 
 class _Asked:
@@ -54,12 +111,21 @@ class _Asked:
         self.flags: dict[str, Any] = {
             "plan": self.path,
             "overrides": args.set,
+            "model": args.model,
             "config": args.config,
             "gpu": args.gpu,
             "memory": args.memory,
             "profile": args.profile,
             "told": lambda text: print_notes(args, [text]),
         }
+
+    @property
+    def price(self) -> float | None:
+        """Of a GPU for an hour; None where nobody says."""
+        from meshplan.planner.sizes import positive
+
+        stated = getattr(self.args, "price", None)
+        return None if stated is None else positive(stated, "--price")
 
 
 def _print_trouble(
@@ -90,19 +156,29 @@ def _print_trouble(
     return NO
 
 
-def _print_plan(asked: _Asked, decision: Decision) -> int:
+def _print_plan(
+    asked: _Asked, decision: Decision, more: Mapping[str, Any], lines: Sequence[str]
+) -> int:
+    """A plan, and its lock.
+
+    Args:
+        more, lines: What else was asked, as JSON and in words.
+    """
     from meshplan import planning
     from meshplan.render.changes import changes_to_json, changes_to_text
     from meshplan.render.plan import decision_to_json, decision_to_text
+    from meshplan.render.sizing import cost_to_json, cost_to_text
 
     args = asked.args
     changes = _changes(args, asked.path, decision)
     if args.json:
         result = {**decision_to_json(decision), "changed": changes_to_json(changes)}
-        print(envelope("plan/1", {**result, "conflict": None, "fixes": []}))
+        result |= {"conflict": None, "fixes": [], "cost": cost_to_json(decision, asked.price)}
+        print(envelope("plan/1", {**result, **more}))
     else:
         colour = wants_colour(no_color=args.no_color)
-        print(*decision_to_text(decision, asked.path, colour=colour), sep="\n")
+        text = decision_to_text(decision, asked.path, colour=colour)
+        print(*text, *cost_to_text(decision, asked.price), *lines, sep="\n")
     print_notes(args, changes_to_text(changes))
     if args.set and not args.dry_run and args.output is None:
         print_notes(args, ["no lock is written for a plan changed by --set; -o FILE writes one"])
@@ -180,6 +256,30 @@ def _explain_memory(args: argparse.Namespace) -> int:
     return YES if estimate.fits is not False else NO
 
 
+def _diff_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plans", nargs=2, metavar="PLAN", help="a plan file, or a lock")
+    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
+    parser.add_argument("--profile", metavar="FILE", help="what calibrate wrote of this machine")
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from meshplan import planning
+    from meshplan.render.difference import difference_to_json, difference_to_text
+
+    if args.file is not None:
+        raise SpecError(Problem("diff takes two plans, and -f names a third", None, "leave it out"))
+    sides = []
+    for name in args.plans:
+        path, chosen = planning.plan_of_lock(name) or (name, [])
+        sides.append((name, api.decide(path, [*args.set, *chosen], config=args.config)))
+    found = planning.compare(*sides, profile=args.profile)
+    if args.json:
+        print(envelope("diff/1", difference_to_json(found)))
+    else:
+        print(*difference_to_text(found), sep="\n")
+    return YES if found.is_same else NO
+
+
 def _calibrate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="PROFILE", default="profile.json", help="where to write the profile"
@@ -209,6 +309,7 @@ VERBS: tuple[Verb, ...] = (
         _explain_flags,
         _explain,
     ),
+    Verb("diff", "two plans: what is decided otherwise, and what that costs", _diff_flags, _diff),
     Verb(
         "calibrate",
         "time this machine: products, copies, messages",

@@ -158,6 +158,11 @@ class Layout:
             words.append(f"P@{','.join(partial)}")
         return " ".join(words) or "R"
 
+    def _repr_html_(self) -> str:
+        from meshplan.pictures.notebook import layout_html  # what only notebooks ask for
+
+        return layout_html(self)
+
     def __str__(self) -> str:
         return self.spell()
 

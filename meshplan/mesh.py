@@ -127,6 +127,17 @@ class Mesh:
                 position = position * self.size(name) + coordinate
         return position
 
+    def indices(self, names: Iterable[str]) -> list[int]:
+        """`index` of every rank, of which there may be very many."""
+        wanted = set(names)
+        if wanted & {part for loan in self.loans for part in (loan.name, loan.rest)}:
+            return [self.index(rank, wanted) for rank in range(self.world_size)]
+        out = [0]
+        for axis in self.axes:
+            step = (axis.size, 1) if axis.name in wanted else (1, 0)
+            out = [at * step[0] + c * step[1] for at in out for c in range(axis.size)]
+        return out
+
     def spread(self, names: Iterable[str]) -> tuple[str, ...]:
         """The axes of more than one rank among these, borrowed ones too, outermost first.
 

@@ -67,6 +67,11 @@ class Plan:
 
         return draw(self, what, **options)
 
+    def _repr_html_(self) -> str:
+        from meshplan.pictures.notebook import plan_html  # what only notebooks ask for
+
+        return plan_html(self)
+
     def digest(self) -> str:
         """A hash of every decision: equal on two ranks exactly when they would do the same."""
         text = json.dumps(self._decisions(), sort_keys=True)

@@ -8,19 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshplan.cost.calibration import profile_from, write_profile
+from meshplan.cost.calibration import profile_from, read_profile, write_profile
 from meshplan.cost.profile import Profile
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.plan import Plan
 from meshplan.planner import locking, module
+from meshplan.planner.asking import question_of_file, with_profile
 from meshplan.planner.changed import Change
-from meshplan.planner.decide import decide
-from meshplan.planner.decision import Decision
+from meshplan.planner.decision import Decision, Question, Way
+from meshplan.planner.difference import Difference, difference, side_of
 from meshplan.planner.explain import Asker, WhyNot, settings_of
+from meshplan.planner.frontier import frontier
 from meshplan.planner.module import ModuleAnswer
+from meshplan.planner.objectives import answer
 from meshplan.planner.remedy import Trouble, trouble_of
-from meshplan.planner.whole import question_of_file
+from meshplan.planner.reshard import Reshard, reshard
+from meshplan.planner.sizes import Training, fewest, positive
+from meshplan.reader import load_spec
 
+_HARDWARE = ("nodes", "gpus_per_node", "gpu", "memory", "intra", "inter", "headroom")
 PlanSource = str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -28,6 +34,7 @@ def search_plan(
     plan: PlanSource,
     overrides: Sequence[str] = (),
     *,
+    model: str | None = None,
     config: str | Path | None = None,
     gpu: str | None = None,
     memory: str | int | None = None,
@@ -38,7 +45,7 @@ def search_plan(
     """The fastest plan for all that a plan file leaves open, proved, and what was left out.
 
     Args:
-        plan, config: As for `check_plan`.
+        plan, model, config: As for `check_plan`.
         gpu, memory: As for `estimate_memory`.
         profile: What `meshplan calibrate` wrote; None takes what is known of such devices.
         told: Is told of each better plan.
@@ -48,14 +55,83 @@ def search_plan(
         SpecError: The plan or the model cannot be read.
         PlanError: The plan contradicts itself, or says too little.
     """
-    question = question_of_file(plan, overrides, config, gpu, memory, profile)
-    return decide(replace(question, is_stopped=is_stopped), told)
+    question = _question(plan, overrides, model, config, gpu, memory, profile, told)
+    return answer(replace(question, is_stopped=is_stopped), told)
+
+
+def find_frontier(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    config: str | Path | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    profile: str | Path | None = None,
+    told: Callable[[str], None] = lambda text: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> tuple[tuple[Way, ...], bool]:
+    """(the fastest plans within less and less memory, whether the time sufficed).
+
+    Args:
+        plan, model, config, gpu, memory, profile, is_stopped: As for `search_plan`.
+    """
+    question = _question(plan, overrides, model, config, gpu, memory, profile, told)
+    return frontier(replace(question, is_stopped=is_stopped), told)
+
+
+def fewest_devices(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    tokens: str | float,
+    days: str | float,
+    model: str | None = None,
+    config: str | Path | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    profile: str | Path | None = None,
+    told: Callable[[str], None] = lambda text: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Training:
+    """The fewest whole nodes that train on so many tokens in so many days.
+
+    Args:
+        plan, model, config, gpu, memory, profile, is_stopped: As for `search_plan`; how many
+            nodes the plan's `hardware` has does not matter.
+        tokens, days: Of the whole training.
+    """
+    amounts = positive(tokens, "--tokens"), positive(days, "--days")
+    question = _question(plan, overrides, model, config, gpu, memory, profile, told)
+    return fewest(replace(question, is_stopped=is_stopped), *amounts, told)
+
+
+def _question(
+    plan: PlanSource,
+    overrides: Sequence[str],
+    model: str | None,
+    config: str | Path | None,
+    gpu: str | None,
+    memory: str | int | None,
+    profile: str | Path | None,
+    told: Callable[[str], None],
+) -> Question:
+    """What is asked, of a model that its config tells of, or of one that has to be run."""
+    stated = load_spec(plan, overrides).model
+    is_live = model is not None or (config is None and stated is not None and stated.entry)
+    if not is_live:
+        return question_of_file(plan, overrides, config, gpu, memory, profile)
+    from meshplan.runtime.planned import question_of_entry  # torch
+
+    question = question_of_entry(plan, overrides, model, config, gpu=gpu, memory=memory, told=told)
+    return with_profile(question, Path(profile) if profile is not None else None)
 
 
 def find_trouble(
     plan: PlanSource,
     overrides: Sequence[str] = (),
     *,
+    model: str | None = None,
     config: str | Path | None = None,
     gpu: str | None = None,
     memory: str | int | None = None,
@@ -66,10 +142,10 @@ def find_trouble(
     """Why `search_plan` finds nothing: what contradicts what, and what would help.
 
     Args:
-        plan, config, gpu, memory, profile, is_stopped: As for `search_plan`.
+        plan, model, config, gpu, memory, profile, is_stopped: As for `search_plan`.
         told: Is told what is looked for.
     """
-    question = question_of_file(plan, overrides, config, gpu, memory, profile)
+    question = _question(plan, overrides, model, config, gpu, memory, profile, told)
     return trouble_of(replace(question, is_stopped=is_stopped), told)
 
 
@@ -78,6 +154,7 @@ def explain(
     words: Sequence[str],
     overrides: Sequence[str] = (),
     *,
+    model: str | None = None,
     config: str | Path | None = None,
     gpu: str | None = None,
     memory: str | int | None = None,
@@ -87,7 +164,7 @@ def explain(
     """Why the plan is not another.
 
     Args:
-        plan, config, gpu, memory, profile: As for `search_plan`.
+        plan, model, config, gpu, memory, profile: As for `search_plan`.
         words: "why-not" and a setting such as "mesh.tp=8", or "why" and a field such as "mesh.tp",
             which asks of each of its values.
 
@@ -95,7 +172,7 @@ def explain(
         SpecError: The words ask nothing that is planned, or something cannot be read.
         PlanError: The plan contradicts itself, or says too little.
     """
-    asker = Asker(question_of_file(plan, overrides, config, gpu, memory, profile), told)
+    asker = Asker(_question(plan, overrides, model, config, gpu, memory, profile, told), told)
     if len(words) == 2 and words[0] == "why-not":
         return [asker.why_not(words[1])]
     if len(words) == 2 and words[0] == "why":
@@ -115,6 +192,58 @@ def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) 
         SpecError: The model has no such module.
     """
     return module.explain_module(plan, name, profile=profile)
+
+
+def compare(
+    old: tuple[str, Plan], new: tuple[str, Plan], *, profile: str | Path | None = None
+) -> Difference:
+    """What one plan decides otherwise than another, and what that costs.
+
+    Args:
+        old, new: (what it is called, the plan).
+        profile: As for `search_plan`.
+    """
+    measured = read_profile(Path(profile), Origin("--profile")) if profile is not None else None
+    return difference(*(side_of(name, plan, measured) for name, plan in (old, new)))
+
+
+def moved_between(old: Plan, new: Plan) -> Reshard:
+    """Bytes of parameters and optimizer state that change hands from one plan to another.
+
+    Raises:
+        PlanError: They are not of one model and one optimizer.
+    """
+    return reshard(old, new)
+
+
+def retarget_settings(words: str) -> list[str]:
+    """Other hardware, as statements.
+
+    Args:
+        words: Such as "nodes=4,gpu=h200".
+
+    Raises:
+        SpecError: It says something that is not of hardware.
+    """
+    out = []
+    for word in words.split(","):
+        name, equals, value = word.strip().partition("=")
+        if not equals or name not in _HARDWARE:
+            what = f"'{word}' is nothing of hardware"
+            fix = f"write {', '.join(f'{each}=...' for each in _HARDWARE)}"
+            raise SpecError(Problem(what, Origin("--retarget"), fix))
+        out.append(f"hardware.{name}={value}")
+    return out
+
+
+def plan_of_lock(path: str | os.PathLike[str]) -> tuple[str, list[str]] | None:
+    """(the plan file that a lock was made for, its choices as statements); None of other files.
+
+    Raises:
+        SpecError: It is a lock, and the plan is not beside it, or has changed since.
+    """
+    found = locking.source_of_lock(Path(path))
+    return found and (str(found[0]), found[1])
 
 
 def lock_plan(

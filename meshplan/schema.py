@@ -298,7 +298,7 @@ def _duration(value: Value, found: Findings) -> float | None:
 
 def _solve(value: Value, found: Findings) -> dict[str, Any] | None:
     fields: Mapping[str, Decoder] = {
-        "objective": choice(("time", "memory", "balanced"), "an objective"),
+        "objective": choice(("time", "memory", "cost", "balanced"), "an objective"),
         "time_limit": _duration,
         "keep": integer(1),
     }

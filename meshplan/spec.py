@@ -299,6 +299,11 @@ class Spec:
                 out.append(path)
         return tuple(out)
 
+    def _repr_html_(self) -> str:
+        from meshplan.pictures.notebook import spec_html  # what only notebooks ask for
+
+        return spec_html(self)
+
     def origin(self, path: str) -> Origin:
         """Where `path` was stated, or the nearest statement around it, or the file."""
         parent = path

@@ -57,7 +57,10 @@ LATE = {"torch", "sympy", "networkx", "matplotlib", "rich", "yaml"}
 
 LATE_BETWEEN = {
     ("__init__", "importlib"),  # it resolves the public names when they are asked for
-    ("plan", "pictures"),  # upward: values show themselves
+    ("layout", "pictures"),  # upward: values show themselves
+    ("spec", "pictures"),
+    ("memory", "pictures"),
+    ("plan", "pictures"),
     ("api", "reader"),  # yaml
     ("api", "memory"),  # what answers one question only
     ("api", "plan"),
@@ -70,9 +73,11 @@ LATE_BETWEEN = {
     ("cli_planning", "planning"),  # numpy
     ("cli_planning", "render"),
     ("cli_planning", "planner"),
+    ("cli_draw", "memory"),
     ("cli_draw", "pictures"),
     ("cli_draw", "planning"),
     ("cli_draw", "render"),
+    ("cli_draw", "runtime"),
     ("cli_report", "report"),
     ("cli_report", "reporting"),
     ("cli", "memory"),

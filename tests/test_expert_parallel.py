@@ -68,6 +68,10 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "mixtral, hybrid 2 x 4 with ep 2": (
         8, "mixtral grouped", moe.plan({"dp_replicate": 2, "dp_shard": 4, "ep": "2 in dp_shard"}),
     ),
+    "mixtral beside tp of transformers": (
+        4, "mixtral",
+        moe.plan(TP, {"match": "**.experts", "place": {"tp": "R"}}, tp_plan="hf"),
+    ),
 }  # fmt: skip
 
 

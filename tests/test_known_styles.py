@@ -20,6 +20,7 @@ from meshplan.runtime.record import record
 from meshplan.runtime.rehearse import rehearser
 from meshplan.runtime.trace import graph_of
 from tests.test_told import GPT2, LLAMA, QWEN3
+from tests.test_told_experts import MIXTRAL, QWEN
 
 TWO = {"num_hidden_layers": 2}
 CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
@@ -44,6 +45,15 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "mistral": (LLAMA | TWO | {"model_type": "mistral"}, 2, {}),
     "qwen2, tied": (LLAMA | TWO | {"model_type": "qwen2", "tie_word_embeddings": True}, 2, {}),
     "qwen3, too few heads": (QWEN3 | TWO, 4, {}),
+    "mixtral": (MIXTRAL | TWO, 2, {}),
+    "mixtral, too few heads": (MIXTRAL | TWO, 4, {}),
+    "qwen3_moe, one block dense": (QWEN | TWO | {"mlp_only_layers": [0]}, 2, {}),
+    "mixtral, spread": (
+        MIXTRAL | TWO, 4,
+        {
+            "mesh": {"dp_shard": 2, "tp": 2, "ep": "2 in dp_shard"},
+            "rules": [{"match": "**.experts", "place": {"ep": "ep_dispatch_experts"}}],
+        }),
     "gpt2, odd heads": (GPT2 | {"n_layer": 2, "n_head": 3}, 2, {}),
     "gpt2, odd words": (
         GPT2 | {"n_layer": 2, "vocab_size": 161, "tie_word_embeddings": False}, 2, {}),
@@ -68,12 +78,20 @@ def styles(plan: Plan) -> dict[str, Any]:
     }
 
 
+def told_whole(plan: Plan) -> list[str]:
+    """What `auto` says of experts and routers, which it leaves whole."""
+    said = [each.what for each in plan.assignment.warnings]
+    parts = [part for what in said for part in what.partition(": ")[2].split("; ")]
+    return [part for part in parts if "mlp.experts" in part or "mlp.gate " in part]
+
+
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c in DEFAULT else [pytest.mark.wide]) for c in CASES]
 )
 def test_a_config_gives_what_the_data_flow_gives(case: str) -> None:
     live, told = decided(*CASES[case])
     assert styles(told) == styles(live)
+    assert sorted(told_whole(told)) == sorted(told_whole(live))
     assert told.digest() == live.digest()
     matrices = {f for f, p in told.assignment.tensors.items() if len(p.info.shape) > 1}
     whole = [{f for f in matrices if not p.assignment.tensors[f].computed.axes}

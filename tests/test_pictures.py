@@ -12,17 +12,19 @@ from matplotlib.text import Text
 from meshplan.errors import SpecError
 from meshplan.memory.log import Term
 from meshplan.memory.told import told_estimate
+from meshplan.mesh import Mesh
 from meshplan.pictures.gantt import gantt
-from meshplan.pictures.main import WHATS, draw
+from meshplan.pictures.links import crosses_nodes, members
+from meshplan.pictures.main import WHATS, draw, facts_of
 from meshplan.pictures.memory_bars import memory_bars, states_alone
 from meshplan.pictures.mesh_map import mesh_map
 from meshplan.pictures.palette import PASSES, SHARDS, TERMS, THEMES, shard_ink
-from meshplan.pictures.sheet import fitted, width_of, wrapped
+from meshplan.pictures.sheet import fitted, fitted_name, width_of, wrapped
 from meshplan.pictures.tensor import tensor_layout
 from meshplan.pictures.types import Picture
 from meshplan.schedules import SCHEDULES
 from meshplan.sizing import read_limit
-from meshplan.units import GIB
+from meshplan.units import GIB, format_gib, format_seconds
 from tests.graphs import blocks
 from tests.pictured import LONG, boxes, check_readable, llama, plan_of, strange, written
 
@@ -45,6 +47,22 @@ def test_equal_colours_hold_the_same_shard():
     assert all(tiles[rank].shard == tiles[rank + 8].shard == rank for rank in range(8))
     assert (facts.num_shards, facts.copies, facts.cut_axes) == (8, 2, ("dp_shard",))
     assert tiles[9].at == ("dp_replicate 1", "dp_shard 1")
+
+
+def test_shards_are_told_apart_along_every_axis_that_cuts():
+    plan = llama(2, mesh={"dp_replicate": 2, "dp_shard": 4, "tp": 2}, tp_plan="auto")
+    facts = mesh_map(plan)
+    tiles = [tile for node in facts.nodes for tile in node.tiles]
+    assert facts.cut_axes == ("dp_shard", "tp")
+    assert [t.shard for t in tiles] == [plan.mesh.index(t.rank, facts.cut_axes) for t in tiles]
+
+
+def test_some_groups_across_nodes_are_enough():
+    mesh = Mesh.of({"dp_replicate": 3, "tp": 4})
+    assert crosses_nodes(mesh, ("tp",), 4) is False
+    assert crosses_nodes(mesh, ("tp",), 6) is True  # ranks 4 to 7
+    assert crosses_nodes(mesh, ("tp",), None) is None
+    assert list(members(mesh, ("dp_replicate",), 2)) == [2, 6, 10]
 
 
 def test_a_map_tells_what_crosses_the_nodes():
@@ -186,9 +204,11 @@ def test_bars_add_up_to_the_estimate(changes):
 
 
 def test_what_fits_and_what_does_not_is_said():
-    fits = draw(llama(2), "memory")
-    assert fits.title.startswith("It fits: ")
-    assert fits.title.endswith(" GiB left of 79.1 GiB on ranks 0–15, which need most")
+    plan = llama(2)
+    device, limit_bytes, _ = read_limit(None, None, plan.spec)
+    estimate = told_estimate(plan, device=device, limit_bytes=limit_bytes)
+    left = format_gib(limit_bytes - estimate.worst.band[1])
+    assert draw(plan, "memory").title == (f"It fits: {left} left of 79.1 GiB on every rank")
     over = draw(llama(2, hardware={"nodes": 2, "gpus_per_node": 8, "memory": "8GiB"}), "memory")
     assert over.title.startswith("It does not fit: ranks 0–15 are OVER by ")
     verdict = next(
@@ -218,7 +238,7 @@ def test_every_schedule_is_drawn_and_its_bubble_told(name):
     schedule = SCHEDULES[name]
     pipeline = {"schedule": name, "microbatches": 8, "virtual": schedule.virtual or 2}
     plan = llama(8, **{**PIPED, "pipeline": pipeline})
-    facts = gantt(plan)
+    facts = facts_of(plan, "gantt")
     stages = 4 * pipeline["virtual"]
     forwards = [block for block in facts.blocks if block.kind == "F"]
     assert len({(b.stage, b.microbatch) for b in forwards}) == len(forwards) == stages * 8
@@ -227,14 +247,18 @@ def test_every_schedule_is_drawn_and_its_bubble_told(name):
     assert [row[-1][1] for row in facts.kept] == [0] * 4
     picture = draw(plan, "gantt")
     assert picture.title == (
-        f"{name}: ranks wait {facts.idle_share:.1%} of the time ({stages} stages on 4 ranks, "
-        "8 microbatches)"
+        f"{name}: ranks wait {facts.idle_share:.1%} of a step of {format_seconds(facts.step)} "
+        f"({stages} stages on 4 ranks, 8 microbatches)"
     )
     check_readable(picture.figure)
 
 
 def test_what_a_rank_keeps_is_what_its_schedule_has_in_flight():
-    assert gantt(llama(4, **PIPED)).most_kept == (4, 3, 2, 1)
+    facts = gantt(llama(4, **PIPED))
+    assert facts.most_kept == (4, 3, 2, 1)
+    # The last rank has one all the time: it is kept until its backward has ended.
+    first, *rest, last = facts.kept[3]
+    assert (first, {count for _, count in rest}, last) == ((0.0, 0), {1}, (27.0, 0))
     gpipe = {**PIPED, "pipeline": {"schedule": "GPipe", "microbatches": 8}}
     assert gantt(llama(4, **gpipe)).most_kept == (8, 8, 8, 8)
     assert gantt(llama(4, **PIPED)).idle_share == pytest.approx(3 / 11)
@@ -280,10 +304,13 @@ def test_a_layout_of_any_name_is_drawn(name):
 def test_the_same_plan_is_the_same_svg_and_matplotlib_is_left_alone():
     import matplotlib
 
-    before = dict(matplotlib.rcParams)
-    one, two = (draw(llama(2), "mesh").svg() for _ in range(2))
+    stated = {"svg.fonttype": "path", "svg.hashsalt": "mine", "svg.id": None}
+    with matplotlib.rc_context(stated):
+        before = dict(matplotlib.rcParams)
+        one, two = (draw(llama(2), "mesh").svg() for _ in range(2))
+        assert dict(matplotlib.rcParams) == before
     assert one == two
-    assert dict(matplotlib.rcParams) == before
+    assert "<text" in one
 
 
 def test_pictures_are_drawn_by_several_threads():
@@ -304,6 +331,10 @@ def test_a_notebook_shows_the_sentence_too():
     assert isinstance(picture, Picture)
     shown = picture._repr_html_()
     assert 'role="img"' in shown
+    assert "<title>rank 3</title>" in shown
+    layout = draw(llama(2), "layout")._repr_html_()
+    assert "<title>shard 1: ranks 1, 9, rows 16,032–32,063, columns 0–4,095</title>" in layout
+    assert not re.search(r'<g id="', shown)
     assert picture.alt in shown
     assert llama(2).draw("mesh").title == picture.title
 
@@ -312,6 +343,8 @@ def test_texts_are_measured_and_shortened():
     assert width_of("mm") > width_of("m")
     assert width_of(fitted("a" * 300, 2.0)) <= 2.0
     assert all(width_of(line) <= 3.0 for line in wrapped("word " * 80, 3.0))
+    for name in (f"a.{LONG}.weight", "model.layers.{0..31}.mlp.up_proj.weight", LONG):
+        assert width_of(fitted_name(name, 1.2)) <= 1.2
     assert wrapped("needs 3.7 GiB", width_of("needs 3.7"))[-1].endswith("GiB")
 
 

@@ -14,7 +14,7 @@ from meshplan import planning
 from meshplan.cli import main
 from meshplan.errors import PlanError, SpecError
 from meshplan.memory.log import Event, EventLog, Storage, Term
-from meshplan.memory.told import told_estimate
+from meshplan.memory.told import told_estimate, told_log
 from meshplan.pictures.comm import comm
 from meshplan.pictures.ladder import ladder
 from meshplan.pictures.links import links_of
@@ -27,6 +27,7 @@ from meshplan.pictures.treemap import squarified, treemap
 from meshplan.pictures.waterfall import waterfall
 from meshplan.sizing import read_limit
 from meshplan.units import GIB
+from tests.bench.gallery import FOLDER, MOST_BYTES, PAGE, SHOWN
 from tests.graphs import blocks, graph
 from tests.pictured import LLAMA, boxes, check_readable, llama, plan_of, strange, written
 
@@ -37,6 +38,9 @@ PIPED = {
     "pipeline": {"schedule": "1F1B", "microbatches": 4},
     "tp_plan": "auto",
 }
+
+
+ALONE = {"mesh": {"dp_shard": 1}, "strategy": "full_shard", "hardware": None}
 
 
 def estimate_of(plan):
@@ -59,6 +63,10 @@ def test_the_waterfall_ends_at_the_estimate_to_the_byte(theme):
     drawn = boxes(picture.figure, "step ")
     sizes = [int(name.split(": ")[1].removesuffix(" B")) for name in drawn]
     assert sizes == [step.delta_bytes for step in facts.steps]
+    before = [0, *(step.total_bytes for step in facts.steps)]
+    for box, begin, end in zip(drawn.values(), before, before[1:], strict=False):
+        low, high = sorted((begin, end))
+        assert (box.get_x() * GIB, box.get_width() * GIB) == pytest.approx((low, high - low))
     total = boxes(picture.figure, "total")["total"].get_width()
     assert total * GIB == pytest.approx(facts.total_bytes, rel=1e-12)
     assert picture.title.startswith("From the textbook's ")
@@ -95,6 +103,25 @@ def test_the_timeline_keeps_every_peak_where_events_are_many():
     assert (facts.points[-1].live_bytes, facts.num_events) == (0, 6000)
     assert facts.title == "Tensors of rank 3 peak at 11 B, in forward of m"
     assert len(facts.points) < 800
+
+
+def test_a_traced_log_is_drawn_as_it_is():
+    plan = llama(2)
+    log = told_log(plan, batch=1, seq_len=1024, rank=5)
+    picture = draw(plan, "timeline", log=log, rank=5)
+    assert picture.title.startswith("Tensors of rank 5 peak at ")
+    assert (
+        "Of 4 forwards of the step 3 are drawn; the others are like the last but one."
+        in written(picture.figure)
+    )
+
+
+@pytest.mark.wide
+def test_a_live_model_is_traced_for_its_timeline(tmp_path, capsys):
+    out = tmp_path / "timeline.svg"
+    flags = ["-f", "plans/hybrid_2x4.yaml", "--what", "timeline", "-o", str(out)]
+    assert main(["draw", *flags]) == 0
+    assert "Tensors of rank 0 peak at " in capsys.readouterr().out
 
 
 def test_terms_of_no_bytes_and_an_empty_log_are_drawn():
@@ -197,6 +224,16 @@ def test_a_pipeline_sends_to_the_stages_beside_it():
     assert beside == pytest.approx([micro] * 24, abs=100)
     assert facts.matrix[:4, 8:].max() < 100
     middle = links_of(plan, 4)
+    data = {lane.kind: lane for lane in middle.lanes if lane.axes == ("dp_shard",)}
+    tensors, stages = plan.assignment.tensors, plan.assignment.stages
+    stage = [
+        tensors[f] for f, at in stages.tensors.items() if 1 in at and not tensors[f].info.is_buffer
+    ]
+    held = sum(p.info.numel for p in stage if p.stored.dim_of("tp") is not None) // 2
+    held += sum(p.info.numel for p in stage if p.stored.dim_of("tp") is None)
+    # Each of four microbatches reduces the gradients of the stage, in float32, between two.
+    assert data["reduce_scatter"].pair_bytes == 4 * 4 * held / 2
+    assert data["all_gather"].pair_bytes > 0
     assert next(lane for lane in middle.lanes if lane.kind == "send").sent_bytes == 2 * micro
     check_readable(draw(plan, "comm", rank=4).figure)
 
@@ -314,6 +351,11 @@ def test_a_large_tree_is_cut_and_counts_what_it_leaves_out():
 @pytest.mark.parametrize("what", ["treemap", "comm", "graph"])
 def test_strange_names_and_empty_models_are_drawn(what):
     check_readable(draw(plan_of(strange(), mesh={"dp_shard": 2}), what, theme="dark").figure)
+    alone = draw(llama(2, **ALONE), what)
+    check_readable(alone.figure)
+    texts = " ".join([alone.title, *written(alone.figure)])
+    assert " 1 B" not in texts
+    assert "whole on every rank" not in texts
     empty = plan_of(graph({"a": "linear"}, {}), mesh={"dp_shard": 1})
     picture = draw(empty, what)
     check_readable(picture.figure)
@@ -357,6 +399,7 @@ def test_the_command_line_writes_a_picture(tmp_path, capsys):
         (["--what", "mesh", "-o", "/nowhere/x.png"], "its folder does not exist"),
         (["--what", "mesh", "-o", "x.png", "--theme", "pink"], "'pink' is no theme"),
         (["--what", "comm", "-o", "x.png", "--rank", "16"], "there is no rank 16"),
+        (["--what", "timeline", "-o", "x.png", "--rank", "99"], "there is no rank 99"),
         (["--what", "comm", "-o", "x.png", "--rank", "-1"], "'-1' is no rank"),
         (["--what", "mesh", "-o", "x.png", "--module", "a"], "takes no 'name'"),
         (["--what", "pareto", "-o", "x.png", "--rank", "1"], "takes no --rank"),
@@ -375,3 +418,12 @@ def test_a_picture_that_cannot_be_written_is_a_problem(tmp_path, monkeypatch):
     picture = draw(llama(2), "mesh")
     with pytest.raises(SpecError, match="cannot be written"):
         picture.save(tmp_path / f"{'n' * 300}.png")
+
+
+def test_the_gallery_shows_every_picture():
+    page = PAGE.read_text()
+    assert {shown.what for shown in SHOWN} == set(WHATS)
+    files = [FOLDER / shown.file for shown in SHOWN]
+    assert all(f"](gallery/{file.name})" in page for file in files)
+    assert sorted(FOLDER.iterdir()) == sorted(files)
+    assert max(file.stat().st_size for file in files) < MOST_BYTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from meshplan import api
 from meshplan.blueprint import from_config
 from meshplan.cli import main
 from meshplan.cost.grid import OPTIONS
-from meshplan.errors import MeshplanError, SpecError
+from meshplan.errors import MeshplanError, PlanError, SpecError
+from meshplan.planner.asking import question_of
 from meshplan.planner.decide import decide_job
 from meshplan.planner.job import Job
 from meshplan.planner.lock import lock_path, overrides, read
 from meshplan.planner.row import Candidate, solve_row
 from meshplan.planner.settle import Block, patterns
-from meshplan.planner.whole import question_of
+from meshplan.planner.whole import whole_spec
 from meshplan.planning import search_plan
 from meshplan.reader import load_spec
 from tests import models
@@ -280,13 +282,11 @@ def test_nothing_fits(job, capsys):
         ({"hardware": {"nodes": 1, "gpus_per_node": 8, "memory": "80GiB"}}, "how fast"),
         ({"mesh": [2, 4]}, "bare mesh"),
         ({"compile": True}, "no rules for compiled blocks"),
-        ({"solve": {"objective": "memory"}}, "'memory' as the objective"),
-        ({"activation_checkpointing": {"mode": "full", "every": 2}}, "every n-th block"),
+        ({"solve": {"objective": "balanced"}}, "'balanced' as the objective"),
         ({"activation_checkpointing": {"mode": "selective", "save": ["mm"]}}, "than the usual"),
-        ({"rules": [{"match": "model.layers.3", "stage": 1}]}, "stages by rule"),
-        ({"pipeline": {"split": [["model.layers.0"], ["model.layers.2"]]}}, "a cut that is given"),
-        ({"pipeline": {"microbatches": 4}}, "a number of microbatches that is given"),
-        ({"mesh": {"dp_shard": "auto", "ep": "2 in dp_shard"}}, "borrowed ranks"),
+        ({"rules": [{"match": "model.layers.3.mlp", "stage": 1}]}, "between whole blocks"),
+        ({"rules": [{"match": "lm_head", "stage": 0}]}, "into the last stage"),
+        ({"mesh": {"dp_shard": "auto", "ep": "2 in dp_shard"}}, "no module of the model stacks"),
         ({"batch": {"global": 7, "seq_len": 64}, "mesh": {"dp_shard": 8}}, "7 is not a multiple"),
     ],
 )
@@ -344,10 +344,22 @@ def test_parallelize_reads_the_lock(job, pool, capsys):
     assert pool(4).run(parallel_with_lock, str(path)) == [expected] * 4
 
 
-def test_what_is_left_open_without_a_config_says_what_to_do(job):
+@pytest.mark.wide
+def test_what_is_left_open_without_a_config_is_planned_for_the_model_itself(job):
     path = job(model=None)
     found = api.check_plan(path, model="meshplan.runtime.demo_model:build")
-    (problem,) = found.problems
+    assert found.problems == ()
+    assert found.plan is not None
+    assert found.plan.mesh.world_size == 8
+    assert found.notes[-1] == "there is no plan.lock.yaml: planning"
+
+
+def test_what_is_left_open_without_any_model_says_what_to_do(job):
+    path = job(model=None)
+    graph = replace(from_config(path.with_name("config.json")), config={})
+    with pytest.raises(PlanError) as caught:
+        whole_spec(path, lambda more: load_spec(path, more), graph)
+    (problem,) = caught.value.problems
     assert problem.what == (
         "mesh and strategy are left to the planner, and there is no plan.lock.yaml"
     )

@@ -11,12 +11,12 @@ import pytest
 
 from meshplan.memory.told import told_rank
 from meshplan.plan import make_plan
+from meshplan.planner.asking import question_of_file
 from meshplan.planner.gauge import least_bytes, shorten
 from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Candidate, Row, solve_row
 from meshplan.planner.settle import Block, statements
-from meshplan.planner.whole import question_of_file
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,

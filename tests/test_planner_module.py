@@ -11,9 +11,9 @@ from meshplan.cli import main
 from meshplan.cost.profile import without
 from meshplan.errors import PlanError, SpecError
 from meshplan.memory import state_bytes
+from meshplan.planner.asking import cluster_of, question_of_file
 from meshplan.planner.costed import Costed
 from meshplan.planner.lock import overrides
-from meshplan.planner.whole import cluster_of, question_of_file
 from meshplan.planning import explain_module, search_plan
 from tests.test_planner import LLAMA, PLAN, job
 

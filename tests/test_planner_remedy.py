@@ -9,12 +9,12 @@ import pytest
 
 from meshplan.cli import main
 from meshplan.errors import PlanError
+from meshplan.planner.asking import question_of_file
 from meshplan.planner.job import Job
 from meshplan.planner.lock import lock_path, overrides
 from meshplan.planner.remedy import Trouble, _Asking, trouble_of
 from meshplan.planner.search import search
 from meshplan.planner.stated import Statement, statements_of, without
-from meshplan.planner.whole import question_of_file
 from meshplan.planning import search_plan
 from meshplan.reader import load_spec
 from meshplan.render.trouble import trouble_to_text

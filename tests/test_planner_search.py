@@ -33,7 +33,8 @@ def random_numbers(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
     grid = np.zeros(num_rows, GRID)
     for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual"):
         grid[name] = 1
-    grid["dp_replicate"] = 1 + np.arange(num_rows)  # Each is another mesh.
+    own = "ep" if seed % 2 else "dp_replicate"
+    grid[own] = 1 + np.arange(num_rows)  # Each is another mesh, or spreads experts otherwise.
     for row in grid:
         row["pp"] = rng.integers(1, min(3, length) + 1)
         row["microbatches"] = rng.integers(1, 6)
@@ -121,6 +122,7 @@ def test_what_is_really_held_decides(block):
     for seed in range(block * 25, block * 25 + 25):
         numbers, capacity = random_numbers(seed)
         extra = np.random.default_rng(seed).uniform(0, capacity / 2, len(numbers.grid))
+        extra[:: 1 + seed % 5] *= 4  # Some hold more than there is, whatever their blocks do.
 
         def measure(candidate: Candidate, extra: Any = extra, room: float = capacity) -> Measured:
             excess = float(extra[candidate.row])

@@ -175,7 +175,7 @@ def test_the_lock_depends_on_the_profile(job, tmp_path, capsys, monkeypatch):
         asked.append(question.profile)
         return deciding.decide(question, told)
 
-    monkeypatch.setattr("meshplan.planner.whole.decide", noted)
+    monkeypatch.setattr("meshplan.planner.whole.answer", noted)
     path = job()
     profile = measured(tmp_path / "profile.json")
     assert main(["plan", "-f", str(path), "--profile", str(profile), "-q"]) == 0

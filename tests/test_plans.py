@@ -63,7 +63,7 @@ def model_of(name: str) -> str:
 
 
 def test_the_table_is_complete():
-    assert {*DECIDED, "auto"} == set(recipe_names())
+    assert {*DECIDED, "auto", "auto_experts"} == set(recipe_names())
     assert set(recipe_names()) == {path.stem for path in (ROOT / "plans").glob("*.yaml")}
 
 
@@ -127,12 +127,19 @@ def test_a_recipe_trains_as_one_process_does(pool, name):
     assert state <= 1e-6
 
 
-def test_auto_is_planned_where_it_is_read(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("auto", "LlamaForCausalLM"),
+        pytest.param("auto_experts", "MixtralForCausalLM", marks=pytest.mark.wide),
+    ],
+)
+def test_auto_is_planned_where_it_is_read(monkeypatch, capsys, name, model):
     monkeypatch.chdir(ROOT)
-    assert main(["check", "-f", "plans/auto.yaml"]) == 0
+    assert main(["check", "-f", f"plans/{name}.yaml"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("plans/auto.yaml: ok, LlamaForCausalLM on ")
-    assert "there is no auto.lock.yaml: planning" in err
+    assert out.startswith(f"plans/{name}.yaml: ok, {model} on ")
+    assert f"there is no {name}.lock.yaml: planning" in err
 
 
 def test_a_recipe_is_found_from_anywhere(tmp_path, monkeypatch):

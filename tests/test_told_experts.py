@@ -18,17 +18,19 @@ from typing import Any
 import pytest
 
 from meshplan.blueprint import from_mapping
-from meshplan.errors import PlanError, SpecError
+from meshplan.errors import PlanError
 from meshplan.memory.experts import Spread, most_arriving
 from meshplan.memory.shape import shape_of
 from meshplan.memory.told import told_estimate, told_log
 from meshplan.units import format_gib
 from tests.test_told import (
     AUTO,
+    BATCH,
     BF16,
     FULL,
     LLAMA,
     LONG,
+    SEQ_LEN,
     TWICE,
     Case,
     Figures,
@@ -74,6 +76,9 @@ CASES: dict[str, Case] = {
         QWEN | {"tie_word_embeddings": True}, BF16 | {"clip_grad_norm": 1.0}, 2),
     "mixtral beside tp": (
         MIXTRAL, BF16 | WHOLE | {"mesh": {"dp_shard": 2, "tp": 2}, "tp_plan": "hf"}, 4),
+    "qwen beside tp from the data flow, some dense": (
+        QWEN | {"mlp_only_layers": [0]},
+        BF16 | AUTO | {"mesh": {"dp_shard": 2, "tp": 2}, "loss_parallel": True}, 4),
     "qwen, spread, recomputed": (QWEN, SPREAD | FULL, 4),
     "mixtral, spread over all": (
         MIXTRAL, SPREAD | {"mesh": {"dp_shard": 4, "ep": "4 in dp_shard"}}, 4),
@@ -90,6 +95,12 @@ CASES: dict[str, Case] = {
     "qwen, spread over one": (QWEN, SPREAD | {"mesh": {"dp_shard": 4, "ep": 1}}, 4),
     "mixtral, one expert a token, spread, recomputed": (
         MIXTRAL | {"num_experts_per_tok": 1}, SPREAD | FULL, 4),
+    "mixtral, spread, beside tp as transformers has it": (
+        MIXTRAL,
+        SPREAD | {
+            "mesh": {"dp_shard": 2, "tp": 2, "ep": "2 in dp_shard"}, "tp_plan": "hf",
+            "rules": [*SPREAD["rules"], *WHOLE["rules"]],
+        }, 4),
     "mixtral, spread, beside tp": (
         MIXTRAL,
         SPREAD | {
@@ -175,21 +186,87 @@ def test_a_told_step_is_one_with_numbers(apart: ProcessPoolExecutor) -> None:
     assert told(QWEN, {"version": 1, "mesh": {"tp": 1}}, 1, 0) == real
 
 
+def exchanged(config: dict[str, Any], plan: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """(by phase, the bytes of real steps of this rank; slots that came to it in each)."""
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import meshplan
+    from meshplan.runtime.imagine import watch_steps
+
+    torch.manual_seed(0)
+    made = AutoConfig.for_model(**config)
+    model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
+    wrapped = meshplan.parallelize(model, plan)
+    torch.manual_seed(dist.get_rank())
+    ids = torch.randint(0, config["vocab_size"], (2, 32))
+
+    def loss_fn(output: Any, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
+
+    # Nothing is learnt, so every step routes alike.
+    adam = torch.optim.AdamW(wrapped.parameters(), lr=0.0, foreach=True)
+    gc.collect()
+    gc.disable()
+    try:
+        logs = watch_steps(wrapped, adam, ids, ids.clone(), loss_fn, 4)
+    finally:
+        gc.enable()
+    received = next(
+        event.delta for event in logs[0].events
+        if event.delta > 0 and logs[0].storages[event.storage].module.endswith("mlp.experts")
+        and logs[0].storages[event.storage].op == "aten.new_empty.default"
+    )  # fmt: skip
+    # gloo's threads may let go of a tensor late: what a step needs is the least of several.
+    least = {
+        phase: tuple(min(log.by_phase[phase][n] for log in logs) for n in (0, 1))
+        for phase in logs[0].by_phase
+    }
+    return least, received // (4 * config["hidden_size"])
+
+
 @pytest.mark.wide
-@pytest.mark.parametrize("config", [MIXTRAL, QWEN])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_step_of_real_ranks_is_told_by_what_came_to_them(pool: Any, policy: str) -> None:
+    """Routed as it happens, unevenly."""
+    config = MIXTRAL | {"num_hidden_layers": 1}
+    again = {"match": "model.layers.0", "activation_checkpointing": policy}
+    spec = {"version": 1, "mesh": {"dp_shard": 2, "ep": "2 in dp_shard"},
+            "rules": [*SPREAD["rules"], again]}  # fmt: skip
+    plan, slots = plan_of(config, spec, 2), BATCH * SEQ_LEN * config["num_experts_per_tok"]
+    came = []
+    for rank, (real, arrived) in enumerate(pool(2).run(exchanged, config, spec)):
+        came.append(arrived)
+        spread = Spread(2, arrived / slots, is_unit=True)
+        log = told_log(
+            plan, batch=BATCH, seq_len=SEQ_LEN, rank=rank, is_cuda=False, in_place=False,
+            spread=spread,
+        )  # fmt: skip
+        assert log.by_phase == real
+    assert sum(came) == 2 * slots
+    assert came[0] != came[1]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("config", "more", "world"),
+    [(MIXTRAL, BF16, 2), (QWEN, BF16, 2), (MIXTRAL, SPREAD, 4), (MIXTRAL, SPREAD | FULL, 4)],
+)
 def test_on_cuda_it_takes_what_cuda_takes(
-    apart: ProcessPoolExecutor, config: dict[str, Any]
+    apart: ProcessPoolExecutor, config: dict[str, Any], more: dict[str, Any], world: int
 ) -> None:
     """More slots than CUDA sorts in place."""
-    spec = {"version": 1, "mesh": {"dp_shard": 2}} | BF16
-    real = apart.submit(traced, config | LONG, spec, 2, 0, 2048, "cuda").result()
+    spec = {"version": 1, "mesh": {"dp_shard": 2}} | more
+    real = apart.submit(traced, config | LONG, spec, world, 0, 2048, "cuda").result()
     assert isinstance(real, tuple), real
-    mine = told(config | LONG, spec, 2, 0, 2048, "cuda")
+    mine = told(config | LONG, spec, world, 0, 2048, "cuda")
     for phase in ("forward", "loss", "backward"):
-        assert mine[0][phase][0] == pytest.approx(real[0][phase][0], rel=1e-5)
+        assert mine[0][phase][0] == pytest.approx(real[0][phase][0], rel=2e-5)
     assert mine[1].keys() == real[1].keys()
     for place, size in real[1].items():
-        assert mine[1][place] == pytest.approx(size, rel=1e-5)
+        assert mine[1][place] == pytest.approx(size, rel=2e-5)
 
 
 def test_an_estimate_says_how_experts_are_computed() -> None:
@@ -241,8 +318,8 @@ def test_switches_that_change_a_block_are_refused(more: dict[str, Any], what: st
 
 
 def test_a_token_goes_to_experts_that_there_are() -> None:
-    with pytest.raises(SpecError, match="a token cannot be sent to 5 of 4 experts"):
-        from_mapping(MIXTRAL | {"num_experts_per_tok": 5})
+    with pytest.raises(PlanError, match="a token cannot be sent to 5 of 4 experts"):
+        shape_of(from_mapping(MIXTRAL | {"num_experts_per_tok": 5}))
 
 
 def test_mixtral_looks_back_as_far_as_its_config_says() -> None:
@@ -251,6 +328,6 @@ def test_mixtral_looks_back_as_far_as_its_config_says() -> None:
     assert shape_of(from_mapping(MIXTRAL | {"sliding_window": 24})).window == 24
 
 
-def test_experts_beside_tp_auto_need_a_live_model() -> None:
+def test_what_auto_derives_of_other_experts_needs_a_live_model() -> None:
     with pytest.raises(PlanError, match="auto reads tensor parallelism"):
-        plan_of(MIXTRAL, {"version": 1} | AUTO, 2)
+        plan_of(MIXTRAL | {"experts_implementation": "eager"}, {"version": 1} | AUTO, 2)

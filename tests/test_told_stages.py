@@ -22,7 +22,8 @@ from meshplan.memory import EventLog, stage_pass, stage_tape, stage_work, told_s
 from meshplan.memory.log import Term
 from meshplan.memory.replay import main, replay
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.told import BRIEF_ERROR, _told_work, told_estimate, told_log
+from meshplan.memory.told import BRIEF_ERROR, told_estimate, told_log
+from meshplan.memory.told_works import told_works
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from meshplan.schedules import Action
@@ -44,6 +45,13 @@ GPT2: dict[str, Any] = {
     "model_type": "gpt2", "vocab_size": 160, "n_embd": 48, "n_layer": 4, "n_head": 4,
     "n_positions": 64, "use_cache": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
     "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN = LLAMA | {
+    "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40, "mlp_only_layers": [1],
 }  # fmt: skip
 
 
@@ -93,6 +101,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ["transformer.wte", "transformer.wpe"], ["transformer.h.0"]])),
     "gpt2 with embeddings apart": (GPT2, plan_of("1F1B", split=[
         ["transformer.wte"], ["transformer.wpe"]])),
+    "mixtral": (MIXTRAL, plan_of("1F1B", **MIXED)),
+    "mixtral, recomputed": (MIXTRAL, plan_of("Interleaved1F1B", virtual=2, **AGAIN, **MIXED)),
+    "qwen, some blocks dense, selective": (
+        QWEN, plan_of("GPipe", activation_checkpointing="selective", **MORE)),
 }  # fmt: skip
 DEFAULT = {"interleaved, recomputed": 3, "gpt2, tied, clipped": 0}
 """One rank of each; the wide run takes one of every stage."""
@@ -273,7 +285,7 @@ def test_in_brief_a_rank_needs_as_much(
     plan = decided(FUSED, plan_of(given.pop("schedule"), 2, 24, **given, **MIXED))
 
     def log(rank: int, *, in_brief: bool = False) -> EventLog:
-        works = _told_work(plan, 48, told.LENGTH)
+        works = told_works(plan, 48, told.LENGTH)
         return replay(works.of_rank(rank, in_brief=in_brief), plan, "adamw", rank=rank)
 
     for rank in (0, 3):

@@ -88,10 +88,7 @@ class Facts:
 
     def experts(self, scales_weights: bool | str) -> None:
         """How a router chooses, and what changes what it keeps."""
-        top_k, num = self.size("num_experts_per_tok"), self.size("num_experts")
-        if top_k > num:
-            what = f"a token cannot be sent to {top_k} of {num} experts"
-            self.problem("num_experts_per_tok", what, "write at most the number of experts")
+        self.size("num_experts_per_tok")
         if self.flag(scales_weights):
             self.sizes["norm_topk_prob"] = 1
         if self.config.get("experts_implementation") not in (None, "grouped_mm"):

@@ -52,8 +52,11 @@ class Family:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its code computes what Llama's does, and what `auto` derives of it is known."""
-        return not self.moe and len(self.norms) == 2
+        """Whether its code computes what Llama's does, and what `auto` derives of it is known.
+
+        Of experts it cuts nothing.
+        """
+        return len(self.norms) == 2
 
     @property
     def has_dense(self) -> bool:

@@ -200,9 +200,10 @@ def build_decoder(family: Family, facts: Facts, build: Builder) -> None:
         build.buffer(f"model.rotary_emb.{name}", (-(-head_dim // 2),))
     _lm_head(build, vocab, hidden, tied)
     build.tp_preset = _preset(family)
-    if family.is_plain:
+    if family.is_plain and "experts_implementation" not in facts.sizes:
         ends = dict.fromkeys(("lm_head", "model.embed_tokens"), "vocab")
-        build.tp_derived = build.tp_preset | ends
+        cut = {name: word for name, word in build.tp_preset.items() if ".experts" not in name}
+        build.tp_derived = cut | ends
 
 
 def _preset(family: Family) -> dict[str, str]:

@@ -19,6 +19,7 @@ from meshplan.cost.types import Tally as Tally
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
 from meshplan.memory.analytic import Run, tape_of
+from meshplan.memory.experts import Spread
 from meshplan.memory.shape import shape_of
 from meshplan.memory.styled import Styled
 from meshplan.memory.tape import Row, Tape
@@ -35,17 +36,19 @@ def chain_of(
     seq_len: int,
     element_bytes: int,
     tp: int = 1,
+    ep: int = 1,
     is_sequence: bool = False,
     is_cuda: bool = True,
     cuts_loss: bool = False,
     styled: Styled | None = None,
 ) -> Chain:
-    """A decoder of a known family, as one rank of tp computes it.
+    """A decoder of a known family, as one rank of tp and ep computes it.
 
     Args:
         graph: Of `blueprint`.
         seq_len: Tokens of one sample, before cp cuts them.
         element_bytes: Of the dtype that is computed in.
+        ep: Ranks that the experts of a block are spread over, which are sent as many tokens each.
         is_sequence: Whether activations between blocks are cut along the sequence over tp.
         is_cuda: Whether CUDA's kernels run.
         cuts_loss: Whether the loss is computed on logits that stay cut.
@@ -65,6 +68,9 @@ def chain_of(
     }
     if is_sequence:
         sizes["tokens"] = seq_len
+    if shape.experts % ep:
+        what = f"{shape.experts} experts do not divide by ep {ep}"
+        raise PlanError(Problem(what, fix="choose another size for ep"))
     if problems := [
         Problem(f"{size} {name} do not divide by tp {tp}", fix="choose another size for tp")
         for name, size in sizes.items()
@@ -74,7 +80,8 @@ def chain_of(
 
     def write(layers: int, batch: int) -> Tape:
         run = Run(batch=batch, seq_len=seq_len, element_bytes=element_bytes, tp=tp,
-                  is_sequence=is_sequence and tp > 1, is_cuda=is_cuda)  # fmt: skip
+                  is_sequence=is_sequence and tp > 1, is_cuda=is_cuda,
+                  spread=Spread(ep))  # fmt: skip
         if styled is not None:
             return tape_of(replace(shape, layers=layers), replace(run, styled=styled))
         return decoder_tape(replace(shape, layers=layers), run, cuts_loss=cuts_loss)
@@ -138,6 +145,8 @@ def _kind(one: Place, two: Place) -> Kind:
         boundary_bytes=one.boundary_bytes,
         context_bytes=one.context_bytes,
         scores_flops=one.scores_flops,
+        expert_numel=one.expert_numel,
+        num_experts=one.num_experts,
     )
 
 

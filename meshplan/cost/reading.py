@@ -53,6 +53,8 @@ class Numbers(NamedTuple):
     all_reduce_bytes: float = 0.0
     gathers: float = 0.0
     gather_bytes: float = 0.0
+    all_to_alls: float = 0.0
+    all_to_all_bytes: float = 0.0
 
     def plus(self, other: Numbers) -> Numbers:
         return Numbers(*(a + b for a, b in zip(self, other, strict=True)))
@@ -83,6 +85,8 @@ class Place:
     boundary_bytes: int
     context_bytes: int
     scores_flops: float
+    expert_numel: int
+    num_experts: int
 
 
 class Reading:
@@ -120,6 +124,7 @@ class Reading:
         for number, (name, start, end) in enumerate(self._units):
             rows = range(start, end)
             parameters = self._parameters(start, end)
+            stacks = [row for row in self._tape.rows[start:end] if row.op == "grouped_mm"]
             numels = tuple(b // self._element_bytes for f, b in parameters.items() if f not in seen)
             seen |= parameters.keys()
             out.append(
@@ -140,6 +145,11 @@ class Reading:
                         self._flops(row)
                         for row in self._tape.rows[start:end] if row.op == "attention"
                     ),
+                    expert_numel=sum(
+                        nbytes // self._element_bytes
+                        for row in stacks for _, nbytes in row.parameters
+                    ),
+                    num_experts=self._num_groups(stacks[0]) if stacks else 0,
                 )
             )  # fmt: skip
         return out
@@ -183,9 +193,13 @@ class Reading:
             count = max(sizes) // size // self._seq_len**2
         else:
             sizes, count = (self._given(row), row.parameters[0][1], self._made(row)), 1
-            if row.op == "grouped_mm":  # Where each group ends: a row meets one group's weights.
-                count = self._size(row.reads[1]) // _INT32
+            if row.op == "grouped_mm":  # A row meets the weights of one group.
+                count = self._num_groups(row)
         return 2.0 * math.sqrt(math.prod(each // size for each in sizes) / count)
+
+    def _num_groups(self, row: Row) -> int:
+        """Of a grouped product, which reads where each one ends."""
+        return self._size(row.reads[1]) // _INT32
 
     def _given(self, row: Row) -> int:
         """Of what a product reads, whole where it gathers that first."""
@@ -211,7 +225,17 @@ class Reading:
             return Numbers()
         return Numbers(gathers=times, gather_bytes=float(times * size))
 
+    def _exchanged(self, row: Row, direction: int) -> Numbers:
+        """What a rank sends along ep; gradients are multiplied by a number before."""
+        values = row.makes if direction else row.reads
+        count, size = len(values), float(self._sizes(values))
+        if direction:
+            return Numbers(count, moved_bytes=2 * size, all_to_alls=count, all_to_all_bytes=size)
+        return Numbers(all_to_alls=count, all_to_all_bytes=size)
+
     def _sent(self, row: Row, direction: int) -> Numbers:
+        if row.op == "all_to_all":
+            return self._exchanged(row, direction)
         kind = _SENT[row.op][direction]
         if row.op == "all_gather" and row.takes and direction:
             kind = ""  # Laid anew after it: ranks go on with the same, so the gradient is cut.
@@ -360,10 +384,13 @@ def tally(one: Numbers, two: Numbers) -> Tally:
 
 
 def sent(one: Numbers, two: Numbers) -> Sent:
-    """As `tally`, of what tp sends."""
+    """As `tally`, of what tp and ep send."""
     return Sent(
         all_reduces=int(one.all_reduces),
         all_reduce_bytes=two.all_reduce_bytes - one.all_reduce_bytes,
         gathers=int(one.gathers),
         gather_bytes=two.gather_bytes - one.gather_bytes,
+        all_to_alls=int(one.all_to_alls),
+        all_to_all_bytes=two.all_to_all_bytes - one.all_to_all_bytes,
+        all_to_all_once_bytes=2 * one.all_to_all_bytes - two.all_to_all_bytes,
     )

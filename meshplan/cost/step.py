@@ -23,11 +23,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.collectives import all_gather, all_reduce, group, send
+from meshplan.cost.collectives import all_gather, all_reduce, all_to_all, group, send
 from meshplan.cost.grid import MODES, OPTION_RESHARD, OPTIONS, SCHEDULE_WORDS
 from meshplan.cost.profile import Profile
+from meshplan.cost.shares import expert_share, share, trained
 from meshplan.cost.types import Kind, Sent, Tally
-from meshplan.errors import PlanError, Problem
 from meshplan.graph import DTYPE_BYTES
 from meshplan.spec import Precision
 
@@ -119,28 +119,23 @@ def terms(
     """Seconds for each microbatch of one block.
 
     Args:
-        grid: Rows of `grid.GRID`, all of the tp that `kind` is of.
+        grid: Rows of `grid.GRID`, all of the tp and ep that `kind` is of.
         precision: Dtypes by role.
         dtype: Of the model's parameters.
         is_awaited: Whether nothing hides the gathering and reducing of its unit; None for what
             is of no block.
-
-    Raises:
-        PlanError: The grid spreads experts, and the kind has none.
     """
-    if np.any(grid["ep"] > 1):
-        what = f"what '{kind.name}' sends along ep is not known"
-        raise PlanError(Problem(what, fix="leave ep out of the mesh"))
     rows = rows or Rows(grid, profile, gpus_per_node, widths_of(precision, dtype))
     is_awaited = not kind.has_options if is_awaited is None else is_awaited
     join = (lambda a, b: a + b) if is_awaited else partial(hidden, profile=profile)
     forward_c, backward_c = rows.compute(kind.forward), rows.compute(kind.backward)
-    forward_t, backward_t = rows.tp(kind.sent_forward), rows.tp(kind.sent_backward)
+    forward_t, backward_t = rows.sent(kind.sent_forward), rows.sent(kind.sent_backward)
     keys = rows.keys(kind.context_bytes)
     host = rows.launch
     forward = np.maximum(forward_c + forward_t + keys, host(kind.forward, kind.sent_forward))
-    numel = float(sum(kind.numels))
-    gathered, reduced, summed, whole = rows.data(numel)
+    gathered, reduced, summed, whole = rows.data(kind)
+    if kind.frozen:
+        _, reduced, summed, whole = rows.data(trained(kind))
     is_whole, is_at_once = rows.mode == _DDP, rows.mode == _SHARD
     gathers = gathered if whole is None else np.where(is_whole, 0.0, gathered)
     after = np.zeros_like(gathered)
@@ -150,7 +145,7 @@ def terms(
     first, last = [], []
     backwards = []
     for again, (work, sent) in enumerate(zip(kind.again, kind.sent_again, strict=True)):
-        device = rows.compute(work) + rows.tp(sent) + keys * (1 + (again > 0))
+        device = rows.compute(work) + rows.sent(sent) + keys * (1 + (again > 0))
         process = host(kind.backward, kind.sent_backward) + host(work, sent)
         backwards.append(np.maximum(backward_c + backward_t + device, process))
     at_once = np.where(is_at_once, reduced, 0.0)
@@ -167,7 +162,7 @@ def terms(
         last.append(end - usual)
     missing = OPTION_RESHARD[None] & ~is_at_once[:, None]
     backward_s, settle_s = np.stack(first, axis=1), np.stack(last, axis=1)
-    update = rows.update(numel) + after
+    update = rows.update(trained(kind)) + after
     once = (settle_s + update[:, None]) / rows.microbatches[:, None]
     seconds = forward_s[:, None] + backward_s + once
     return Terms(
@@ -200,6 +195,8 @@ class Rows:
         self.along_cp = near(cp, tp)
         self.along_shards = near(self.shards, tp)
         self.along_replicas = near(replicate, tp * self.shards)
+        self.grid, ep = grid, grid["ep"].astype(np.float64)
+        self.along_ep, self.along_rest = near(ep, tp * cp), near(self.shards / ep, tp * cp * ep)
         has_whole = bool((self.mode == _DDP).any())
         self.along_all = near(self.shards * replicate, tp) if has_whole else None
 
@@ -211,9 +208,11 @@ class Rows:
         profile, ranks = self.profile, self.along_tp.ranks
         each = profile.collective_s + (self.along_tp.nodes - 1) * profile.collective_node_s
         each = each + np.where(self.is_far, ranks * profile.collective_rank_s, 0.0)
-        return tally.kernels * profile.launch_s + (sent.all_reduces + sent.gathers) * each
+        count = sent.all_reduces + sent.gathers + sent.all_to_alls
+        return tally.kernels * profile.launch_s + count * each
 
-    def tp(self, sent: Sent) -> Array:
+    def sent(self, sent: Sent) -> Array:
+        """What tp and ep send, nothing of which is hidden."""
         out = np.zeros_like(self.samples)
         if sent.all_reduces:
             num_bytes = self.samples * sent.all_reduce_bytes
@@ -221,7 +220,11 @@ class Rows:
         if sent.gathers:
             num_bytes = self.samples * sent.gather_bytes
             out = out + all_gather(num_bytes, self.along_tp, self.profile, sent.gathers)
-        return out * self.profile.tp_exposed
+        out = out * self.profile.tp_exposed
+        if sent.all_to_alls:
+            num_bytes = self.samples * sent.all_to_all_bytes + sent.all_to_all_once_bytes
+            out = out + all_to_all(num_bytes, self.along_ep, self.profile, sent.all_to_alls)
+        return out
 
     def keys(self, num_bytes: float) -> Array:
         """Keys and values gathered along cp, or their gradients scattered."""
@@ -229,7 +232,7 @@ class Rows:
             return np.zeros_like(self.samples)
         return all_gather(self.micro * num_bytes, self.along_cp, self.profile, _CACHED_KV)
 
-    def data(self, numel: float) -> tuple[Array, Array, Array, Array | None]:
+    def data(self, kind: Kind) -> tuple[Array, Array, Array, Array | None]:
         """Seconds that parameters and gradients take.
 
         Returns:
@@ -237,17 +240,25 @@ class Rows:
             to sum gradients that are not cut at all; None where no row is of that mode.
         """
         profile, widths = self.profile, self.widths
-        ones = np.full_like(self.samples, numel)
-        gathered = all_gather(ones * widths.compute, self.along_shards, profile)
-        reduced = all_gather(ones * widths.reduce, self.along_shards, profile)
-        shard = ones * widths.reduce / self.shards
-        summed = all_reduce(shard, self.along_replicas, profile)
+        numel = np.full_like(self.samples, sum(kind.numels))
+        experts = expert_share(self.grid, kind)
+        is_apart = (self.grid["ep"] > 1) & (experts > 0)  # A unit of their own.
+        one = numel - kind.expert_numel + np.where(is_apart, 0.0, experts * self.shards)
+        gathered = all_gather(one * widths.compute, self.along_shards, profile)
+        reduced = all_gather(one * widths.reduce, self.along_shards, profile)
+        summed = all_reduce(one * widths.reduce / self.shards, self.along_replicas, profile)
+        if is_apart.any():
+            other = np.where(is_apart, experts, 0.0)
+            whole = other * self.along_rest.ranks
+            gathered = gathered + all_gather(whole * widths.compute, self.along_rest, profile)
+            reduced = reduced + all_gather(whole * widths.reduce, self.along_rest, profile)
+            summed = summed + all_reduce(other * widths.reduce, self.along_replicas, profile)
         if self.along_all is None:
             return gathered, reduced, summed, None
-        return gathered, reduced, summed, all_reduce(ones * widths.stored, self.along_all, profile)
+        return gathered, reduced, summed, all_reduce(numel * widths.stored, self.along_all, profile)
 
-    def update(self, numel: float) -> Array:
-        held = numel / np.where(self.mode == _DDP, 1.0, self.shards)
+    def update(self, kind: Kind) -> Array:
+        held = np.where(self.mode == _DDP, float(sum(kind.numels)), share(self.grid, kind))
         moved = held * self.widths.stored * self.profile.optimizer_bytes
         return np.asarray(moved / self.profile.memory_bytes_per_s)
 

@@ -28,13 +28,22 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """What tp sends: collectives of each kind, and bytes of the whole tensors for one sample."""
+    """What tp and ep send: collectives of each kind, and bytes for one sample.
+
+    Args:
+        all_reduce_bytes, gather_bytes: Of the whole tensors.
+        all_to_all_bytes: What one rank sends along ep, its own part included.
+        all_to_all_once_bytes: Likewise, whatever the number of samples.
+    """
 
     all_reduces: int = 0
     all_reduce_bytes: float = 0.0
     gathers: int = 0
     gather_bytes: float = 0.0
     """all_gather and reduce_scatter together: they cost the same."""
+    all_to_alls: int = 0
+    all_to_all_bytes: float = 0.0
+    all_to_all_once_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +53,12 @@ class Kind:
     Args:
         name: fqn of the first block of the kind.
         has_options: Whether it may be recomputed; what lies before and after the blocks may not.
-        numels: Elements of each parameter that this rank of tp holds.
+        numels: Elements of each parameter that this rank of tp, and of ep, holds.
+        expert_numel: Of all of them that are experts'.
+        num_experts: That they are of.
         forward, backward: Backward without what is recomputed.
         again: By place in `grid.RECOMPUTE`, what backward runs once more.
-        sent_forward, sent_backward: By tp.
+        sent_forward, sent_backward: By tp and ep.
         sent_again: By place in `grid.RECOMPUTE`.
         saved_bytes: By place in `grid.RECOMPUTE`, kept from forward to backward for one sample.
         transient_bytes: Likewise, the most that its forward or backward holds beside what it
@@ -55,6 +66,9 @@ class Kind:
         boundary_bytes: Of what it hands to the next block, for one sample.
         context_bytes: Of the keys and values that its attention reads, for one sample.
         scores_flops: The part of `forward.flops` that grows with the square of the length.
+        frozen: Elements of `numels` that get no gradient.
+        turn_bytes: By place in `grid.RECOMPUTE`, the most that its backward holds for one sample
+            beside what blocks before it keep; () where nobody told.
     """
 
     name: str
@@ -71,6 +85,10 @@ class Kind:
     boundary_bytes: float
     context_bytes: float = 0.0
     scores_flops: float = 0.0
+    expert_numel: int = 0
+    num_experts: int = 0
+    frozen: int = 0
+    turn_bytes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,6 +148,11 @@ class MemoryEstimate:
     bound: str = ""
     notes: tuple[str, ...] = ()
 
+    def _repr_html_(self) -> str:
+        from meshplan.pictures.notebook import memory_html  # what only notebooks ask for
+
+        return memory_html(self)
+
     @property
     def worst(self) -> RankGroup:
         """The group whose band ends highest; of several, the first."""

@@ -109,8 +109,8 @@ def _dispatch(
     size, ids = w.size(x) * shape.top_k, w.size(index)
     arrived = round(ids // _ID * spread.arriving)
     width = shape.hidden * w.element_bytes
-    counts = w.row("where", (index,), table, takes=2 * ids + 1, is_sent=True)
-    theirs = w.row("empty_like", (counts,), table, is_sent=True)
+    counts = w.row("where", (index,), table, takes=2 * ids + 1)
+    theirs = w.row("all_to_all", (counts,), table, is_sent=True)
     both = w.row("stack", (counts, theirs), 2 * table)
     _, order = _sort(w, ids)
     repeated = w.row("clone", (x,), size, grads=(Grad(x, w.size(x)),))

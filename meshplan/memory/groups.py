@@ -25,11 +25,11 @@ def equal_ranks(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
     sizes: list[dict[int, tuple[tuple[int, ...], int]]] = [{} for _ in uneven]
     spread = dict.fromkeys([("pp",), *(cut.layout.axes for cut in uneven)])
     groups: dict[tuple[object, ...], list[int]] = {}
+    index = {axes: mesh.indices(axes) for axes in spread}
     for rank in range(mesh.world_size):
-        index = {axes: mesh.index(rank, axes) if mesh.size(*axes) > 1 else 0 for axes in spread}
-        key: list[object] = [index["pp",]]
+        key: list[object] = [index["pp",][rank]]
         for cut, num, known in zip(uneven, full, sizes, strict=True):
-            at = index[cut.layout.axes]
+            at = index[cut.layout.axes][rank]
             if num is not None:
                 at = min(max(at - num, -1), 1)
             if at not in known:

@@ -179,9 +179,15 @@ def _experts_of(graph: ModelGraph) -> dict[str, Any]:
     stack = next((tensor for tensor in stacks.values() if tensor is not None), None)
     if stack is None:
         return {}
+    top_k = graph.config["num_experts_per_tok"]
+    if top_k > stack.shape[0]:
+        what = f"a token cannot be sent to {top_k} of {stack.shape[0]} experts"
+        raise PlanError(
+            Problem(what, fix="let num_experts_per_tok be the number of experts at most")
+        )
     return {
         "experts": stack.shape[0],
-        "top_k": graph.config["num_experts_per_tok"],
+        "top_k": top_k,
         "expert_mlp": stack.shape[-1],
         "dense": frozenset(n for n, tensor in stacks.items() if tensor is None),
         "scales_weights": "norm_topk_prob" in graph.config,

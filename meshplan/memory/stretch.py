@@ -72,13 +72,24 @@ class Run:
         head = inside.partition(".")[0]
         return int(head) if head.isdigit() else None
 
+    def shown(self, place: int) -> int:
+        """The place among the kept blocks of one that does the same as a block of the whole."""
+        kept = self.kept(place)
+        if kept is not None:
+            return kept
+        return self.first + _SOURCE * self.period + (place - self.first) % self.period
+
     def moved(self, fqn: str, by: int) -> str:
         """A name with the place in the list so many periods further on."""
         place = self.place_of(fqn)
         assert place is not None
+        return self.at(fqn, place + by * self.period)
+
+    def at(self, fqn: str, place: int) -> str:
+        """A name with another place in the list."""
         prefix = f"{self.container}." if self.container else ""
         rest = fqn[len(prefix) :].partition(".")[2]
-        return f"{prefix}{place + by * self.period}" + (f".{rest}" if rest else "")
+        return f"{prefix}{place}" + (f".{rest}" if rest else "")
 
     def named(self, fqn: str) -> str:
         """The name in the whole model of something of the short one, but for what is repeated."""
@@ -127,7 +138,7 @@ def stretch(work: Work, runs: Sequence[Run]) -> Work:
 
 class _Stretch:
     def __init__(self, work: Work, runs: Sequence[Run]) -> None:
-        self._work, self._runs = work, runs
+        self._work, self._runs = work, runs = work, [_with_ends(run, work.log) for run in runs]
         self._parts = list(_parts(work.log, runs))
         self._starts = [part.start for part in self._parts]
         self._births: dict[int, _Birth] = {}
@@ -172,6 +183,7 @@ class _Stretch:
             gradients=dict(self._renamed(self._work.gradients, self._storage_of)),
             ready=dict(self._renamed(self._work.ready, self._event_of)),
             settling=dict(self._renamed(self._work.settling, lambda value, fqn, copy: value)),
+            taken=dict(self._renamed(self._work.taken, self._taken_of)),
         )
 
     def _part_of(self, run: Run, is_forward: bool, period: int) -> int:
@@ -308,6 +320,13 @@ class _Stretch:
             raise NotAlikeError(f"the gradient of {fqn} is made outside of its block")
         return self._copies[birth.part, copy] + birth.order
 
+    def _taken_of(self, storages: tuple[int, ...], fqn: str, copy: int) -> tuple[int, ...]:
+        run = next((r for r in self._runs if r.period_of(fqn) is not None), None)
+        if run is None:
+            return storages
+        part = self._parts[self._part_of(run, True, run.period_of(fqn) or 0)]
+        return tuple(self._number(part, copy, storage) for storage in storages)
+
     def _event_of(self, event: int, fqn: str, copy: int) -> int:
         """Of a gradient that is there: events of its own period's backward, or of what follows."""
         run = next((r for r in self._runs if r.period_of(fqn) is not None), None)
@@ -320,6 +339,17 @@ class _Stretch:
             elif 0 < part.period < KEPT - 1:
                 raise NotAlikeError(f"the gradient of {fqn} is there while another block runs")
         return self._starts_of_copies[number, copy] + event - self._parts[number].start
+
+
+def _with_ends(run: Run, log: EventLog) -> Run:
+    """With what ends as soon as the last block has run: whoever called it held on to that.
+
+    What ends after any other block is of the next one's period, which begins later.
+    """
+    end, forward = run.forward[-1], log.events[run.forward[-1] - 1].phase
+    while log.events[end].delta < 0 and log.events[end].phase == forward:
+        end += 1
+    return replace(run, forward=(*run.forward[:-1], end))
 
 
 def _parts(log: EventLog, runs: Sequence[Run]) -> Iterator[_Part]:

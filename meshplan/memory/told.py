@@ -9,28 +9,22 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from meshplan.errors import PlanError, Problem
-from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.allocator import Reserve, reserve
-from meshplan.memory.analytic import Run, tape_of
 from meshplan.memory.assemble import assemble
 from meshplan.memory.driver import with_workspaces
 from meshplan.memory.estimate import MemoryEstimate, Tier
 from meshplan.memory.experts import Spread, most_arriving
-from meshplan.memory.fused import check_fused, is_fused
+from meshplan.memory.fused import check_fused
 from meshplan.memory.groups import equal_ranks
 from meshplan.memory.log import EventLog, Term, on_streams
-from meshplan.memory.replay import Prepared, replay
+from meshplan.memory.replay import replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.replay.shards import unit_shards
-from meshplan.memory.rows import PRODUCTS
 from meshplan.memory.shape import shape_of
-from meshplan.memory.styled import Styled
-from meshplan.memory.tape import play
-from meshplan.memory.told_stages import StageWorks
+from meshplan.memory.told_works import Works, spread_of, told_works
 from meshplan.plan import Plan
 from meshplan.restrict import restrict
 from meshplan.units import format_gib
@@ -44,38 +38,8 @@ Source: `tests/test_memory_tape.py`."""
 BRIEF_ERROR: Final = 0.03
 """How much farther what is reserved may be where microbatches are written in brief.
 [Empirical]: between 1 % less and 5 % more in 27 cases; what is requested is the same in all."""
-_LIKELY: Final = 0.85
-"""Ranks whose tensors take so much of what is of interest may well reserve more."""
 _NEARLY: Final = 0.96
 """Ranks that need so much of what the fullest needs are written out whole."""
-
-
-class Works(Protocol):
-    """What the ranks of a plan do."""
-
-    @property
-    def in_brief(self) -> bool:
-        """Whether there is so much that only the fullest ranks should be written out whole."""
-
-    @property
-    def only_in_brief(self) -> bool:
-        """Whether there is so much that none should be."""
-
-    def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
-        """Of one rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Same:
-    """Without a pipeline all ranks do the same."""
-
-    work: Prepared
-    in_brief: bool = False
-    only_in_brief: bool = False
-
-    def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
-        """Of any rank."""
-        return self.work
 
 
 class OverError(Exception):
@@ -123,36 +87,38 @@ def told_estimate(
     shape = f"[{plan.micro * plan.accumulate}, {spec.batch.seq_len}] int64"
     certified = f"told from the config; traced models differ by at most {ERROR:.0%}"
     with _no_collection():
-        works = _told_work(plan, plan.micro, spec.batch.seq_len)
+        works = told_works(plan, plan.micro, spec.batch.seq_len)
         brief = works.in_brief
         told: dict[int, EventLog] = {}
         held: dict[int, Reserve] = {}
-        for number in (len(groups) - 1, *range(len(groups) - 1)):
+        in_full = set() if brief else set(range(len(groups)))
+
+        def write(number: int, *, in_brief: bool) -> None:
             rank = groups[number][0]
-            told[number] = _log_of(works, plan, rank, in_brief=brief)
-            if told[number].pooled_bytes > most_bytes:
-                raise OverError(rank, told[number].pooled_bytes)
-            if told[number].pooled_bytes > _LIKELY * most_bytes and not works.only_in_brief:
-                # What is so full may be over with what lies between; then others need not be told.
-                log = _log_of(works, plan, rank, in_brief=False) if brief else told[number]
-                reserved = reserve(with_workspaces(log, device))
-                if reserved.reserved_bytes > most_bytes:
-                    raise OverError(rank, reserved.reserved_bytes)
-                told[number], held[number] = log, reserved
-        logs = [told[number] for number in range(len(groups))]
-        most = max(log.peak.live_bytes for log in logs)
-        fullest = [n for n, log in enumerate(logs) if log.peak.live_bytes >= _NEARLY * most]
-        in_full = set(held) if brief else set(range(len(groups)))
+            log = told[number] = _log_of(works, plan, rank, in_brief=in_brief)
+            if log.pooled_bytes > most_bytes:
+                raise OverError(rank, log.pooled_bytes)
+            found = held[number] = reserve(with_workspaces(log, device))
+            if found.reserved_bytes > most_bytes and (works.only_in_brief or not in_brief):
+                raise OverError(rank, found.reserved_bytes)
+
+        for number in (len(groups) - 1, *range(len(groups) - 1)):
+            write(number, in_brief=brief)
+            if held[number].reserved_bytes > most_bytes:  # In brief: is it so?
+                write(number, in_brief=False)
+                in_full.add(number)
+        most = max(log.peak.live_bytes for log in told.values())
+        fullest = [n for n, log in told.items() if log.peak.live_bytes >= _NEARLY * most]
         of_experts = tuple(_of_experts(plan, tells_worst=tells_worst))
         while True:
             fullest = [] if works.only_in_brief else fullest
-            for number in set(fullest) - in_full:
-                logs[number] = _log_of(works, plan, groups[number][0], in_brief=False)
+            for number in sorted(set(fullest) - in_full):
+                write(number, in_brief=False)
             in_full.update(fullest)
             found = assemble(
                 plan,
                 groups,
-                logs,
+                [told[number] for number in range(len(groups))],
                 device=device,
                 limit_bytes=limit_bytes,
                 tier=Tier.REPLAY,
@@ -183,7 +149,7 @@ def told_rank(plan: Plan, rank: int, *, device: str) -> EventLog:
     assert spec.batch.seq_len is not None
     check_fused(plan, spec.batch.seq_len, device=device)
     with _no_collection():
-        works = _told_work(plan, plan.micro, spec.batch.seq_len)
+        works = told_works(plan, plan.micro, spec.batch.seq_len)
         return _log_of(works, plan, rank, in_brief=works.in_brief)
 
 
@@ -201,8 +167,8 @@ def _of_experts(plan: Plan, *, tells_worst: bool) -> Iterator[tuple[str, str]]:
     if tells_worst:
         assert plan.micro is not None
         assert plan.spec.batch.seq_len is not None
-        spread = Spread(ep, most_arriving(shape, ep), _spread_of(plan).is_unit)
-        works = _told_work(plan, plan.micro, plan.spec.batch.seq_len, spread=spread)
+        spread = Spread(ep, most_arriving(shape, ep), spread_of(plan).is_unit)
+        works = told_works(plan, plan.micro, plan.spec.batch.seq_len, spread=spread)
         peak = _log_of(works, plan, 0, in_brief=False).peak.live_bytes
         worst = f"; with all of them sent to one, its tensors would be {format_gib(peak)}"
     yield "routing", f"the {ep} ranks of ep are sent as many tokens each{worst}"
@@ -276,51 +242,8 @@ def told_log(
     """
     check_fused(plan, seq_len, is_cuda=is_cuda)
     with _no_collection():
-        works = _told_work(plan, batch, seq_len, is_cuda=is_cuda, in_place=in_place, spread=spread)
+        works = told_works(plan, batch, seq_len, is_cuda=is_cuda, in_place=in_place, spread=spread)
         return replay(works.of_rank(rank), plan, optimizer, rank=rank, foreach=foreach)
-
-
-def _told_work(
-    plan: Plan,
-    batch: int,
-    seq_len: int,
-    *,
-    is_cuda: bool = True,
-    in_place: bool = True,
-    spread: Spread | None = None,
-) -> Works:
-    """What the ranks do."""
-    if problems := list(refusals(plan)):
-        raise PlanError(problems)
-    recompute = {_number(fqn): r.policy for fqn, r in plan.assignment.recompute.items()}
-    stages = plan.assignment.stages
-    run = Run(
-        batch=batch // (stages.microbatches if stages is not None else 1),
-        seq_len=seq_len,
-        element_bytes=_element_bytes(plan),
-        is_fused=not is_cuda or is_fused(plan),
-        recomputed=frozenset(recompute),
-        saves={
-            number: frozenset(policy.save) or PRODUCTS
-            for number, policy in recompute.items()
-            if policy.mode == "selective"
-        },
-        is_cuda=is_cuda,
-        in_place=in_place,
-        styled=styled_of(plan),
-        lays_itself=frozenset(f for f, p in plan.assignment.tensors.items() if p.unit is None),
-        spread=spread or _spread_of(plan),
-    )
-    tape = tape_of(shape_of(plan.graph), run)
-    if stages is not None:
-        return StageWorks(tape, plan, in_place=in_place)
-    return _Same(Prepared(play(tape, sums_in_place=in_place)))
-
-
-def _spread_of(plan: Plan) -> Spread:
-    """How the plan spreads experts: all that a block has, or none."""
-    a = plan.assignment
-    return Spread(plan.mesh.size("ep"), is_unit=bool(a.experts.keys() & a.units.keys()))
 
 
 @contextmanager
@@ -333,69 +256,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def refusals(plan: Plan) -> Iterator[Problem]:
-    """What a step told from a config has no rules for."""
-    a, mesh = plan.assignment, plan.mesh
-    blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
-    experts = {f"{fqn}.mlp.experts" for fqn in blocks}
-    saved = {word for r in a.recompute.values() for word in r.policy.save}
-    for is_there, what in (
-        *((True, problem.what) for problem in styled_of(plan).check()),
-        # Their code takes the length of a sequence, and positions, from the part that a rank has.
-        (a.sequence_parallel, "sequence_parallel, with which transformers' own code does not run"),
-        (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
-        (mesh.size("cp") > 1, "context parallelism"),
-        (bool(saved - PRODUCTS), f"recomputation that saves {', '.join(sorted(saved - PRODUCTS))}"),
-        (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
-        (bool(a.units.keys() - blocks - a.experts.keys() - {""}), "units that are no blocks"),
-        (bool(a.experts.keys() - experts), "experts of other modules than mlp.experts"),
-        (_is_autocast(plan), "parameters computed with in several dtypes"),
-    ):
-        if is_there:
-            yield Problem(
-                f"a step told from a config has no rules for {what}",
-                fix="give the model itself (model: entry, with torch), so that it is traced",
-            )
-
-
-def _is_block(plan: Plan, fqn: str) -> bool:
-    above, _, name = fqn.rpartition(".")
-    return name.isdigit() and above in plan.graph.modules
-
-
-def styled_of(plan: Plan) -> Styled:
-    """Which modules tp cuts, and how."""
-    a = plan.assignment
-    pieces = {fqn: use.pieces for fqn, use in a.styles.items() if use.pieces}
-    return Styled(
-        plan.mesh.size("tp"),
-        {fqn: use.style for fqn, use in a.styles.items()},
-        pieces,
-        frozenset(
-            tensor.fqn
-            for fqn in pieces
-            for tensor in plan.graph.owned(fqn)
-            if not a.tensors[tensor.fqn].computed.axes
-        ),
-        frozenset(fqn for fqn, p in a.tensors.items() if p.is_local),
-    )
-
-
-def _number(fqn: str) -> int:
-    """Of a block."""
-    return int(fqn.rpartition(".")[2])
-
-
-def _compute_dtypes(plan: Plan) -> set[str]:
-    return {p.compute_dtype for p in plan.assignment.tensors.values() if not p.info.is_buffer}
-
-
-def _is_autocast(plan: Plan) -> bool:
-    return len(_compute_dtypes(plan)) != 1
-
-
-def _element_bytes(plan: Plan) -> int:
-    (dtype,) = _compute_dtypes(plan)
-    return DTYPE_BYTES[dtype]

@@ -63,6 +63,7 @@ class Work:
         settling: By the fqn of a parameter whose gradient is not laid out as the parameter is:
             (bytes, storage) of what is made and freed to lay it so, once it is reduced; the last
             one left is then the gradient. These storages are no storages of the log.
+        taken: By the fqn of a block, the storages that it is called with, where somebody noted it.
     """
 
     log: EventLog
@@ -73,3 +74,4 @@ class Work:
     again: tuple[tuple[int, str, int], ...] = ()
     num_before: int | None = None
     settling: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    taken: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

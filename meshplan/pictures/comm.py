@@ -13,7 +13,7 @@ from meshplan.pictures.links import Lane, links_of, machine_of, strides
 from meshplan.pictures.palette import COLLECTIVES, GREY, Ink, Theme, between, ink_on, rgb
 from meshplan.pictures.sheet import SMALL, TEXT, Sheet, box, fitted, width_of, write
 from meshplan.pictures.types import Picture
-from meshplan.pictures.words import counted, speed
+from meshplan.pictures.words import counted, in_short, speed
 from meshplan.plan import Plan
 from meshplan.units import GIB, format_bytes
 
@@ -65,7 +65,7 @@ class Comm:
         least = "at least " if self.unknown else ""
         sent = f"Rank {self.rank} sends {least}{format_bytes(self.sent_bytes)} a step"
         total = float(self.matrix.sum())
-        if self.crossing_bytes is None or not total:
+        if self.crossing_bytes is None or not total or self.num_ranks <= (self.per_node or 0):
             return sent
         share = self.crossing_bytes / total
         return f"{sent}; of what all ranks send, {share:.1%} goes to other nodes"
@@ -183,7 +183,7 @@ def draw_comm(facts: Comm, theme: Theme) -> Picture:
     if facts.is_told:
         notes.append("What activations send is told by the sizes of the model.")
     if facts.unknown:
-        notes.append(f"Unknown, and not counted: {'; '.join(facts.unknown)}.")
+        notes.append(f"Unknown, and not counted: {in_short(facts.unknown)}.")
     sheet = Sheet(theme, facts.title, 5.2, notes=notes)
     cells = len(facts.matrix)
     axes = sheet.axes(left=0.95, right=sheet.width - 0.95 - 4.1, top=0.3, bottom=0.8)
@@ -219,6 +219,8 @@ def draw_comm(facts: Comm, theme: Theme) -> Picture:
     axes.set_xticklabels(names)
     axes.set_yticklabels(names)
     head = f"{'GiB' if most >= GIB / 10 else 'MiB'} a step; darkest: {format_bytes(most)}"
+    if not facts.matrix.any():
+        head = "nothing is sent"
     if theme.name == "dark":
         head = head.replace("darkest", "brightest")
     write(axes, -0.5, -0.5 - 0.1 * cells / 4.1, head, theme, size=SMALL, colour=theme.quiet)
@@ -229,7 +231,9 @@ def draw_comm(facts: Comm, theme: Theme) -> Picture:
 def _short(size: float, most: float) -> str:
     """In the unit of the picture: GiB, or MiB where all is small."""
     unit = GIB if most >= GIB / 10 else 2**20
-    return f"{size / unit:.1f}" if size / unit >= 0.05 else "~0"
+    if size / unit < 0.05:
+        return "~0"
+    return f"{size / unit:.1f}" if size / unit < 99.95 else f"{size / unit:.0f}"
 
 
 def _edges(axes: Axes, facts: Comm, cells: int, theme: Theme) -> None:

@@ -88,8 +88,9 @@ class Gantt:
             many = counted(self.microbatches, "microbatch", "microbatches")
             return f"No pipeline: every rank computes {many} in turn, and waits for no stage"
         stages = f"{self.ranks * self.virtual} stages on {self.ranks} ranks"
+        whole = f"a step of {self.time(self.step)}" if self.is_seconds else "the time"
         return (
-            f"{self.schedule}: ranks wait {self.idle_share:.1%} of the time "
+            f"{self.schedule}: ranks wait {self.idle_share:.1%} of {whole} "
             f"({stages}, {counted(self.microbatches, 'microbatch', 'microbatches')})"
         )
 
@@ -301,7 +302,7 @@ def _notes(facts: Gantt, shown: Sequence[int | None]) -> list[str]:
             0, "F3/5 is the forward of microbatch 3 in stage 5; 3 alone is its microbatch."
         )
     else:
-        notes.insert(0, "F3 is the forward of microbatch 3; 3 alone, a microbatch.")
+        notes.insert(0, "F3 is the forward of microbatch 3; a number alone is a microbatch.")
     if facts.ranks > _MOST_LINES:
         notes.append("Of what is kept, only some ranks are drawn.")
     return notes

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from meshplan.errors import PlanError, Problem
 from meshplan.pictures.palette import BLUE, GREEN, GREY, SKY, Ink, Theme
-from meshplan.pictures.sheet import SMALL, TEXT, Sheet, box, fitted, width_of, write
+from meshplan.pictures.sheet import SMALL, TEXT, Sheet, box, fitted, ticks_up_to, width_of, write
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import counted
 from meshplan.units import format_seconds
@@ -103,6 +103,7 @@ def draw_ladder(facts: LadderFacts, theme: Theme) -> Picture:
     axes.axvline(limit, color=theme.ink, lw=1.4, ls="--", gid="limit")
     axes.set_yticks(range(len(facts.rungs)))
     axes.set_yticklabels([rung.name for rung in facts.rungs], fontsize=TEXT)
+    ticks_up_to(axes, most)
     axes.set_xlabel("seconds of a step; the dashed line is the physical limit", fontsize=SMALL)
     axes.xaxis.grid(True, color=theme.line, lw=0.6)
     return Picture("ladder", facts.title, facts.alt, sheet.figure)

@@ -12,12 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from meshplan.cost.chain import chain_of
 from meshplan.cost.grid import RECOMPUTE
+from meshplan.cost.stages import chain_of_plan, stage_of_places
 from meshplan.errors import PlanError
-from meshplan.graph import DTYPE_BYTES
 from meshplan.hardware import find_device
-from meshplan.memory.told import refusals, styled_of
 from meshplan.mesh import Mesh
 from meshplan.plan import Plan
 from meshplan.traffic import forecast
@@ -162,27 +160,17 @@ def _is_of_activations(unknown: str) -> bool:
 
 def _of_activations(plan: Plan, rank: int) -> Counter[tuple[str, tuple[str, ...]]] | None:
     """Bytes that activations send along tp and pp, by the sizes of a known family; else None."""
-    a, seq_len, stages = plan.assignment, plan.spec.batch.seq_len, plan.assignment.stages
-    if plan.micro is None or seq_len is None or not plan.graph.config or any(refusals(plan)):
-        return None
-    (dtype,) = {p.compute_dtype for p in a.tensors.values() if not p.info.is_buffer}
-    tp = plan.mesh.size("tp")
+    a, stages, micro = plan.assignment, plan.assignment.stages, plan.micro
     try:
-        chain = chain_of(
-            plan.graph, seq_len=seq_len, element_bytes=DTYPE_BYTES[dtype], tp=tp,
-            styled=styled_of(plan) if tp > 1 else None,
-        )  # fmt: skip
+        chain = chain_of_plan(plan)
     except PlanError:
         return None
-    samples = plan.micro * plan.accumulate
+    assert micro is not None
+    samples = micro * plan.accumulate
     out: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    at = dict(stages.units) if stages is not None else {}
     place = plan.mesh.index(rank, ("pp",))
-    seen_block = False
-    for number, name in zip(chain.order, chain.names, strict=True):
-        seen_block = seen_block or bool(name)
-        # What is in no block is before the first one, or behind the last.
-        stage = at.get(name, stages.num - 1 if seen_block else 0) if stages is not None else 0
+    places = stage_of_places(plan, chain)
+    for number, name, stage in zip(chain.order, chain.names, places, strict=True):
         if stages is not None and stages.rank_of(stage) != place:
             continue
         kind, recompute = chain.kinds[number], a.recompute.get(name)

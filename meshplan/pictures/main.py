@@ -7,23 +7,28 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from meshplan.cost.profile import profile_of
+from meshplan.cost.stages import stage_seconds
 from meshplan.errors import Origin, PlanError, Problem, SpecError
+from meshplan.memory.driver import with_workspaces
 from meshplan.memory.estimate import MemoryEstimate
+from meshplan.memory.log import EventLog
 from meshplan.memory.told import told_estimate
 from meshplan.pictures.comm import comm, draw_comm
-from meshplan.pictures.gantt import draw_gantt, gantt
+from meshplan.pictures.gantt import Gantt, draw_gantt, gantt
 from meshplan.pictures.ladder import draw_ladder, ladder
 from meshplan.pictures.memory_bars import MemoryBars, draw_memory, memory_bars, states_alone
-from meshplan.pictures.mesh_map import draw_mesh, mesh_map
+from meshplan.pictures.mesh_map import MeshMap, draw_mesh, mesh_map
 from meshplan.pictures.module_tree import draw_graph, module_tree
 from meshplan.pictures.palette import Theme, theme_of
 from meshplan.pictures.pareto import draw_pareto, pareto
-from meshplan.pictures.tensor import draw_layout, tensor_layout
+from meshplan.pictures.tensor import TensorLayout, draw_layout, tensor_layout
 from meshplan.pictures.timeline import draw_timeline, log_of, timeline
 from meshplan.pictures.treemap import Of, draw_treemap, treemap
 from meshplan.pictures.types import Picture
 from meshplan.pictures.waterfall import draw_waterfall, waterfall
 from meshplan.plan import Plan
+from meshplan.planner.asking import cluster_of
 from meshplan.sizing import read_limit
 
 if TYPE_CHECKING:
@@ -46,6 +51,7 @@ class Asked:
     gpu: str | None = None
     memory: str | int | None = None
     of: Of = "local"
+    log: EventLog | None = None
 
     @property
     def limit(self) -> tuple[str, int | None, tuple[str, ...]]:
@@ -71,11 +77,19 @@ class Asked:
 
 
 def _mesh(asked: Asked) -> Picture:
-    return draw_mesh(mesh_map(asked.plan), asked.theme)
+    return draw_mesh(_mesh_facts(asked), asked.theme)
+
+
+def _mesh_facts(asked: Asked) -> MeshMap:
+    return mesh_map(asked.plan)
 
 
 def _layout(asked: Asked) -> Picture:
-    return draw_layout(tensor_layout(asked.plan, asked.name), asked.theme)
+    return draw_layout(_layout_facts(asked), asked.theme)
+
+
+def _layout_facts(asked: Asked) -> TensorLayout:
+    return tensor_layout(asked.plan, asked.name)
 
 
 def memory_facts(asked: Asked) -> MemoryBars:
@@ -97,16 +111,42 @@ def _waterfall(asked: Asked) -> Picture:
 
 def _timeline(asked: Asked) -> Picture:
     """Of the rank that was asked for, or of one that needs most."""
-    rank = asked.rank if asked.rank is not None else asked.known.worst.ranks[0]
-    return draw_timeline(timeline(log_of(asked.plan, rank, asked.limit[0]), rank), asked.theme)
+    plan, stages = asked.plan, asked.plan.assignment.stages
+    count = plan.accumulate * (stages.microbatches * stages.virtual if stages is not None else 1)
+    if asked.log is not None:
+        log, rank = with_workspaces(asked.log, asked.limit[0]), asked.rank or 0
+    else:
+        rank = asked.rank if asked.rank is not None else asked.known.worst.ranks[0]
+        log = log_of(plan, rank, asked.limit[0])
+    return draw_timeline(timeline(log, rank, count), asked.theme)
 
 
 def _treemap(asked: Asked) -> Picture:
     return draw_treemap(treemap(asked.plan, asked.of, asked.rank or 0), asked.theme)
 
 
+def gantt_facts(asked: Asked) -> Gantt:
+    """In seconds where the model and the machine are known, else in forwards of a stage."""
+    hardware = asked.plan.spec.hardware
+    if hardware is None or hardware.gpu is None:
+        return gantt(asked.plan)
+    cluster = cluster_of(asked.plan.spec, hardware.gpu)
+    try:
+        a = asked.plan.assignment
+        dtype = next((p.compute_dtype for p in a.tensors.values() if not p.info.is_buffer), "")
+        profile = profile_of(cluster, dtype=dtype)
+        times = stage_seconds(asked.plan, profile, hardware.gpus_per_node)
+    except PlanError:
+        return gantt(asked.plan)
+    return gantt(
+        asked.plan, times.forward_s, times.backward_s, crossing_s=times.crossing_s,
+        assumed=f"Seconds are a cost model's for {profile.device}, without what ends a step: the "
+        "last reductions and the optimizer.",
+    )  # fmt: skip
+
+
 def _gantt(asked: Asked) -> Picture:
-    return draw_gantt(gantt(asked.plan), asked.theme)
+    return draw_gantt(gantt_facts(asked), asked.theme)
 
 
 def _comm(asked: Asked) -> Picture:
@@ -148,11 +188,21 @@ _DRAWN: Final[Mapping[str, Callable[[Asked], Picture]]] = MappingProxyType(
         "graph": _graph,
     }
 )
+_FACTS: Final[Mapping[str, Callable[[Asked], Any]]] = MappingProxyType(
+    {
+        "mesh": _mesh_facts,
+        "layout": _layout_facts,
+        "memory": memory_facts,
+        "gantt": gantt_facts,
+    }
+)
+"""Of those that have a twin in the terminal."""
 _TAKES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "name": ("layout",),
         "rank": ("timeline", "treemap", "comm"),
         "of": ("treemap",),
+        "log": ("timeline",),
         "estimate": ("memory", "waterfall"),
         "decision": ("pareto", "ladder"),
         "gpu": ("memory", "waterfall", "timeline"),
@@ -173,13 +223,29 @@ def draw(plan: Plan, what: str, *, theme: str = "light", **given: Any) -> Pictur
         given: What some pictures take: `name` of a module or parameter (layout), `rank`
             (timeline, treemap, comm), `of`, "local" or "global" bytes (treemap), `estimate`, what
             `estimate_memory` answered (memory, waterfall), `decision`, what `search_plan` answered
-            (pareto, ladder), `gpu` and `memory`, as of `estimate_memory` (memory, waterfall,
-            timeline).
+            (pareto, ladder), `log`, a traced step of the rank (timeline), `gpu` and `memory`, as of
+            `estimate_memory` (memory, waterfall, timeline).
 
     Raises:
         SpecError: There is no such picture, theme, module or rank.
         PlanError: What the picture shows is not known of this plan.
     """
+    asked = _asked(plan, what, theme, given)
+    return _DRAWN[what](asked)
+
+
+def facts_of(plan: Plan, what: str, **given: Any) -> Any:
+    """What a picture shows, before it is drawn: for mesh, layout, memory and gantt.
+
+    Args:
+        given: As of `draw`.
+    """
+    asked = _asked(plan, what, "light", given)
+    return _FACTS[what](asked)
+
+
+def _asked(plan: Plan, what: str, theme: str, given: Mapping[str, Any]) -> Asked:
+    """A question that makes sense."""
     check_what(what)
     given = {option: value for option, value in given.items() if value is not None}
     for option in given:
@@ -195,11 +261,21 @@ def draw(plan: Plan, what: str, *, theme: str = "light", **given: Any) -> Pictur
     if asked.of not in ("local", "global"):
         problem = f"there are no '{asked.of}' bytes"
         raise SpecError(Problem(problem, Origin("--bytes"), "write local or global"))
+    if asked.rank is not None:
+        check_rank(plan, asked.rank)
+    return asked
+
+
+def check_rank(plan: Plan, rank: int) -> None:
+    """Whether the mesh has such a rank.
+
+    Raises:
+        SpecError: It has not.
+    """
     world = plan.mesh.world_size
-    if asked.rank is not None and not 0 <= asked.rank < world:
-        problem = f"there is no rank {asked.rank}"
+    if not 0 <= rank < world:
+        problem = f"there is no rank {rank}"
         raise SpecError(Problem(problem, Origin("--rank"), f"name one of 0 to {world - 1}"))
-    return _DRAWN[what](asked)
 
 
 def draw_decision(decision: Decision, what: str, *, theme: str = "light") -> Picture:

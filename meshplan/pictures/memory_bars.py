@@ -10,7 +10,7 @@ from meshplan.memory.estimate import MemoryEstimate, RankGroup
 from meshplan.memory.groups import equal_ranks
 from meshplan.memory.states import state_bytes
 from meshplan.pictures.palette import DRIVER, ROUNDING, TERMS, UNKNOWN, UNUSED, Ink, Theme
-from meshplan.pictures.sheet import SMALL, TEXT, Sheet, box, fitted, width_of, write
+from meshplan.pictures.sheet import SMALL, TEXT, Sheet, box, fitted, ticks_up_to, width_of, write
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import ranks_in_words
 from meshplan.plan import Plan
@@ -94,8 +94,12 @@ class MemoryBars:
             return f"At most {needs} on {whose}; nothing says how much a GPU holds"
         limit = format_gib(self.limit_bytes)
         if worst.fits:
-            return f"It fits: {self.verdict(worst)} of {limit} on {whose}, which need most"
-        return f"It does not fit: {whose} are {self.verdict(worst)}, of {limit}"
+            if len(self.bars) + self.num_more == 1:
+                return f"It fits: {self.verdict(worst)} of {limit} on every rank"
+            need = "needs" if whose.startswith("rank ") else "need"
+            return f"It fits: {self.verdict(worst)} of {limit} on {whose}, which {need} most"
+        are = "is" if whose.startswith("rank ") else "are"
+        return f"It does not fit: {whose} {are} {self.verdict(worst)}, of {limit}"
 
     @property
     def alt(self) -> str:
@@ -223,6 +227,7 @@ def draw_memory(facts: MemoryBars, theme: Theme) -> Picture:
     axes.set_yticks(range(len(facts.bars)))
     labels = [fitted(bar.name, left - 0.3, SMALL) for bar in facts.bars]
     axes.set_yticklabels(labels, parse_math=False)
+    ticks_up_to(axes, shown * 1.02)
     axes.set_xlabel("GiB of one GPU, at the worst moment of a step")
     axes.xaxis.grid(True, color=theme.line, lw=0.6)
     if facts.limit_bytes is not None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from meshplan.pictures.links import Lane, Links, links_of, machine_of, strides
 from meshplan.pictures.palette import COLLECTIVES, GREY, Ink, Theme, ink_on, shard_ink
-from meshplan.pictures.sheet import EDGE, SMALL, TEXT, WIDTH, Sheet, box, fitted, write
+from meshplan.pictures.sheet import EDGE, SMALL, TEXT, WIDTH, Sheet, box, fitted, width_of, write
 from meshplan.pictures.types import Picture
-from meshplan.pictures.words import at_in_words, counted, speed
+from meshplan.pictures.words import at_in_words, counted, in_short, speed
 from meshplan.plan import Plan
 from meshplan.units import format_bytes
 
@@ -242,7 +242,7 @@ def _notes(facts: MeshMap) -> list[str]:
     if facts.links.is_told:
         notes.append("What activations send is told by the sizes of the model.")
     if facts.links.unknown:
-        notes.append(f"Unknown, and not counted: {'; '.join(facts.links.unknown)}.")
+        notes.append(f"Unknown, and not counted: {in_short(facts.links.unknown)}.")
     if any(lane.axes for lane in facts.links.lanes) and facts.noun == "row":
         notes.append("Nothing says where nodes end: add hardware to the plan.")
     return notes
@@ -321,9 +321,13 @@ def _lanes(plane: Axes, lanes: Sequence[Lane], y: float, theme: Theme) -> None:
         y -= 0.3 if number else 0.0
         _badge(plane, EDGE + 0.14, y + 0.05, number, lane, theme)
         colour = theme.bad if lane.crosses else theme.ink
-        text = fitted(lane_in_words(lane), WIDTH - 2 * EDGE - 0.5, TEXT, bold=bool(lane.crosses))
-        weight = "bold" if lane.crosses else "normal"
-        write(plane, EDGE + 0.36, y, text, theme, colour=colour, weight=weight, gid="lane")
+        room, is_bold = WIDTH - 2 * EDGE - 0.4, bool(lane.crosses)
+        text = lane_in_words(lane)
+        size = TEXT if width_of(text, TEXT, bold=is_bold) <= room else SMALL
+        write(
+            plane, EDGE + 0.36, y, fitted(text, room, size, bold=is_bold), theme, size=size,
+            colour=colour, weight="bold" if is_bold else "normal", gid="lane",
+        )  # fmt: skip
 
 
 def _badge(plane: Axes, x: float, y: float, number: int, lane: Lane, theme: Theme) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from meshplan.graph import ModelGraph
@@ -205,18 +205,26 @@ def _rows(
 def _cut(rows: list[Row]) -> list[Row]:
     """The rows that there is room for: the deepest are left out first, and counted."""
     most = max((row.depth for row in rows), default=0)
+    below: list[dict[str, None]] = [{row.group: None} if row.group else {} for row in rows]
     while len(rows) > _MOST_ROWS and most > 1:
         kept = [n for n, row in enumerate(rows) if row.depth < most]
         numbers = {old: new for new, old in enumerate(kept)}
         hidden = [0] * len(rows)
-        for row in rows:
+        for number, row in enumerate(rows):
             if row.depth >= most:
                 hidden[row.parent] += 1 + row.num_hidden
+                below[row.parent] |= below[number]
+        # What is left out gives its colour to what it is in, where it has one only.
         rows = [
-            Row(r.name, r.depth, r.type, r.num_modules, r.num_params, r.group,
-                numbers.get(r.parent, -1), r.num_hidden + hidden[n])
-            for n, r in ((n, rows[n]) for n in kept)
-        ]  # fmt: skip
+            replace(
+                rows[n],
+                group=next(iter(below[n])) if len(below[n]) == 1 else rows[n].group,
+                parent=numbers.get(rows[n].parent, -1),
+                num_hidden=rows[n].num_hidden + hidden[n],
+            )
+            for n in kept
+        ]
+        below = [below[n] for n in kept]
         most -= 1
     if len(rows) > _MOST_ROWS:
         more = len(rows) - _MOST_ROWS + 1
@@ -230,8 +238,8 @@ def draw_graph(facts: Tree, theme: Theme) -> Picture:
     legend = [(name, ink) for name, ink in list(inks.items())[: len(PLACEMENTS)]]
     legend.append((_NOTHING, Ink(theme.panel)))
     notes = [
-        f"Colour is the {facts.by} of a module's own parameters. {{0..31}} stands for so many "
-        "alike modules; numbers on the right are parameters with all that is below."
+        f"Colour is the {facts.by} of a module's own parameters, and of rows left out below it. "
+        "{0..31} stands for so many alike modules; numbers are parameters with all that is below."
     ]
     tall = _ROW * len(facts.rows) + 0.1
     sheet = Sheet(theme, facts.title, tall, legend=legend, notes=notes)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from meshplan.pictures.palette import BLUE, RED, YELLOW, Ink, Theme
+from meshplan.pictures.palette import BLUE, YELLOW, Ink, Theme
 from meshplan.pictures.sheet import SMALL, Sheet, fitted, width_of, write
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import counted
@@ -125,9 +125,11 @@ def draw_pareto(facts: Pareto, theme: Theme) -> Picture:
         "whatever the memory. Dots are exact for the memory, and the cost model's for the time."
     ]
     legend = [
-        ("measured", Ink(BLUE)),
-        ("lower bound of a configuration", Ink(theme.quiet)),
-        ("does not fit", Ink(theme.forbidden)),
+        ("the plan", Ink(YELLOW)),
+        ("measured, fits", Ink(BLUE)),
+        ("measured, does not fit", Ink(theme.bad)),
+        ("ring or cross: lower bound of a configuration", Ink(theme.paper)),
+        ("beyond the limit", Ink(theme.forbidden)),
     ]
     sheet = Sheet(theme, facts.title, 4.9, legend=legend, notes=notes)
     left, right = 0.95, 0.4
@@ -149,11 +151,14 @@ def draw_pareto(facts: Pareto, theme: Theme) -> Picture:
               color=BLUE, lw=1.2, gid="frontier")  # fmt: skip
     fits = [d for d in facts.measured if d.num_bytes <= facts.limit_bytes]
     over = [d for d in facts.measured if d.num_bytes > facts.limit_bytes]
-    for dots, marker, colour, name in ((fits, "o", BLUE, "measured"), (over, "X", RED, "over")):
+    for dots, marker, colour, name in (
+        (fits, "o", BLUE, "measured"),
+        (over, "X", theme.bad, "over"),
+    ):
         axes.plot([d.num_bytes / GIB for d in dots], [d.seconds for d in dots], ls="", ms=7,
                   marker=marker, color=colour, mec=theme.paper, gid=name, zorder=4)  # fmt: skip
     if facts.chosen is not None:
-        _star(sheet, axes, facts.chosen, sheet.width - left - right, theme)
+        _star(sheet, axes, facts, facts.chosen, sheet.width - left - right, theme)
     axes.set_xlabel("GiB of the rank that needs most")
     axes.set_ylabel("seconds of a step")
     axes.grid(True, color=theme.line, lw=0.5)
@@ -195,8 +200,8 @@ def _across(axes: Axes, value: float) -> float:
     return float(axes.transAxes.inverted().transform(point)[0])
 
 
-def _star(sheet: Sheet, axes: Axes, chosen: Dot, room: float, theme: Theme) -> None:
-    """The answer, and its words in a box that keeps clear of it."""
+def _star(sheet: Sheet, axes: Axes, facts: Pareto, chosen: Dot, room: float, theme: Theme) -> None:
+    """The answer, and its words in a box where few dots are."""
     x, y = chosen.num_bytes / GIB, chosen.seconds
     axes.plot([x], [y], marker="*", ms=19, color=YELLOW, mec="#000000", mew=1.0, zorder=6,
               ls="", gid="chosen")  # fmt: skip
@@ -206,12 +211,25 @@ def _star(sheet: Sheet, axes: Axes, chosen: Dot, room: float, theme: Theme) -> N
     ]
     text = "\n".join(fitted(line, room * 0.42, SMALL) for line in lines)
     share, up = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))
-    wide = width_of(text, SMALL) / room
-    at = share - wide - 0.06 if share > 0.5 else share + 0.06
-    at = min(max(at, 0.02), 0.97 - wide)
-    tall = len(lines) * SMALL * 1.45 / 72 / (sheet.height - 0.9)
-    # Where rings crowd below, words stand above.
-    top = min(up + tall + 0.14, 0.97) if up < 0.6 else up - 0.06
+    wide = width_of(text, SMALL) / room + 0.03
+    tall = len(lines) * SMALL * 1.45 / 72 / (sheet.height - 0.9) + 0.03
+    every = (*_thinned(facts.bounds), *facts.measured)
+    at_data = axes.transData.transform([(d.num_bytes / GIB, d.seconds) for d in every])
+    dots = axes.transAxes.inverted().transform(at_data).tolist()
+    limit = _across(axes, facts.limit_bytes / GIB)
+
+    def cost(place: tuple[float, float]) -> float:
+        x0, y1 = place
+        hidden = sum(x0 <= a <= x0 + wide and y1 - tall <= b <= y1 for a, b in dots)
+        hidden += 2 * (x0 - 0.02 <= limit <= x0 + wide + 0.02)
+        is_on = x0 - 0.04 <= share <= x0 + wide + 0.04 and y1 - tall - 0.06 <= up <= y1 + 0.06
+        away = abs(x0 + wide / 2 - share) + abs(y1 - tall / 2 - up)
+        return float(hidden + 100 * is_on + away)
+
+    across = [n / 20 * (0.97 - wide) + 0.015 for n in range(21)]
+    upward = [tall + 0.02 + n / 20 * (0.96 - tall) for n in range(21)]
+    at, top = min(((x, y) for x in across for y in upward), key=cost)
+    at, top = at + 0.015, top - 0.015
     axes.annotate(
         "", (share, up), (at + wide / 2, top - tall / 2), xycoords="axes fraction",
         textcoords="axes fraction", arrowprops={"arrowstyle": "-", "color": theme.ink, "lw": 1.0},

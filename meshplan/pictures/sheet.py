@@ -137,6 +137,14 @@ class Sheet:
         return axes
 
 
+def ticks_up_to(axes: Axes, most: float) -> None:
+    """No tick, and no line of the grid, behind what is written to the right of bars."""
+    from matplotlib.ticker import MaxNLocator
+
+    ticks = MaxNLocator(nbins=6).tick_values(0.0, most)
+    axes.set_xticks([tick for tick in ticks if 0 <= tick <= most])
+
+
 def write(
     axes: Axes,
     x: float,
@@ -271,7 +279,8 @@ def wrapped(
     """Lines that fit, words whole where they can be; what is over in the last line is left out."""
     lines: list[str] = []
     line = ""
-    # A number is not parted from its unit.
+    # A number is not parted from its unit, nor a shape from itself.
+    text = text.replace(" × ", "\u00a0×\u00a0")
     for word in _UNIT.sub("\\1\u00a0\\2", text).split(" "):
         more = f"{line} {word}".strip()
         if not line or width_of(more, size, bold=bold) <= room:

@@ -303,7 +303,7 @@ def _panel(
     columns = face.columns.pieces if face.columns else (None,)
     across = face.columns.words if face.columns else "no dims"
     write(plane, x, top - 0.47, fitted(across, wide, SMALL), theme, size=SMALL, colour=theme.quiet)
-    labels = [_span(row, "rows") for row in rows if row is not None]
+    labels = [span_in_words(row, "rows") for row in rows if row is not None]
     left = 0.0
     if face.rows is not None:
         left = min(max(width_of(label, SMALL) for label in labels), wide * 0.3) + 0.35
@@ -315,7 +315,7 @@ def _panel(
     base = top - 0.78
     for number, column in enumerate(columns):
         if column is not None:
-            text = _span(column, "columns" if face.rows else "elements")
+            text = span_in_words(column, "columns" if face.rows else "elements")
             if width_of(text, SMALL) > broad - 0.06:
                 text = fitted(_bare(text), broad - 0.06, SMALL)
             middle = x + left + (number + 0.5) * broad
@@ -323,7 +323,7 @@ def _panel(
     for place, row in enumerate(rows):
         y = base - (place + 1) * tall
         if row is not None:
-            label = _span(row, "rows")
+            label = span_in_words(row, "rows")
             if width_of(label, SMALL) > left - 0.3:
                 label = fitted(_bare(label), left - 0.3, SMALL)
             write(plane, x + left - 0.06, y + tall / 2, label, theme, size=SMALL, across="right",
@@ -353,7 +353,10 @@ def _cell(
     ink = shard_ink(shard, face.num_shards)
     ranks = face.ranks(row, column)
     words = ranks_in_words(ranks)
-    box(plane, x, y, wide, tall, ink, edge=theme.paper, line=1.2, gid=f"shard {shard}: {words}")
+    spans = [span_in_words(row, "rows")] if row else []
+    spans += [span_in_words(column, "columns" if row else "elements")] if column else []
+    name = ", ".join([f"shard {shard}: {words}", *spans])
+    box(plane, x, y, wide, tall, ink, edge=theme.paper, line=1.2, gid=name)
     is_empty = any(piece is not None and piece.start == piece.stop for piece in (row, column))
     text = (
         f"{words}\nnothing" if is_empty and tall > 0.4 else f"{words}: nothing" * is_empty or words
@@ -373,14 +376,16 @@ def _bare(span: str) -> str:
     return "none" if span.startswith("no ") else span.partition(" ")[2]
 
 
-def _span(piece: Piece | None, noun: str) -> str:
+def span_in_words(piece: Piece | None, noun: str) -> str:
     """Where a part is.
 
-    >>> _span(Piece(0, 0, 512, 0), "rows"), _span(Piece(3, 7, 7, 0), "rows")
+    >>> span_in_words(Piece(0, 0, 512, 0), "rows"), span_in_words(Piece(3, 7, 7, 0), "rows")
     ('rows 0–511', 'no rows')
     """
     if piece is None or piece.number < 0:
         return "…"
     if piece.start == piece.stop:
         return f"no {noun}"
+    if piece.start + 1 == piece.stop:
+        return f"{noun[:-1]} {piece.start:,}"
     return f"{noun} {piece.start:,}–{piece.stop - 1:,}"

@@ -15,7 +15,7 @@ from meshplan.pictures.palette import TERMS, Theme
 from meshplan.pictures.sheet import SMALL, TEXT, Sheet, fitted, hatch_colour, width_of, write
 from meshplan.pictures.types import Picture
 from meshplan.plan import Plan
-from meshplan.units import GIB, format_bytes
+from meshplan.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,6 +54,7 @@ class Timeline:
         peak: Bytes, and the event after which they live.
         where: The phase of the peak, and what makes it.
         num_events: Of the step.
+        note: What is left out.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class Timeline:
     peak_event: int
     where: str
     num_events: int
+    note: str = ""
 
     @property
     def title(self) -> str:
@@ -101,8 +103,14 @@ def log_of(plan: Plan, rank: int, device: str) -> EventLog:
     return with_workspaces(log, device)
 
 
-def timeline(log: EventLog, rank: int = 0) -> Timeline:
-    """The facts of a rank's log."""
+def timeline(log: EventLog, rank: int = 0, num_forwards: int | None = None) -> Timeline:
+    """The facts of a rank's log.
+
+    Args:
+        num_forwards: Of the step; a log may have fewer, where more are alike.
+    """
+    shown = log.phases.count("forward")
+    is_brief = num_forwards is not None and shown < num_forwards
     module, term = log.module_at_peak, log.storages[log.events[log.peak.event].storage].term
     maker = f" of {module}" if module else f", for {term}"
     return Timeline(
@@ -113,7 +121,9 @@ def timeline(log: EventLog, rank: int = 0) -> Timeline:
         peak_event=log.peak.event,
         where=f"in {log.phase_at_peak}{maker}",
         num_events=len(log.events),
-    )
+        note=f"Of {num_forwards:,} forwards of the step {shown:,} are drawn; the others are like "
+        "the last but one." if is_brief else "",
+    )  # fmt: skip
 
 
 def _points(log: EventLog) -> Iterator[Point]:
@@ -159,9 +169,11 @@ def draw_timeline(facts: Timeline, theme: Theme) -> Picture:
         legend=[(str(term), TERMS[term]) for _, term in shown],
         notes=[
             "One event is one tensor made or freed; what the allocator and the driver hold on top "
-            "is in the picture of memory. F is a forward, B a backward."
+            "is in the picture of memory. F is a forward, B a backward.",
+            *([facts.note] if facts.note else []),
         ],
     )
+    unit, word = (GIB, "GiB") if facts.peak_bytes >= GIB / 2 else (MIB, "MiB")
     axes = sheet.axes(left=0.95, right=0.35, top=0.55, bottom=0.6)
     room = sheet.width - 0.95 - 0.35
     scale = max(facts.num_events, 1) / room
@@ -169,16 +181,16 @@ def draw_timeline(facts: Timeline, theme: Theme) -> Picture:
     below = [0.0] * len(events)
     for place, term in shown:
         ink = TERMS[term]
-        above = [b + p.terms[place] / GIB for b, p in zip(below, facts.points, strict=True)]
+        above = [b + p.terms[place] / unit for b, p in zip(below, facts.points, strict=True)]
         axes.fill_between(
             events, below, above, facecolor=ink.colour, hatch=ink.hatch or None,
             edgecolor=hatch_colour(ink) if ink.hatch else ink.colour, linewidth=0.0, gid=str(term),
         )  # fmt: skip
         below = above
-    peak = facts.peak_bytes / GIB
+    peak = facts.peak_bytes / unit
     axes.set_xlim(0, max(facts.num_events, 1))
     axes.set_ylim(0, (peak or 1.0) * 1.22)
-    axes.set_ylabel("GiB of tensors that live")
+    axes.set_ylabel(f"{word} of tensors that live")
     axes.set_xlabel("events of a step, in order")
     axes.yaxis.grid(True, color=theme.line, lw=0.6)
     _draw_phases(axes, facts, scale, theme)

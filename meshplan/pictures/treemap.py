@@ -13,7 +13,7 @@ from meshplan.assign import Placed
 from meshplan.graph import DTYPE_BYTES, pattern_of
 from meshplan.match import fold
 from meshplan.pictures.palette import PLACEMENTS, WHOLE, Ink, Theme, ink_on
-from meshplan.pictures.sheet import EDGE, TEXT, WIDTH, Sheet, box, fitted, fitted_name, write
+from meshplan.pictures.sheet import EDGE, TEXT, WIDTH, Sheet, box, fitted_name, width_of, write
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import counted
 from meshplan.plan import Plan
@@ -50,12 +50,13 @@ class Area:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treemap:
-    """What the picture shows: `of` says whose bytes."""
+    """What the picture shows: `of` says whose bytes, `is_alone` that nothing could be cut."""
 
     model: str
     of: Of
     rank: int
     areas: tuple[Area, ...]
+    is_alone: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -81,6 +82,8 @@ class Treemap:
         whose = f"on rank {self.rank}" if self.of == "local" else "in all"
         if not self.total_bytes:
             return f"{self.model} has no parameters {whose}"
+        if self.is_alone:
+            return f"{total} of parameters {whose}, and no other ranks to cut them for"
         if not self.whole_bytes:
             return f"{total} of parameters {whose}, nothing of it whole on every rank"
         share = self.whole_bytes / self.total_bytes
@@ -129,7 +132,8 @@ def treemap(plan: Plan, of: Of = "local", rank: int = 0) -> Treemap:
         for (_, spelled, is_whole), alike in groups.items()
     ]
     areas.sort(key=lambda area: (-area.num_bytes, area.name))
-    return Treemap(model=plan.graph.name, of=of, rank=rank, areas=tuple(areas))
+    return Treemap(model=plan.graph.name, of=of, rank=rank, areas=tuple(areas),
+                   is_alone=not _could_be_cut(plan))  # fmt: skip
 
 
 def _could_be_cut(plan: Plan) -> bool:
@@ -152,7 +156,7 @@ def squarified(
     Source: Bruls, Huizing, van Wijk 2000 (squarified treemaps), section 3.
 
     >>> squarified([3.0, 1.0], 0, 0, 4, 1)
-    [(0, 0, 3.0, 1.0), (3.0, 0, 1.0, 1.0)]
+    [(0, 0.0, 3.0, 1.0), (3.0, 0.0, 1.0, 1.0)]
     """
     out: list[tuple[float, float, float, float]] = []
     left = list(sizes)
@@ -252,7 +256,7 @@ def _words(
         return
     if room < 3:
         lines = [name]
-    text = "\n".join(fitted(line, across - 0.14, size) for line in lines)
+    text = "\n".join(line for line in lines if width_of(line, size) <= across - 0.1)
     write(
         plane, x + wide / 2, y + tall / 2, text, theme, size=size, colour=ink_on(ink.colour),
         across="center", up="center", rotation=90 if is_upright else 0, linespacing=1.25,

@@ -25,7 +25,9 @@ _SAVING: Final = Lock()
 """How text is written in svg is a setting of matplotlib's, for the whole process."""
 _SVG: Final = {"svg.fonttype": "none", "svg.hashsalt": "meshplan"}
 _FONT: Final = "'DejaVu Sans'"
-_IDS: Final = re.compile(r' id="(?:figure|axes|patch|text|line2d|matplotlib\.axis|[a-zA-Z]+)_\d+"')
+_GROUP: Final = re.compile(r'<g id="([^"]*)"([^>]*)>')
+_NUMBERED: Final = re.compile(r"[\w.]+_\d+")
+"""What matplotlib calls groups that nobody named."""
 
 _PAGE: Final = """<!DOCTYPE html>
 <html lang="en">
@@ -35,8 +37,8 @@ _PAGE: Final = """<!DOCTYPE html>
 <title>{title}</title>
 <style>
 body {{ margin: 1rem; background: {paper}; color: {ink}; font: 16px/1.5 sans-serif; }}
-figure {{ margin: 0 auto; max-width: 75rem; }}
-svg {{ width: 100%; height: auto; }}
+figure {{ margin: 0 auto; max-width: 75rem; overflow-x: auto; }}
+svg {{ width: 100%; min-width: 44rem; height: auto; }}
 </style>
 </head>
 <body>
@@ -96,12 +98,13 @@ class Picture:
                 metadata={"Date": None, "Creator": "meshplan", "Title": self.title,
                           "Description": self.alt},
             )  # fmt: skip
-        return out.getvalue().replace(_FONT, f"{_FONT}, Verdana, sans-serif")
+        text = out.getvalue().replace(_FONT, f"{_FONT}, Verdana, sans-serif")
+        return _GROUP.sub(_titled, text)
 
     def inline(self) -> str:
         """As an element of a page: the svg, with its sentence for those who cannot see it."""
         text = self.svg()
-        text = _IDS.sub("", text[text.index("<svg") :])
+        text = text[text.index("<svg") :]
         label = html.escape(f"{self.title}. {self.alt}", quote=True)
         text = text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
         return f"<figure>{text}<figcaption>{html.escape(self.alt)}</figcaption></figure>"
@@ -131,6 +134,17 @@ class Picture:
                           "Description": _latin(self.alt)},
             )  # fmt: skip
         return out.getvalue()
+
+
+def _titled(group: re.Match[str]) -> str:
+    """A named part with its name as a title, which browsers show where the pointer is.
+
+    Names are no ids: several parts, and several pictures of a page, may have the same.
+    """
+    name, more = group.groups()
+    if _NUMBERED.fullmatch(name):
+        return f"<g{more}>"
+    return f"<g{more}><title>{name}</title>"
 
 
 def check_target(path: Path) -> None:

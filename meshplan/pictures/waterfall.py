@@ -8,7 +8,7 @@ from typing import Final
 from meshplan.memory.estimate import MemoryEstimate, Step
 from meshplan.pictures.memory_bars import INKS
 from meshplan.pictures.palette import GREY, Ink, Theme
-from meshplan.pictures.sheet import SMALL, Sheet, box, fitted, width_of, write
+from meshplan.pictures.sheet import SMALL, Sheet, box, fitted, width_of, wrapped, write
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import ranks_in_words
 from meshplan.units import GIB, format_bytes, format_gib
@@ -43,7 +43,7 @@ class Waterfall:
             return f"The textbook's {book} are exact"
         most = max(rest, key=lambda step: abs(step.delta_bytes))
         return (
-            f"From the textbook's {book} to {exact}: {most.name} change it most, by "
+            f"From the textbook's {book} to {exact}: the largest change is {most.name}, "
             f"{signed(most.delta_bytes)}"
         )
 
@@ -109,8 +109,8 @@ def draw_waterfall(facts: Waterfall, theme: Theme) -> Picture:
         write(axes, high / GIB + 0.07 * scale, place, text, theme, size=SMALL, up="center")
         axes.plot([step.total_bytes / GIB] * 2, [place + 0.32, place + 0.68], lw=0.8,
                   color=theme.quiet)  # fmt: skip
-        why = fitted(step.why, _WHY - 0.1, SMALL)
-        write(axes, (room + 0.1) * scale, place, why, theme, size=SMALL, colour=theme.quiet,
+        why = "\n".join(wrapped(step.why, _WHY - 0.1, 8.0, most=2))
+        write(axes, (room + 0.1) * scale, place, why, theme, size=8.0, colour=theme.quiet,
               up="center", clip_on=False)  # fmt: skip
         before = step.total_bytes
     last = len(steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from meshplan.graph import pattern_of
 from meshplan.units import spans_of
 
 _MOST_RUNS = 4
@@ -35,6 +36,15 @@ def counted(number: int, noun: str, several: str = "") -> str:
 def at_in_words(at: Mapping[str, int], axes: Sequence[str]) -> list[str]:
     """Where a rank stands on these axes."""
     return [f"{axis} {at[axis]}" for axis in axes]
+
+
+def in_short(reasons: Sequence[str]) -> str:
+    """Reasons in a row, those that differ in numbers of blocks only once.
+
+    >>> in_short(["what 'layers.0.mlp' sends", "what 'layers.1.mlp' sends"])
+    "what 'layers.*.mlp' sends"
+    """
+    return "; ".join(dict.fromkeys(pattern_of(reason) for reason in reasons))
 
 
 def speed(bytes_per_s: float | None) -> str:

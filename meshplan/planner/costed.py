@@ -17,7 +17,7 @@ from meshplan.cost.step import Terms, terms
 from meshplan.cost.types import Chain
 from meshplan.errors import PlanError, Problem
 from meshplan.hardware import Cluster
-from meshplan.memory.told import refusals, styled_of
+from meshplan.memory.told_works import refusals, styled_of
 from meshplan.plan import Plan
 from meshplan.planner.held import element_bytes_of
 from meshplan.planner.numbers import Numbers, weights
@@ -76,6 +76,7 @@ class Costed:
             seq_len=length,
             element_bytes=element_bytes_of(plan).computed,
             tp=tp,
+            ep=plan.mesh.size("ep"),
             styled=styled_of(plan) if tp > 1 else None,
         )
 
@@ -98,7 +99,7 @@ class Costed:
     def _numbers(self) -> Numbers:
         return numbers_of(
             self.row,
-            lambda tp: self.chain,
+            lambda tp, ep: self.chain,
             profile=self.profile,
             gpus_per_node=self.cluster.gpus_per_node,
             precision=self.plan.spec.precision,

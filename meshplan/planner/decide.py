@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Final
 
 import numpy as np
 
@@ -17,9 +18,13 @@ from meshplan.planner.decision import Bound, Decision, Ladder, Question
 from meshplan.planner.job import Job
 from meshplan.planner.near import SLACK, Near
 from meshplan.planner.numbers import Numbers, memory_bounds, time_bounds
+from meshplan.planner.polish import polish
 from meshplan.planner.row import Candidate
 from meshplan.planner.search import Found, Measured, search
 from meshplan.planner.space import Rejected
+
+_MOST_CHOICES: Final = 8
+"""After each the memory room knows better what it was wrong about."""
 
 
 def decide(question: Question, told: Callable[[str], None] = lambda text: None) -> Decision:
@@ -37,16 +42,27 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
     limit = job.question.time_limit_s
     told(f"{len(job.grid):,} configurations")
     numbers = job.usual
-    found = search(
-        numbers,
-        job.capacity,
-        lambda candidate: job.measure(numbers, candidate),
-        slack=SLACK,
-        deadline=None if limit is None else began + limit,
-        is_stopped=job.question.is_stopped,
-        told=lambda found: told(_line(job, found)),
-    )
-    chosen, others = Near(job, numbers, found).choose()
+    deadline = None if limit is None else time.monotonic() + limit
+    for _ in range(_MOST_CHOICES):
+        found = search(
+            numbers,
+            job.capacity,
+            lambda candidate: job.measure(numbers, candidate),
+            slack=SLACK,
+            deadline=deadline,
+            is_stopped=job.question.is_stopped,
+            told=lambda found: told(_line(job, found)),
+        )
+        polish(job, numbers, found, deadline)
+        chosen, others = Near(job, numbers, found).choose()
+        if chosen is None:
+            break
+        if (certified := job.certified(chosen)) is not None:
+            chosen = certified
+            break
+        told("what was chosen holds more than its pieces told: looking again")
+    else:
+        chosen = None
     best = found.best
     samples = job.samples(best.row) if best else 0
     ladder = _ladder(job, numbers, best) if best else None

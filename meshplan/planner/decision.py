@@ -13,6 +13,7 @@ from meshplan.hardware import Cluster
 from meshplan.memory.estimate import MemoryEstimate
 from meshplan.plan import Plan
 from meshplan.planner.space import Rejected
+from meshplan.planner.traced import Traced
 from meshplan.spec import Spec
 
 
@@ -25,6 +26,7 @@ class Question:
         graph: The model.
         few: The same with few blocks, for trials of what it allows; None takes the model itself.
         shorter: The same with so many blocks; None where nobody can make it.
+        objective: One of `asking.OBJECTIVES`.
         is_stopped: Whether somebody wants the best so far now.
         profile: What the machine was measured to reach; None takes what is known of such devices.
         profile_path: The file that it is from.
@@ -32,6 +34,7 @@ class Question:
         limit_bytes: What one may hold.
         cluster: The machine.
         time_limit_s: After which the best so far is the answer; None for no limit.
+        traced: What a live model tells; None where its config tells all.
     """
 
     read: Callable[[Sequence[str]], Spec]
@@ -42,6 +45,8 @@ class Question:
     time_limit_s: float | None = None
     few: ModelGraph | None = None
     shorter: Callable[[int], ModelGraph] | None = None
+    traced: Traced | None = None
+    objective: str = "time"
     is_stopped: Callable[[], bool] = lambda: False
     profile: Profile | None = None
     profile_path: Path | None = None
@@ -105,6 +110,7 @@ class Decision:
         profile_path: The file that the profile is from; None for one of meshplan's own.
         bounds: Of all configurations.
         measured: What the memory room was asked for, and told, fitting or not.
+        objective: By which it is the best.
     """
 
     spec: Spec
@@ -125,9 +131,15 @@ class Decision:
     limit_bytes: int
     is_whole: bool = True
     is_interrupted: bool = False
+    objective: str = "time"
     profile_path: Path | None = None
     bounds: tuple[Bound, ...] = ()
     measured: tuple[Way, ...] = ()
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """All that are told: each fits."""
+        return (*((self.chosen,) if self.chosen else ()), *self.alternatives)
 
     def tokens_per_s(self, way: Way) -> float:
         """Of one device."""

@@ -25,7 +25,7 @@ from meshplan.planner.space import STRATEGIES, Freedom, divisors
 from meshplan.spec import STRATEGY_WORDS
 
 FIELDS: Final = (
-    *(f"mesh.{axis}" for axis in AXES if axis != "ep"),
+    *(f"mesh.{axis}" for axis in AXES),
     "strategy", "batch.micro", "activation_checkpointing", "reshard_after_forward",
 )  # fmt: skip
 """What can be asked about."""
@@ -53,7 +53,7 @@ class Shares:
 NAMES: Final[Mapping[str, str]] = {
     "compute": "kernels that reach less",
     "recompute": "recomputation",
-    "tensor_parallel": "what tp sends in the way",
+    "tensor_parallel": "what tp or ep sends in the way",
     "data": "gathering and reducing that nothing hides",
     "pipeline": "bubbles of the pipeline",
 }

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.grid import MODES, OPTION_RECOMPUTE, OPTION_RESHARD
+from meshplan.cost.shares import share
 from meshplan.cost.types import Kind
 from meshplan.graph import DTYPE_BYTES
 from meshplan.plan import Plan
@@ -49,8 +50,9 @@ def resident_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> F
     """[rows, options] what one block holds in the loss, whatever the microbatch."""
     numel = float(sum(kind.numels))
     mode = grid["mode"][:, None]
-    held = np.where(mode == _DDP, numel, (numel / grid["dp_shard"])[:, None])
-    own = held * (sizes.stored + sizes.states)
+    held = np.where(mode == _DDP, numel, share(grid, kind)[:, None])
+    trained = held * _trained(kind)
+    own = held * sizes.stored + trained * sizes.states
     # What is computed with is a copy, unless nothing is cut and nothing cast.
     is_copied = (mode != _DDP) | (sizes.computed != sizes.stored)
     is_freed = (mode == _SHARD) & kind.has_options & OPTION_RESHARD[None, :]
@@ -58,14 +60,23 @@ def resident_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> F
     # Gradients are there once there was a backward: a pipeline runs up to pp forwards before.
     waits = grid["microbatches"][:, None] > grid["pp"][:, None]
     gradients = np.where(waits, np.where(mode == _ZERO1, numel, held) * sizes.stored, 0.0)
+    gradients = gradients * _trained(kind)
     return np.asarray(own + copied + gradients, dtype=np.float64)
 
 
 def step_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
     """[rows] what one block holds when the optimizer begins: states and gradients."""
     numel = float(sum(kind.numels))
-    held = np.where(grid["mode"] == _DDP, numel, numel / grid["dp_shard"])
-    return np.asarray(held * (2 * sizes.stored + sizes.states), dtype=np.float64)
+    held = np.where(grid["mode"] == _DDP, numel, share(grid, kind))
+    trained = held * _trained(kind)
+    held_bytes = held * sizes.stored + trained * (sizes.stored + sizes.states)
+    return np.asarray(held_bytes, dtype=np.float64)
+
+
+def _trained(kind: Kind) -> float:
+    """The share of a block's elements that get a gradient."""
+    numel = sum(kind.numels)
+    return 1 - kind.frozen / numel if numel else 1.0
 
 
 def waiting_bytes(grid: NDArray[np.void], first: Kind, last: Kind, reduce_bytes: int) -> Floats:
@@ -78,7 +89,8 @@ def waiting_bytes(grid: NDArray[np.void], first: Kind, last: Kind, reduce_bytes:
             units around the first and the last stage.
         reduce_bytes: Of an element that is summed.
     """
-    numel = float(sum(last.numels)) + np.where(grid["pp"] == 1, float(sum(first.numels)), 0.0)
+    at_first, at_last = (float(sum(kind.numels) - kind.frozen) for kind in (first, last))
+    numel = at_last + np.where(grid["pp"] == 1, at_first, 0.0)
     waits = (grid["mode"] == _SHARD) & (grid["microbatches"] > grid["pp"])
     return np.asarray(np.where(waits, numel * reduce_bytes, 0.0), dtype=np.float64)
 

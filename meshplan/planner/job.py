@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -13,10 +14,13 @@ from meshplan.cost.profile import Profile, measured_for, profile_of
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
-from meshplan.memory.estimate import RESERVED_ERROR
-from meshplan.memory.told import ERROR, OverError, refusals, styled_of, told_estimate, told_rank
+from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
+from meshplan.memory.told import ERROR, OverError, told_estimate, told_rank
+from meshplan.memory.told_works import refusals, styled_of
 from meshplan.plan import Plan, make_plan
+from meshplan.planner.cutting import StagePins, stage_pins_of
 from meshplan.planner.decision import Question, Way
+from meshplan.planner.enumeration import enumerate_grid
 from meshplan.planner.gauge import least_bytes, shorten
 from meshplan.planner.held import element_bytes_of
 from meshplan.planner.lock import overrides
@@ -29,10 +33,10 @@ from meshplan.planner.space import (
     EmptySpaceError,
     Freedom,
     check_batch,
-    enumerate_grid,
     freedom_of,
     with_axes,
 )
+from meshplan.planner.spread import experts_of
 from meshplan.planner.tables import numbers_of
 from meshplan.spec import Spec
 
@@ -52,14 +56,16 @@ class Job:
     def __init__(self, question: Question, free: Freedom | None = None) -> None:
         self.question = question
         self.spec = question.read(())
-        check_batch(self.spec)
+        self._traced = question.traced
+        check_batch(self.spec, reads_tokens=self._traced is None)
         check_pins(self.spec)
         self._graph = question.graph
         self._few = question.few or question.graph
-        self._chains: dict[int, Chain] = {}
+        self._chains: dict[tuple[int, int], Chain] = {}
         self._driver = driver_bytes(question.device, ()).high
-        self.capacity = (question.limit_bytes - self._driver) / _SHARES
         self.measured: list[Way] = []
+        self._known: dict[tuple[object, ...], Measured] = {}
+        self.allow(question.limit_bytes)
         if free is not None:
             self.free = free
 
@@ -87,12 +93,18 @@ class Job:
             gpus_per_node=cluster.gpus_per_node,
             num_blocks=sum(map(bool, self._chain(1).names)),
             refuses=self._refuses,
+            can_cut=lambda stages: self._cuts.can_cut(self._graph.blocks(), stages),
+            experts=experts_of(self._graph),
         )
 
     def _refuses(self, trial: Spec) -> str:
         """Why a trial cannot be, "" if it can be."""
+        if self._traced is not None and (why := self._traced.refuses(trial)):
+            return why
         try:
             plan = make_plan(trial, self._few)
+            if self._traced is not None:
+                return ""
             problems = list(refusals(plan))
             if not problems and plan.mesh.size("tp") > 1:
                 self._chain_of(plan)
@@ -111,15 +123,17 @@ class Job:
         tensors = self._trial.assignment.tensors.values()
         return next(p.info.dtype for p in tensors if not p.info.is_buffer)
 
-    def _chain(self, tp: int) -> Chain:
-        if tp not in self._chains:
+    def _chain(self, tp: int, ep: int = 1) -> Chain:
+        if self._traced is not None:
+            return self._traced.chain()
+        if (tp, ep) not in self._chains:
             cuts = tp > 1 and self.free.sequence_parallel[tp]
             trial = with_axes(self.spec, {"tp": tp}, sequence_parallel=cuts)
-            self._chains[tp] = self._chain_of(make_plan(trial, self._few))
-        return self._chains[tp]
+            self._chains[tp, ep] = self._chain_of(make_plan(trial, self._few), ep)
+        return self._chains[tp, ep]
 
-    def _chain_of(self, plan: Plan) -> Chain:
-        """The model as one rank of the plan's tp computes it."""
+    def _chain_of(self, plan: Plan, ep: int = 1) -> Chain:
+        """The model as one rank of the plan's tp, and of ep, computes it."""
         length, tp = self.spec.batch.seq_len, plan.mesh.size("tp")
         assert length is not None
         return chain_of(
@@ -127,6 +141,7 @@ class Job:
             seq_len=length,
             element_bytes=element_bytes_of(self._trial).computed,
             tp=tp,
+            ep=ep,
             styled=styled_of(plan) if tp > 1 else None,
         )
 
@@ -143,7 +158,7 @@ class Job:
 
     def numbers(self, profile: Profile) -> Numbers:
         """What the search reads, at the speeds of a profile."""
-        return numbers_of(
+        found = numbers_of(
             self.grid,
             self._chain,
             profile=profile,
@@ -155,6 +170,11 @@ class Job:
             reshard=self.free.reshard,
             pins=self._pins,
         )
+        return replace(found, stages=self._cuts.places(found.names))
+
+    @cached_property
+    def _cuts(self) -> StagePins:
+        return stage_pins_of(self.spec, self._graph)
 
     @cached_property
     def usual(self) -> Numbers:
@@ -184,9 +204,25 @@ class Job:
 
     def flops(self, row: int) -> float:
         """Of one step of all ranks, nothing counted twice."""
+        return self.flops_of_sample * self.samples(row)
+
+    @property
+    def flops_of_sample(self) -> float:
+        """Forward and backward."""
         chain = self._chain(1)
-        one = sum(chain.kinds[k].forward.flops + chain.kinds[k].backward.flops for k in chain.order)
-        return one * self.samples(row)
+        return sum(
+            chain.kinds[k].forward.flops + chain.kinds[k].backward.flops for k in chain.order
+        )
+
+    def allow(self, limit_bytes: float) -> None:
+        """Ranks may hold no more than this."""
+        self.capacity = (limit_bytes - self._driver) / _SHARES
+        self._known.clear()
+
+    @property
+    def chain(self) -> Chain:
+        """The model as it is without tp."""
+        return self._chain(1)
 
     def blocks(self, numbers: Numbers, candidate: Candidate) -> tuple[tuple[Block, ...], ...]:
         """By stage, what each block does."""
@@ -205,20 +241,22 @@ class Job:
         Args:
             to_the_end: Whether what does not fit is of interest too.
         """
+        key = candidate.row, candidate.ends, candidate.takes, to_the_end
+        if key not in self._known:
+            self._known[key] = self._measure(numbers, candidate, to_the_end=to_the_end)
+        return self._known[key]
+
+    def _measure(self, numbers: Numbers, candidate: Candidate, *, to_the_end: bool) -> Measured:
         question, stated = self.question, self.stated(numbers, candidate)
         if not to_the_end and (excess := self._over(numbers, candidate)) is not None:
             return Measured(fits=False, excess_bytes=excess)
         try:
             plan = make_plan(question.read(overrides(stated)), self._graph)
-            memory = told_estimate(
-                plan,
-                device=question.device,
-                limit_bytes=question.limit_bytes,
-                most_bytes=float("inf") if to_the_end else self.capacity,
-            )
+            memory = self._memory(plan, float("inf") if to_the_end else self.capacity)
         except OverError as over:
             held = candidate.linear_bytes[_place(plan, over.rank)]
-            return Measured(fits=False, excess_bytes=over.reserved_bytes - held)
+            excess = over.reserved_bytes - held
+            return Measured(fits=False, excess_bytes=excess, is_of_row=self._is_of_row)
         except MeshplanError as error:
             return Measured(fits=False, why=error.problems[0].what)
         excess = 0.0
@@ -227,7 +265,33 @@ class Job:
             excess = max(excess, held - candidate.linear_bytes[_place(plan, group.ranks[0])])
         way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
         self.measured.append(way)
-        return Measured(fits=memory.fits is True, excess_bytes=excess, result=way)
+        return Measured(
+            fits=memory.fits is True, excess_bytes=excess, result=way, is_of_row=self._is_of_row
+        )
+
+    @cached_property
+    def _is_of_row(self) -> bool:
+        """Whether blocks that may choose are all alike, so that only their number counts."""
+        kinds = self._chain(1).kinds
+        return self._traced is None or sum(kind.has_options for kind in kinds) < 2
+
+    def _memory(self, plan: Plan, most_bytes: float) -> MemoryEstimate:
+        question = self.question
+        if self._traced is not None:
+            return self._traced.memory(plan, most_bytes)
+        return told_estimate(
+            plan,
+            device=question.device,
+            limit_bytes=question.limit_bytes,
+            most_bytes=most_bytes,
+        )
+
+    def certified(self, way: Way) -> Way | None:
+        """What was chosen, as its model does it and not as it was composed; None if it is over."""
+        if self._traced is None:
+            return self._at_worst(way)
+        memory = self._traced.certify(way.plan)
+        return replace(way, memory=memory) if memory.fits else None
 
     def _over(self, numbers: Numbers, candidate: Candidate) -> float | None:
         """What a rank that is over holds above the linear figure, if a short model tells so."""
@@ -254,6 +318,18 @@ class Job:
             if held > self.capacity:
                 return held - linear[place]
         return None
+
+    def _at_worst(self, way: Way) -> Way:
+        """The same, saying what the worst routing would need."""
+        if way.plan.mesh.size("ep") == 1:
+            return way
+        memory = told_estimate(
+            way.plan,
+            device=self.question.device,
+            limit_bytes=self.question.limit_bytes,
+            tells_worst=True,
+        )
+        return replace(way, memory=memory)
 
 
 def _place(plan: Plan, rank: int) -> int:

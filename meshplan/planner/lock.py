@@ -135,15 +135,12 @@ def overrides(stated: Mapping[str, Any]) -> list[str]:
     return [f"{path}={json.dumps(value)}" for path, value in stated.items()]
 
 
-def locked(
-    source: Any, spec: Spec, graph: ModelGraph, load: Callable[[Sequence[str]], Spec]
-) -> Spec | str:
-    """The spec with its lock's choices on top, or why there is no lock of this plan and model.
+def locked(source: Any, spec: Spec, graph: ModelGraph) -> Lock | str:
+    """The lock of a plan file, or why there is none of this plan and model.
 
     Args:
         source: The plan file; a mapping has no lock.
         spec: As the file says it.
-        load: The same with more statements.
 
     Raises:
         SpecError: The lock cannot be read.
@@ -163,7 +160,7 @@ def locked(
         # Where a job runs, the file need not be: its figures have done their work.
         if profile.is_file() and file_hash(profile) != known:
             return f"{path.name} was made with another state of {profile.name}"
-    return chosen_spec(load, lock.chosen, path.name)
+    return lock
 
 
 def chosen_spec(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from meshplan.errors import Origin, Problem, SpecError
 from meshplan.planner.changed import Change, changes
 from meshplan.planner.decision import Decision
 from meshplan.planner.lock import (
@@ -14,12 +15,16 @@ from meshplan.planner.lock import (
     file_hash,
     lock_path,
     model_hash,
+    overrides,
     read,
     spec_hash,
     write,
 )
 from meshplan.planner.settle import patterns
+from meshplan.reader import load_spec
 from meshplan.version import __version__
+
+_SUFFIX: Final = ".lock.yaml"
 
 
 def write_lock(
@@ -42,6 +47,28 @@ def changes_since(
     target = Path(path) if path is not None else lock_path(plan)
     lock = read(target)
     return changes(lock.content, lock_of(decision, target.parent)) if lock else None
+
+
+def source_of_lock(path: Path) -> tuple[Path, list[str]] | None:
+    """(the plan file of a lock, its choices as statements); None where `path` is no lock.
+
+    Raises:
+        SpecError: The plan file is not beside it, or says something else by now.
+    """
+    if not path.name.endswith(_SUFFIX):
+        return None
+    lock = read(path)
+    if lock is None:
+        return None
+    source = path.with_name(f"{path.name.removesuffix(_SUFFIX)}.yaml")
+    fix = "give the plan file itself, or run meshplan plan again"
+    if not source.is_file():
+        what = f"this is the lock of {source.name}, which is not beside it"
+        raise SpecError(Problem(what, Origin(str(path)), fix))
+    if spec_hash(load_spec(source)) != lock.spec:
+        what = f"this lock was made for another state of {source.name}"
+        raise SpecError(Problem(what, Origin(str(path)), fix))
+    return source, overrides(lock.chosen)
 
 
 def lock_of(decision: Decision, folder: Path) -> dict[str, Any]:

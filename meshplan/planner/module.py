@@ -13,8 +13,8 @@ from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.graph import is_inside
 from meshplan.memory import StateBytes, state_bytes
 from meshplan.plan import Plan
+from meshplan.planner.asking import cluster_of
 from meshplan.planner.costed import BlockCost, Costed
-from meshplan.planner.whole import cluster_of
 from meshplan.sizing import read_limit
 
 

@@ -33,6 +33,8 @@ class Numbers:
         top: [rows] bytes that the last stage holds in the loss, beside what is saved.
         floor: [rows] bytes of all blocks together that the optimizer's step takes at least.
         once_s: [rows] seconds of a step beside what blocks take: what stages hand on.
+        stages: By place in `order`, the stage that the plan states, `cutting.LAST` for the last
+            one; None where it is free. () where all are.
         compute_s: [rows, kinds], of `seconds` what the model's own operations take.
         tensor_s: [rows, kinds], of `seconds` what tp sends.
         again_s: [rows, kinds, options], of `seconds` what runs again takes.
@@ -47,6 +49,7 @@ class Numbers:
     top: Floats
     floor: Floats
     once_s: Floats
+    stages: tuple[int | None, ...] = ()
     compute_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     tensor_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     again_s: Floats = field(default_factory=lambda: np.zeros((0, 0, 0)))
@@ -81,6 +84,7 @@ class Numbers:
             top=self.top[at],
             floor=self.floor[at],
             once_s=self.once_s[at],
+            stages=self.stages,
         )
 
     def menu(self, row: int, in_flight: float) -> Menu:

@@ -9,7 +9,7 @@ from meshplan.assign.cascade import Cascade
 from meshplan.cost.grid import RECOMPUTE
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
-from meshplan.spec import AUTO, Borrow, Spec
+from meshplan.spec import Borrow, Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,27 @@ def pins_of(spec: Spec, graph: ModelGraph) -> Pins:
         raise PlanError(cascade.problems)
     pins = {}
     for fqn in graph.blocks():
-        again = cascade.inherited(fqn, "activation_checkpointing")
+        again = _policy(spec, cascade, graph, fqn)
         back = cascade.inherited(fqn, "reshard_after_forward")
         if back is not None and not isinstance(back.value, bool):
             what = "the planner has no figures for parameters that are resharded to fewer ranks"
             raise PlanError(Problem(what, spec.origin(back.path), "write true or false"))
         pins[fqn] = Pin(
-            (RECOMPUTE.index(again.value.mode),) if again else (),
+            (RECOMPUTE.index(again),) if again else (),
             (int(back.value),) if back else (),
         )
     return {fqn: pin for fqn, pin in pins.items() if pin != Pin()}
+
+
+def _policy(spec: Spec, cascade: Cascade, graph: ModelGraph, fqn: str) -> str:
+    """What a rule says that a block recomputes, or the plan says of every n-th; "" if neither."""
+    stated = cascade.inherited(fqn, "activation_checkpointing")
+    policy = stated.value if stated else spec.activation_checkpointing
+    if stated is None and policy.every == 1:
+        return ""
+    container = fqn.rpartition(".")[0]
+    siblings = [b for b in graph.blocks() if b.rpartition(".")[0] == container]
+    return "none" if siblings.index(fqn) % policy.every else policy.mode
 
 
 def check_pins(spec: Spec) -> None:
@@ -53,7 +64,7 @@ def check_pins(spec: Spec) -> None:
     Raises:
         PlanError: There is any.
     """
-    pipeline, mesh = spec.pipeline, spec.mesh if isinstance(spec.mesh, Mapping) else {}
+    mesh = spec.mesh if isinstance(spec.mesh, Mapping) else {}
     policies = {"activation_checkpointing": spec.activation_checkpointing}
     policies |= {
         f"rules[{rule.index}].activation_checkpointing": rule.activation_checkpointing
@@ -61,19 +72,11 @@ def check_pins(spec: Spec) -> None:
         if rule.activation_checkpointing is not None
     }
     asked = [
-        *((f"{at}.every", "recomputing every n-th block") for at, p in policies.items()
-          if p.every != 1),
         *((f"{at}.save", "other operations than the usual") for at, p in policies.items()
           if p.save),
-        *((f"rules[{rule.index}].stage", "stages by rule") for rule in spec.rules
-          if rule.stage is not None),
         *((f"mesh.{axis}", "borrowed ranks") for axis, size in mesh.items()
-          if isinstance(size, Borrow)),
+          if isinstance(size, Borrow) and axis != "ep"),
     ]  # fmt: skip
-    if pipeline is not None and pipeline.split != AUTO:
-        asked.append(("pipeline.split", "a cut that is given"))
-    if pipeline is not None and pipeline.microbatches != AUTO:
-        asked.append(("pipeline.microbatches", "a number of microbatches that is given"))
     problems = [
         Problem(f"the planner cannot hold {what} yet", spec.origin(path),
                 "leave it out, or state all that is left open")

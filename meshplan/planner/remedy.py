@@ -12,17 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import numpy as np
-
 from meshplan.errors import PlanError
+from meshplan.planner.asking import TIME_LIMIT_S, cluster_of
 from meshplan.planner.decision import Question, Way
 from meshplan.planner.job import Job
+from meshplan.planner.least import least_rows
 from meshplan.planner.lock import overrides
 from meshplan.planner.numbers import memory_bounds
 from meshplan.planner.row import Row, seconds_of
 from meshplan.planner.search import search
 from meshplan.planner.stated import Statement, statements_of, without
-from meshplan.planner.whole import TIME_LIMIT_S, cluster_of
 
 _MOST_TIMES: Final = 16
 """How many times as many devices are tried."""
@@ -262,7 +261,10 @@ class _Asking:
             return _Outcome(False, why=error.problems[0].what)
         way = found.measured.result if found.measured is not None else small
         assert isinstance(way, Way)
-        best = min((way, small), key=lambda each: each.seconds)
+        best = job.certified(min((way, small), key=lambda each: each.seconds))
+        if best is None:  # What its pieces told was too little.
+            self._is_whole = False
+            return _Outcome(None)
         return _Outcome(True, best, is_whole=found.is_whole)
 
     def _anything(self, job: Job) -> tuple[Way | None, bool]:
@@ -272,12 +274,8 @@ class _Asking:
         all ways of one configuration the one with the least linear bytes.
         """
         numbers = job.usual
-        least: dict[tuple[int, ...], int] = {}
         bounds = memory_bounds(numbers)
-        for row in np.argsort(numbers.grid["micro"], kind="stable"):
-            if bounds[row] <= job.capacity:
-                least.setdefault(_key(numbers.grid[row]), int(row))
-        for row in sorted(least.values(), key=lambda row: float(bounds[row])):
+        for row in least_rows(numbers.grid, bounds, job.capacity):
             if self._is_late():
                 return None, False
             candidate = Row(numbers, row, float("inf")).smallest()
@@ -289,16 +287,6 @@ class _Asking:
                 assert isinstance(found.result, Way)
                 return found.result, False
         return None, True
-
-
-def _key(config: np.void) -> tuple[int, ...]:
-    """Configurations of one key hold the more, the larger their microbatches are.
-
-    A pipeline with fewer microbatches than ranks keeps fewer of them: those are apart.
-    """
-    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual", "mode", "schedule")
-    count = int(config["microbatches"])
-    return (*(int(config[n]) for n in names), count if count < config["pp"] else 0, int(count > 1))
 
 
 def _with(question: Question, statements: Sequence[str]) -> Question:

@@ -69,6 +69,11 @@ class Row:
         named = np.array([bool(name) for name in numbers.names] or [True] * len(numbers.order))
         self._can_begin = np.append(named, False)
         self._can_begin[0] = True
+        self._pinned = [
+            (place, stage if stage >= 0 else self._stages - 1)
+            for place, stage in enumerate(numbers.stages)
+            if stage is not None
+        ]
         self._can_end = np.append(False, np.logical_or.accumulate(named))
 
     def best(self, below: float) -> Candidate | None:
@@ -126,6 +131,9 @@ class Row:
         is_open = (i >= stage) & (j <= places - self._stages + stage)
         is_open &= (i == 0) == (stage == 0)
         is_open &= (j == places - 1) == (stage == self._stages - 1)
+        for place, own in self._pinned:
+            if stage == own:
+                is_open &= (i <= place) & (place < j)
         return np.asarray(is_open & self._can_begin[i] & self._can_end[j])
 
     def _bounds(self) -> Floats:

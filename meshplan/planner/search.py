@@ -26,8 +26,14 @@ _EPS: Final = 1e-12
 _FAILURES: Final = 6
 """Answers that may fail before something that surely fits is looked for."""
 _SHARES: Final = (0.8, 0.65, 0.5, 0.35)
+_LOOKED_AT, _ASKED = 40, 3
+"""Rows that are tried at each share of the memory, and those that are measured."""
 _MOST_TRIES: Final = 12
 """Answers of one row that are measured before it is given up, which `Found.given_up` tells."""
+
+
+_MOST_HALVED: Final = 12
+"""How often what lies between an answer that fits and one that does not is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +45,14 @@ class Measured:
         excess_bytes: What the stage that is worst off holds above `linear_bytes`.
         why: Why it cannot be, where it cannot; it then does not fit.
         result: Whatever the measuring made, for those who asked for it.
+        is_of_row: Whether other answers of the row hold as much above their linear figures.
     """
 
     fits: bool
     excess_bytes: float = 0.0
     why: str = ""
     result: object = None
+    is_of_row: bool = True
 
 
 @dataclass(slots=True)
@@ -112,12 +120,18 @@ class _State:
     Attributes:
         capacity: Bytes for its next answer, by the linear figures.
         fits_up_to, over_from: What fitted and what did not, likewise.
+        seconds: Of the last answer that failed.
+        halved: How often what lies between was looked at.
+        is_of_row: Whether what answers held more is the same for all.
     """
 
     capacity: float
     fits_up_to: float = -1.0
     over_from: float = float("inf")
     tries: int = 0
+    seconds: float = 0.0
+    halved: int = 0
+    is_of_row: bool = True
 
 
 class _Search:
@@ -199,13 +213,16 @@ class _Search:
             if not len(rows):
                 return
             order = np.argsort(priced_bounds(self._numbers, rows, room), kind="stable")
-            for row in map(int, rows[order[:3]]):
-                if self._is_late():
-                    return
-                candidate = solve_row(self._numbers, row, room)
-                if candidate is None or self._is_over(row):
+            asked = 0
+            for row in map(int, rows[order[:_LOOKED_AT]]):
+                if self._is_late() or asked == _ASKED:
+                    break
+                if self._is_over(row):
                     continue
-                measured = self._measured(candidate)
+                candidate = solve_row(self._numbers, row, room)
+                if candidate is None:
+                    continue
+                measured, asked = self._measured(candidate), asked + 1
                 if measured.fits:
                     self.found.excess[row] = max(measured.excess_bytes, 0.0)
                     self._take(candidate, measured)
@@ -241,6 +258,7 @@ class _Search:
         found.num_solved += 1
         candidate = solve_row(self._numbers, row, state.capacity, limit)
         if candidate is None or max(candidate.linear_bytes) <= state.fits_up_to:
+            self._halve(row, state)
             return
         least = min(following, self._waiting[0][0] if self._waiting else following)
         if candidate.seconds > least:
@@ -255,21 +273,40 @@ class _Search:
         if measured.why:
             found.refused[row] = measured.why
             return
-        held = max(candidate.linear_bytes)
+        held, state.is_of_row = max(candidate.linear_bytes), measured.is_of_row
         if measured.fits:
             self._take(candidate, measured)
             state.fits_up_to = held
         else:
-            state.over_from = min(state.over_from, held)
+            state.over_from, state.seconds = min(state.over_from, held), candidate.seconds
             self._failures += 1
             if state.tries == 2 and not self._can_fit(row, candidate):
                 return
+            if not measured.is_of_row:  # Some other answer, no slower, may hold less.
+                self._unproved = min(self._unproved, candidate.seconds)
         found.excess[row] = max(measured.excess_bytes, 0.0)
         below = float(np.nextafter(state.over_from, 0.0))
         state.capacity = min(self._capacity - found.excess[row], below)
         heapq.heappush(self._waiting, (candidate.seconds if not measured.fits else 0.0, row))
         if self._failures == _FAILURES and found.best is None:
             self._seed()
+
+    def _halve(self, row: int, state: _State) -> None:
+        """Look between what fits and what does not, where nothing is left within the capacity.
+
+        What failed held more above its linear figure than smaller answers may: its worst moment
+        is another.
+        """
+        if state.is_of_row or state.over_from == float("inf") or state.halved == _MOST_HALVED:
+            return
+        least = max(Row(self._numbers, row, float("inf")).smallest().linear_bytes)
+        low = max(least, state.fits_up_to, state.capacity)
+        middle = (low + state.over_from) / 2
+        if not low < middle < state.over_from:
+            return
+        state.halved += 1
+        state.capacity = middle
+        heapq.heappush(self._waiting, (state.seconds, row))
 
     def _take(self, candidate: Candidate, measured: Measured) -> None:
         """What fits is the answer, if it is faster than the one before."""

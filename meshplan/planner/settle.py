@@ -18,7 +18,8 @@ from meshplan.mesh import AXES
 from meshplan.planner.pins import Pins
 from meshplan.planner.row import Candidate
 from meshplan.planner.space import Freedom
-from meshplan.spec import Spec
+from meshplan.planner.spread import LENDER, is_placed, words
+from meshplan.spec import AUTO, Spec
 from meshplan.units import spans_of
 
 _UNIFORM: Final = {0: ("zero2", "hybrid_shard_zero2"), 1: ("full_shard", "hybrid_shard")}
@@ -74,8 +75,11 @@ def statements(
     """
     sizes = {axis: int(row[axis]) for axis in AXES}
     mesh = {axis: size for axis, size in sizes.items() if size > 1}
+    ep = mesh.pop("ep", 1)
     data = [axis for axis in ("dp_replicate", "dp_shard") if axis in mesh]
     out: dict[str, Any] = {"mesh": mesh or {"dp_replicate": 1}}
+    if ep > 1:
+        out["mesh"] = {**mesh, "ep": f"{ep} in {LENDER}"}
     blocks = [block for stage in stages for block in stage]
     usual = max((block.reshard for block in blocks), default=0)
     mode = MODES[int(row["mode"])]
@@ -100,12 +104,17 @@ def statements(
         out["pipeline.schedule"] = SCHEDULE_WORDS[int(row["schedule"])]
         out["pipeline.microbatches"] = count
         # What follows a named module is of its stage, up to the next that is named.
-        out["pipeline.split"] = [[stage[0].name] for stage in stages]
+        if spec.pipeline is None or spec.pipeline.split == AUTO:
+            out["pipeline.split"] = [[stage[0].name] for stage in stages]
     open_ = [b for b in blocks if not (b.name in pins and pins[b.name].recompute)]
-    out["activation_checkpointing"] = word = _usual_recompute(open_)
+    word = _usual_recompute(open_)
+    if spec.activation_checkpointing.every == 1:  # Else it says it of all blocks already.
+        out["activation_checkpointing"] = word
     rules = list(_recompute_rules(open_, word))
     open_ = [b for b in blocks if not (b.name in pins and pins[b.name].reshard)]
     rules += _reshard_rules(open_, usual)
+    if ep > 1 and not is_placed(spec):
+        rules.append(words(free.experts))
     for number, rule in enumerate(rules, len(spec.rules)):
         out[f"rules[{number}]"] = rule
     return out

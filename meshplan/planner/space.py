@@ -11,16 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from meshplan.cost.grid import GRID, MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
+from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
 from meshplan.errors import PlanError, Problem
 from meshplan.mesh import AXES
-from meshplan.spec import AUTO, Pipeline, Rule, Spec
+from meshplan.planner.spread import NO_EXPERTS, Experts, as_trial, is_placed
+from meshplan.spec import AUTO, Borrow, Pipeline, Rule, Spec
 
 _DDP, _ZERO1, _SHARD = range(len(MODES))
-_MOST_MICRO: Final = 64
 _KNOWN_SCHEDULES: Final = ("1F1B", "GPipe")
 STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "ddp": ((_DDP,), (0,)),
@@ -58,10 +55,13 @@ class Freedom:
         modes, schedules: Places in `grid.MODES` and `grid.SCHEDULE_WORDS`.
         recompute: Places in `grid.RECOMPUTE`.
         reshard: Of blocks whose parameters are sharded.
-        micro: Samples of one microbatch; () where free.
+        micro: `batch.micro`: samples of one microbatch, of a pipeline of all its microbatches; ()
+            where free.
         accumulate: Microbatches of a step; None where free.
+        pipelined: Microbatches of a pipeline; None where free.
         global_: Samples of a step of all ranks; None where micro and accumulate say it.
         sequence_parallel: By size of tp.
+        experts: Patterns of the modules that ep spreads.
         rejected: What was left out.
     """
 
@@ -74,8 +74,10 @@ class Freedom:
     reshard: tuple[int, ...] = (0, 1)
     micro: tuple[int, ...] = ()
     accumulate: int | None = None
+    pipelined: int | None = None
     global_: int | None = None
     sequence_parallel: Mapping[int, bool] = field(default_factory=dict)
+    experts: tuple[str, ...] = ()
     rejected: tuple[Rejected, ...] = ()
 
     @property
@@ -91,11 +93,20 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def freedom_of(
-    spec: Spec, *, world: int, gpus_per_node: int, num_blocks: int, refuses: Callable[[Spec], str]
+    spec: Spec,
+    *,
+    world: int,
+    gpus_per_node: int,
+    num_blocks: int,
+    refuses: Callable[[Spec], str],
+    can_cut: Callable[[int], bool] = lambda stages: True,
+    experts: Experts = NO_EXPERTS,
 ) -> Freedom:
     """What a spec leaves free.
 
     Args:
+        can_cut: Whether blocks can be cut into so many stages where the plan says that they are.
+        experts: Of the model.
         refuses: Why a trial of a spec cannot be, "" if it can be: whether the model divides, and
             whether its step can be told.
 
@@ -108,8 +119,9 @@ def freedom_of(
     sequence = _tensor_parallel(spec, axes, refuses, rejected)
     axes["tp"] = tuple(sequence)
     axes["pp"] = _pipelines(spec, axes["pp"], num_blocks, refuses, rejected)
-    for axis in ("cp", "ep"):
-        axes[axis] = tuple(_allowed(spec, axis, axes[axis][:2], refuses, rejected))
+    axes["pp"] = tuple(_as_stated(spec, axes["pp"], can_cut, rejected))
+    axes["cp"] = tuple(_allowed(spec, "cp", axes["cp"][:2], refuses, rejected))
+    axes["ep"] = tuple(_spread(spec, axes["ep"], experts, refuses, rejected))
     modes: tuple[int, ...] = tuple(range(len(MODES)))
     reshard: tuple[int, ...] = (0, 1)
     hybrid = None
@@ -125,9 +137,11 @@ def freedom_of(
         recompute=tuple(_recompute(spec, refuses, rejected)),
         reshard=reshard,
         sequence_parallel=sequence,
+        experts=experts.modules,
         rejected=tuple(rejected),
         micro=(spec.batch.micro,) if isinstance(spec.batch.micro, int) else (),
         accumulate=spec.batch.accumulate if isinstance(spec.batch.accumulate, int) else None,
+        pipelined=_stated_microbatches(spec),
         global_=spec.batch.global_,
     )
 
@@ -143,7 +157,8 @@ def _axes(spec: Spec, world: int) -> dict[str, tuple[int, ...]]:
         raise PlanError(Problem(what, spec.origin("mesh"), fix))
     out: dict[str, tuple[int, ...]] = dict.fromkeys(AXES, (1,))
     for axis, size in spec.mesh.items():
-        out[axis] = (size,) if isinstance(size, int) else every
+        own = size.size if isinstance(size, Borrow) else size
+        out[axis] = (own,) if isinstance(own, int) else every
     return out
 
 
@@ -192,6 +207,31 @@ def _pipelines(
     return tuple(size for size in sizes if size <= num_blocks)
 
 
+def _as_stated(
+    spec: Spec,
+    sizes: Sequence[int],
+    can_cut: Callable[[int], bool],
+    rejected: list[Rejected],
+) -> Iterator[int]:
+    """A pipeline that is stated is there, and is cut where it is stated."""
+    is_stated = spec.pipeline is not None or any(rule.stage is not None for rule in spec.rules)
+    for size in sizes:
+        why = ""
+        if size == 1 and is_stated:
+            why = "the plan states a pipeline"
+        elif size > 1 and not can_cut(size):
+            why = "the plan states stages that do not go with it"
+        if why:
+            rejected.append(Rejected(f"mesh.pp={size}", why))
+        else:
+            yield size
+
+
+def _stated_microbatches(spec: Spec) -> int | None:
+    stated = spec.pipeline.microbatches if spec.pipeline is not None else AUTO
+    return stated if isinstance(stated, int) else None
+
+
 def _allowed(
     spec: Spec,
     axis: str,
@@ -207,15 +247,45 @@ def _allowed(
             yield size
 
 
-def with_axes(spec: Spec, sizes: Mapping[str, int], *, sequence_parallel: bool = False) -> Spec:
+def _spread(
+    spec: Spec,
+    sizes: Sequence[int],
+    experts: Experts,
+    refuses: Callable[[Spec], str],
+    rejected: list[Rejected],
+) -> Iterator[int]:
+    """Over how many ranks experts may be spread: what rules place is spread."""
+    more = [size for size in sizes if size > 1]
+    if 1 in sizes and not is_placed(spec):
+        yield 1
+    if more and not experts.modules:
+        rejected.append(Rejected(f"mesh.ep={more[0]}", "no module of the model stacks experts"))
+        return
+    for size in [size for size in more if experts.count % size == 0]:
+        if why := refuses(with_axes(spec, {"ep": size}, experts=experts.modules)):
+            rejected.append(Rejected(f"mesh.ep={size}", why))
+        else:
+            yield size
+    if uneven := [str(size) for size in more if experts.count % size]:
+        why = f"{experts.count} experts do not divide by it"
+        rejected.append(Rejected(f"mesh.ep={', '.join(uneven)}", why))
+
+
+def with_axes(
+    spec: Spec,
+    sizes: Mapping[str, int],
+    *,
+    sequence_parallel: bool = False,
+    experts: tuple[str, ...] = (),
+) -> Spec:
     """The spec on this mesh alone, as a trial of what the model allows."""
+    spec = as_trial(spec, sizes, experts)
     has_tp = sizes.get("tp", 1) > 1
     tp_plan = spec.tp_plan if has_tp else "none"
     if has_tp and tp_plan == "none" and "tp_plan" not in spec.origins:
         tp_plan = AUTO
     return replace(
         spec,
-        mesh=dict(sizes),
         strategy=None,
         hardware=None,
         tp_plan=tp_plan,
@@ -230,9 +300,9 @@ def with_axes(spec: Spec, sizes: Mapping[str, int], *, sequence_parallel: bool =
 
 
 def _rule_as_trial(rule: Rule, sizes: Mapping[str, int]) -> Rule:
-    """Without what parameters that are not cut have no use for."""
+    """Without what is of another mesh: stages, and parameters that are cut."""
     back = rule.reshard_after_forward if sizes.get("dp_shard", 1) > 1 else None
-    return replace(rule, optional=True, reshard_after_forward=back)
+    return replace(rule, optional=True, stage=None, reshard_after_forward=back)
 
 
 def _as_trial(pipeline: Pipeline | None) -> Pipeline | None:
@@ -272,8 +342,11 @@ def _recompute(
             yield RECOMPUTE.index(word)
 
 
-def check_batch(spec: Spec) -> None:
+def check_batch(spec: Spec, *, reads_tokens: bool = True) -> None:
     """Two of micro, accumulate and global must say or leave free how large a step is.
+
+    Args:
+        reads_tokens: Whether a sample has a length.
 
     Raises:
         PlanError: They do not.
@@ -284,61 +357,8 @@ def check_batch(spec: Spec) -> None:
     ):
         what = "nothing says how many samples a step has, so no two plans can be compared"
         problems.append(Problem(what, spec.origin("batch"), "add batch: {global: 64}"))
-    if batch.seq_len is None:
+    if reads_tokens and batch.seq_len is None:
         what = "nothing says how long a sample is"
         problems.append(Problem(what, spec.origin("batch"), "add batch: {seq_len: 2048}"))
     if problems:
         raise PlanError(problems)
-
-
-def enumerate_grid(free: Freedom) -> NDArray[np.void]:
-    """Every configuration."""
-    rows: list[tuple[int, ...]] = []
-    for tp in free.axes["tp"]:
-        for cp in free.axes["cp"]:
-            for pp in free.axes["pp"]:
-                inner = tp * cp * pp
-                if free.world % inner == 0:
-                    for data in _data(free, free.world // inner):
-                        rows += _steps(free, (pp, *data[:2], cp, tp, 1), data[2])
-    return np.array(rows, GRID)
-
-
-def _data(free: Freedom, ranks: int) -> Iterator[tuple[int, int, int]]:
-    """(dp_replicate, dp_shard, mode) of so many data ranks."""
-    for shard in divisors(ranks):
-        replicate = ranks // shard
-        if shard not in free.axes["dp_shard"] or replicate not in free.axes["dp_replicate"]:
-            continue
-        if _DDP in free.modes and shard == 1:
-            yield replicate, shard, _DDP
-        if _ZERO1 in free.modes and shard > 1 and replicate == 1:
-            yield replicate, shard, _ZERO1
-        if _SHARD in free.modes and shard > 1 and free.hybrid in (None, replicate > 1):
-            yield replicate, shard, _SHARD
-
-
-def _steps(free: Freedom, sizes: tuple[int, ...], mode: int) -> Iterator[tuple[int, ...]]:
-    """Whole rows: microbatches and schedules of one mesh."""
-    pp, replicate, shard = sizes[0], sizes[1], sizes[2]
-    ranks = replicate * shard
-    for micro, microbatches in _microbatches(free, ranks):
-        if pp == 1:
-            yield (*sizes, 1, micro, microbatches, mode, 0)
-            continue
-        for schedule in free.schedules:
-            yield (*sizes, 1, micro, microbatches, mode, schedule)
-
-
-def _microbatches(free: Freedom, ranks: int) -> Iterator[tuple[int, int]]:
-    """(samples of one, how many) for each of so many data ranks."""
-    if free.global_ is None:
-        assert free.accumulate is not None
-        yield free.micro[0], free.accumulate
-        return
-    if free.global_ % ranks:
-        return
-    own = free.global_ // ranks
-    for micro in free.micro or tuple(d for d in divisors(own) if d <= _MOST_MICRO):
-        if own % micro == 0 and free.accumulate in (None, own // micro):
-            yield micro, own // micro

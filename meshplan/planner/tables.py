@@ -24,13 +24,16 @@ from meshplan.planner.numbers import Numbers
 from meshplan.planner.pins import Pin, Pins
 from meshplan.spec import Precision
 
+Cut = tuple[int, int]
+"""(ranks of tp, ranks of ep)."""
+
 _ONCE: Final = [OPTIONS.index((0, reshard)) for _, reshard in OPTIONS]
 """By option, the one that runs nothing again and is like it otherwise."""
 
 
 def numbers_of(
     grid: NDArray[np.void],
-    chain_of: Callable[[int], Chain],
+    chain_of: Callable[[int, int], Chain],
     *,
     profile: Profile,
     gpus_per_node: int,
@@ -44,21 +47,21 @@ def numbers_of(
     """Everything that the search reads.
 
     Args:
-        chain_of: The model as one rank of so many along tp computes it.
+        chain_of: The model as one rank of so many along tp, and along ep, computes it.
         precision: Dtypes by role.
         dtype: Of the model's parameters.
         recompute, reshard: What the plan leaves to blocks.
         pins: What rules leave to single ones.
     """
-    tps = np.unique(grid["tp"])
-    chains, left = _aligned({int(tp): chain_of(int(tp)) for tp in tps}, pins)
-    first = chains[int(tps[0])]
+    cuts = [(int(tp), int(ep)) for tp, ep in np.unique(grid[["tp", "ep"]])]
+    chains, left = _aligned({cut: chain_of(*cut) for cut in cuts}, pins)
+    first = chains[cuts[0]]
     shape = (len(grid), len(first.kinds), len(OPTIONS))
     compute, tensor, repeated = np.zeros(shape[:2]), np.zeros(shape[:2]), np.zeros(shape)
     seconds, saved, resident = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
     top, floor, crossing = (np.zeros(len(grid)) for _ in range(3))
-    for tp, chain in chains.items():
-        rows = np.flatnonzero(grid["tp"] == tp)
+    for (tp, ep), chain in chains.items():
+        rows = np.flatnonzero((grid["tp"] == tp) & (grid["ep"] == ep))
         part = grid[rows]
         counts = np.bincount(chain.order, minlength=len(chain.kinds))
         boundary = 0.0
@@ -103,7 +106,7 @@ def _options(recompute: tuple[int, ...], reshard: tuple[int, ...]) -> NDArray[np
     return np.array([again in recompute and back in reshard for again, back in OPTIONS])
 
 
-def _aligned(chains: dict[int, Chain], pins: Pins) -> tuple[dict[int, Chain], tuple[Pin, ...]]:
+def _aligned(chains: dict[Cut, Chain], pins: Pins) -> tuple[dict[Cut, Chain], tuple[Pin, ...]]:
     """The chains with the same kinds at the same places, and the pins by kind.
 
     Blocks are of one kind where they are in every chain, and rules say the same of them.
@@ -115,7 +118,7 @@ def _aligned(chains: dict[int, Chain], pins: Pins) -> tuple[dict[int, Chain], tu
     kinds = list(dict.fromkeys(keys))
     order = tuple(kinds.index(key) for key in keys)
     aligned = {
-        tp: replace(chain, kinds=tuple(chain.kinds[key[at]] for key in kinds), order=order)
-        for at, (tp, chain) in enumerate(chains.items())
+        cut: replace(chain, kinds=tuple(chain.kinds[key[at]] for key in kinds), order=order)
+        for at, (cut, chain) in enumerate(chains.items())
     }
     return aligned, tuple(key[-1] for key in kinds)

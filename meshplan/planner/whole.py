@@ -2,184 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from meshplan.blueprint import from_config
-from meshplan.cost.calibration import read_profile
-from meshplan.errors import Origin, PlanError, Problem
+from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
-from meshplan.hardware import Cluster, Link, find_device
-from meshplan.planner.decide import decide
+from meshplan.planner.asking import Load, question_of, with_profile, with_shorter
 from meshplan.planner.decision import Question
 from meshplan.planner.lock import chosen_spec, locked, profile_of_lock
-from meshplan.reader import load_spec
-from meshplan.sizing import graph_of, read_limit
+from meshplan.planner.objectives import answer
+from meshplan.sizing import graph_of
 from meshplan.spec import Spec
-
-TIME_LIMIT_S: Final = 30.0
-"""Where the plan states no `solve.time_limit`."""
-_FEW: Final = 4
-"""Blocks that show what a model allows: the first, the last, and some between."""
-Load = Callable[[Sequence[str]], Spec]
-"""The plan file with more statements on top."""
 
 
 def whole_spec(
-    source: Any, load: Load, graph: ModelGraph, told: Callable[[str], None] = lambda text: None
+    source: Any,
+    load: Load,
+    graph: ModelGraph,
+    told: Callable[[str], None] = lambda text: None,
+    ask: Callable[[], Question] | None = None,
 ) -> Spec:
-    """The spec with nothing left to the planner.
+    """The spec with nothing left to the planner; arguments as for `whole_statements`."""
+    if not load(()).free_fields:
+        return load(())
+    return chosen_spec(load, *whole_statements(source, load, graph, told, ask))
+
+
+def whole_statements(
+    source: Any,
+    load: Load,
+    graph: ModelGraph,
+    told: Callable[[str], None] = lambda text: None,
+    ask: Callable[[], Question] | None = None,
+) -> tuple[Mapping[str, Any], str]:
+    """(what a plan file that leaves something open would have to state, who says so).
 
     Args:
         source: The plan file, or a mapping.
         graph: The model that it is for.
         told: Is told where the choices come from.
+        ask: The question about a model that no config tells of.
 
     Raises:
         PlanError: Nothing fits, or the plan says too little to be planned.
         SpecError: The lock cannot be read.
     """
     spec = load(())
-    if not spec.free_fields:
-        return spec
-    found = locked(source, spec, graph, load)
-    if isinstance(found, Spec):
-        return found
+    found = locked(source, spec, graph)
+    if not isinstance(found, str):
+        return found.chosen, found.path.name
     sized = graph if graph.config else graph_of(spec)
-    if sized is None:
+    if sized is None and ask is None:
         free = " and ".join(spec.free_fields)
         are = "are" if len(spec.free_fields) > 1 else "is"
         what = f"{free} {are} left to the planner, and {found}"
         fix = "give the plan its model, such as model: {config: PATH}, and run meshplan plan"
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
     told(f"{found}: planning")
-    question = with_profile(question_of(load, sized), profile_of_lock(source))
-    if sized is not graph and spec.model is not None and spec.model.config is not None:
+    question = ask() if sized is None and ask is not None else question_of(load, sized or graph)
+    question = with_profile(question, profile_of_lock(source))
+    is_other = sized is not None and sized is not graph
+    if is_other and spec.model is not None and spec.model.config is not None:
         config = Path(spec.source).parent / spec.model.config
-        question = _with_shorter(question, config, spec.origin("model.config"))
-    decision = decide(question, told)
+        question = with_shorter(question, config, spec.origin("model.config"))
+    decision = answer(question, told)
     if decision.chosen is None:
         raise PlanError(nothing_fits(spec))
-    return chosen_spec(load, decision.chosen.stated, "the planner")
+    return decision.chosen.stated, "the planner"
 
 
 def nothing_fits(spec: Spec) -> Problem:
     """That there is no plan."""
     what = "nothing in the space fits into the memory that there is"
     return Problem(what, spec.origin("mesh"), "see meshplan plan; allow more, or take more devices")
-
-
-def question_of_file(
-    source: Any,
-    overrides: Sequence[str] = (),
-    config: str | Path | None = None,
-    gpu: str | None = None,
-    memory: str | int | None = None,
-    profile: str | Path | None = None,
-) -> Question:
-    """What a plan file, or a mapping, asks of the planner.
-
-    Args:
-        config: A Hugging Face config, which goes before the plan's own `model`.
-        gpu: Name of the device whose memory is the limit, or `memory`, the limit itself.
-        profile: What `meshplan calibrate` wrote.
-    """
-
-    def load(more: Sequence[str]) -> Spec:
-        return load_spec(source, [*overrides, *more])
-
-    spec = load(())
-    path, origin = config, Origin("--config")
-    if path is None and spec.model is not None and spec.model.config is not None:
-        path, origin = Path(spec.source).parent / spec.model.config, spec.origin("model.config")
-    graph = from_config(path, origin) if path is not None else None
-    if graph is None or not graph.config:
-        what = "the planner reads a model from its config, and none is given"
-        fix = "add model: {config: PATH} to the plan, or --config PATH"
-        raise PlanError(Problem(what, spec.origin("model"), fix))
-    assert path is not None
-    question = _with_shorter(question_of(load, graph, gpu, memory), path, origin)
-    return with_profile(question, Path(profile) if profile is not None else None)
-
-
-def _with_shorter(question: Question, config: str | Path, origin: Origin) -> Question:
-    """Beside the model, the same with fewer blocks."""
-
-    @cache
-    def shorter(blocks: int) -> ModelGraph:
-        return from_config(config, origin, blocks=blocks)
-
-    few = shorter(min(_FEW, len(question.graph.blocks())))
-    return replace(question, few=few, shorter=shorter)
-
-
-def with_profile(question: Question, path: Path | None) -> Question:
-    """The question about a machine that was measured.
-
-    Raises:
-        PlanError: The file is no profile.
-    """
-    if path is None:
-        return question
-    found = read_profile(path, Origin("--profile"))
-    return replace(question, profile=found, profile_path=path)
-
-
-def question_of(
-    load: Load, graph: ModelGraph, gpu: str | None = None, memory: str | int | None = None
-) -> Question:
-    """What a plan file asks of the planner.
-
-    Raises:
-        SpecError: The device cannot be found, or is stated twice and differs.
-        PlanError: It says too little.
-    """
-    spec = load(())
-    device, limit, _ = read_limit(gpu, memory, spec)
-    if limit is None:
-        what = "nothing says how much memory a device has"
-        fix = "add gpu: h100-sxm-80gb to hardware, or --gpu"
-        raise PlanError(Problem(what, spec.origin("hardware"), fix))
-    objective = spec.solve.get("objective", "time")
-    if objective != "time":
-        what = f"'{objective}' as the objective is not available yet in this version"
-        raise PlanError(
-            Problem(what, spec.origin("solve.objective"), "write time, or leave it out")
-        )
-    stated = spec.solve.get("time_limit_s")
-    return Question(
-        read=load,
-        graph=graph,
-        device=device,
-        limit_bytes=limit,
-        cluster=cluster_of(spec, device),
-        time_limit_s=float(stated) if stated is not None else TIME_LIMIT_S,
-    )
-
-
-def cluster_of(spec: Spec, device: str) -> Cluster:
-    """The machine that a plan names.
-
-    Raises:
-        PlanError: It names none, or one whose speed is not known.
-    """
-    stated = spec.hardware
-    if stated is None:
-        what = "nothing says which devices there are"
-        fix = "add hardware: {nodes: 1, gpus_per_node: 8, gpu: h100-sxm-80gb}"
-        raise PlanError(Problem(what, spec.origin("hardware"), fix))
-    if device == "cuda":
-        what = "nothing says how fast the devices are"
-        fix = "add gpu: h100-sxm-80gb, say"
-        raise PlanError(Problem(what, spec.origin("hardware"), fix))
-    intra, inter = stated.intra_bytes_per_s, stated.inter_bytes_per_s
-    return Cluster(
-        device=find_device(device, spec.origin("hardware.gpu")),
-        nodes=stated.nodes,
-        gpus_per_node=stated.gpus_per_node,
-        intra=Link("intra", intra) if intra else None,
-        inter=Link("inter", inter) if inter else None,
-    )

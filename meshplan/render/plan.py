@@ -19,10 +19,11 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
     chosen = decision.chosen
     ladder = decision.ladder
     return {
-        **(_way_to_json(decision, chosen) if chosen else dict.fromkeys(_KEYS)),
+        **(way_to_json(decision, chosen) if chosen else dict.fromkeys(_KEYS)),
         "limit_bytes": decision.limit_bytes,
         "fits": chosen is not None,
         "gap": decision.gap if chosen else None,
+        "objective": decision.objective,
         "is_whole": decision.is_whole,
         "is_interrupted": decision.is_interrupted,
         "num_configs": decision.num_configs,
@@ -37,7 +38,7 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
             "plan_s": ladder.plan_s,
         },
         "chosen": dict(chosen.stated) if chosen else None,
-        "alternatives": [_way_to_json(decision, way) for way in decision.alternatives],
+        "alternatives": [way_to_json(decision, way) for way in decision.alternatives],
         "rejected": [{"what": each.what, "why": each.why} for each in decision.rejected],
         "profile": {
             "device": decision.profile.device,
@@ -55,12 +56,13 @@ _KEYS = (
 )  # fmt: skip
 
 
-def _way_to_json(decision: Decision, way: Way) -> dict[str, Any]:
+def way_to_json(decision: Decision, way: Way) -> dict[str, Any]:
+    """One way, as in `result` of schema plan/1 and in its lists."""
     plan = way.plan
     a, stages = plan.assignment, plan.assignment.stages
     batch = plan.spec.batch
     return {
-        "mesh": {axis.name: axis.size for axis in a.mesh},
+        "mesh": {each.name: each.size for each in (*a.mesh, *a.mesh.loans)},
         "strategy": a.strategy.name,
         "batch": {
             "micro": plan.micro,
@@ -114,12 +116,13 @@ def decision_to_text(decision: Decision, title: str, *, colour: bool = False) ->
         return [paint(line, "bold", colour), "", *_rejected(decision)]
     lines = [
         paint(f"{title}: {_seconds(chosen.seconds)} a step", "bold", colour)
-        + f", {decision.tokens_per_s(chosen):,.0f} tokens/s per GPU"
+        + f", {_rate(decision, chosen)} per GPU"
         + f", MFU {decision.mfu(chosen):.1%}",
         "",
         *(f"  {line}" for line in statement_lines(chosen.stated)),
         "",
         *_memory(decision, chosen),
+        *_least(decision),
         "",
         *_ladder(decision),
         *_unproved(decision),
@@ -128,6 +131,13 @@ def decision_to_text(decision: Decision, title: str, *, colour: bool = False) ->
         *_rejected(decision),
     ]
     return lines
+
+
+def _rate(decision: Decision, way: Way) -> str:
+    """Tokens, or samples where these have no length."""
+    if decision.tokens:
+        return f"{decision.tokens_per_s(way):,.0f} tokens/s"
+    return f"{decision.samples / way.seconds / way.plan.mesh.world_size:,.1f} samples/s"
 
 
 def statement_lines(stated: Mapping[str, Any]) -> Iterator[str]:
@@ -156,7 +166,14 @@ def _memory(decision: Decision, way: Way) -> list[str]:
         f"{format_gib(limit - high)} left",
         f"        on ranks {ranks_to_text(worst.ranks)}, in {worst.at.phase}"
         + (f" of {worst.at.module}" if worst.at.module else ""),
+        *(f"        if {value}" for what, value in way.memory.assumed if what == "routing"),
     ]
+
+
+def _least(decision: Decision) -> list[str]:
+    if decision.objective != "memory":
+        return []
+    return [f"        the least; by linear figures nothing can hold {decision.gap:.1%} less"]
 
 
 def _ladder(decision: Decision) -> list[str]:
@@ -179,6 +196,8 @@ def _unproved(decision: Decision) -> list[str]:
     if decision.is_whole:
         return []
     end = "it was interrupted" if decision.is_interrupted else "the time was up"
+    if decision.objective == "memory":
+        return [f"so far: {end}"]
     return [f"so far: {end}; nothing in the space is more than {decision.gap:.1%} faster"]
 
 

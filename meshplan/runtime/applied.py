@@ -84,7 +84,7 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -
     Returns:
         The module to train, with its `Applied`.
     """
-    _cast(model, plan)
+    cast_parameters(model, plan)
     _apply_code(model, plan)
     if plan.assignment.stages is None:
         wrapped = _wrap(model, plan, mesh, values)
@@ -127,7 +127,7 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.
     return wrapped
 
 
-def _cast(model: nn.Module, plan: Plan) -> None:
+def cast_parameters(model: nn.Module, plan: Plan) -> None:
     """Give every parameter the dtype that the optimizer updates."""
     for fqn, placed in plan.assignment.tensors.items():
         dtype = getattr(torch, placed.dtype)

@@ -30,6 +30,7 @@ _SAMPLES: Final = 2
 _KEPT: Final = 1 << 20
 """Elements of the largest tensor that gets numbers."""
 
+Returned = tuple[str, list[tuple[int, ...]]]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 _OPTIMIZERS: Final[dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]]] = {
     "adamw": (torch.optim.AdamW, {}),
@@ -51,6 +52,7 @@ class Loop:
         loss_fn: Gets the model's output and targets of a microbatch.
         make_optimizer: Gets the wrapped model.
         assumed: (what, value) as words.
+        returned: Under which name the model returns what a loss is made of, and of which shapes.
     """
 
     inputs: Any
@@ -58,6 +60,7 @@ class Loop:
     loss_fn: Callable[[Any, Any], torch.Tensor]
     make_optimizer: MakeOptimizer
     assumed: tuple[tuple[str, str], ...]
+    returned: Returned
 
 
 def check_stated(spec: Spec, micro: int | None, *, reads_tokens: bool) -> None:
@@ -81,11 +84,12 @@ def check_stated(spec: Spec, micro: int | None, *, reads_tokens: bool) -> None:
         raise PlanError(problems)
 
 
-def loop_of(model: nn.Module, plan: Plan) -> Loop:
+def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> Loop:
     """The loop of one rank under a plan.
 
     Args:
         model: As one process has it.
+        returned: Of a loop of the same model, so that it need not be run again.
 
     Raises:
         PlanError: The plan does not say how much a step is fed.
@@ -98,7 +102,7 @@ def loop_of(model: nn.Module, plan: Plan) -> Loop:
     check_stated(plan.spec, plan.micro, reads_tokens=are_tokens)
     assert plan.micro is not None
     samples = plan.micro * plan.accumulate
-    name, shapes = _returned(model, few)
+    name, shapes = returned = returned or _returned(model, few)
     targets, loss_fn, words = _loss(name, shapes, few, samples)
     inputs = _whole_batch(few, lambda: sample_inputs(model, spec, samples, 0), samples)
     inputs, targets = _local_parts(plan, (inputs, targets))
@@ -111,12 +115,15 @@ def loop_of(model: nn.Module, plan: Plan) -> Loop:
 
     assumed = [("inputs of a rank's step", ", ".join(parts)), ("loss", words)]
     assumed.append(("optimizer", f"torch's {make.__name__} with its defaults"))
+    if (ep := plan.mesh.size("ep")) > 1:
+        assumed.append(("routing", f"the {ep} ranks of ep are sent as many tokens each"))
     return Loop(
         inputs=inputs,
         targets=targets,
         loss_fn=loss_fn,
         make_optimizer=make_optimizer,
         assumed=(*assumed, *said),
+        returned=returned,
     )
 
 
@@ -151,7 +158,7 @@ def _local_parts(plan: Plan, batch: Any) -> Any:
     return mapped(batch, lambda t: t.chunk(size, 1)[0].clone() if has_sequence(t, length) else t)
 
 
-def _returned(model: nn.Module, inputs: Any) -> tuple[str, list[tuple[int, ...]]]:
+def _returned(model: nn.Module, inputs: Any) -> Returned:
     """(under which name the model returns what a loss is made of, the shapes of its results)."""
     mode, shadows = fake_mode(), Shadows()
     twin, _, _ = twin_of(model, (), mode)

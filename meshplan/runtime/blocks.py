@@ -119,7 +119,7 @@ def _traced_pass(
     def mark(module: nn.Module) -> None:
         stage = next(coming)
         at = f"{AT_STAGE}{stage}"
-        markings.append(_marking(module, restrict(plan, stage), ledger, at, marks))
+        markings.append(marking_of(module, restrict(plan, stage), ledger, at, marks))
 
     with imagining(model, bare, rank, device) as (twin, mesh, fake, behaviour):
         ledger = Ledger(names, behaviour)
@@ -131,7 +131,7 @@ def _traced_pass(
             INSTEAD_OF_WRAPPING.reset(token)
         assert isinstance(wrapped, PipelinedModule)
         names.update(names_of(wrapped))
-        held = _note(ledger, wrapped, (batch, goals))
+        held = note_held(ledger, wrapped, (batch, goals))
 
         def take(output: Any, target: Any) -> torch.Tensor:
             ledger.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
@@ -152,7 +152,7 @@ def _traced_pass(
                         loss = wrapped.step(batch, goals, take)
                     for marking in markings:
                         marking.finish()
-                found = _work(ledger, markings, held, loss)
+                found = work_of(ledger, markings, held, loss)
                 num_held = sum(event.storage in held for event in ledger.log().events)
                 work = replace(found, num_before=num_before - num_held)
                 del loss
@@ -189,8 +189,8 @@ def _watched(
 ) -> tuple[Work, list[Run]]:
     """The second of two microbatches: what a model keeps from one to the next is there by then."""
     ledger = Ledger(names_of(model), behaviour)
-    held = _note(ledger, model, (inputs, targets))
-    marking = _marking(model, plan, ledger)
+    held = note_held(ledger, model, (inputs, targets))
+    marking = marking_of(model, plan, ledger)
     edges = [Edges(model, run, ledger) for run in runs]
     args, kwargs = as_arguments(inputs)
 
@@ -220,13 +220,13 @@ def _watched(
                 loss = microbatch()
                 marking.finish()
             num_left_out = sum(event.storage in held for event in ledger.log().events)
-            work = _work(ledger, [marking], held, loss)
+            work = work_of(ledger, [marking], held, loss)
             del loss
     assert work is not None
     return work, [edge.found(num_left_out) for edge in edges]
 
 
-def _note(ledger: Ledger, model: nn.Module, batch: Any) -> set[int]:
+def note_held(ledger: Ledger, model: nn.Module, batch: Any) -> set[int]:
     """Say what is there already; returns the storages of the parameters."""
     ledger.note(model.parameters(), Term.PARAMETERS)
     ledger.note(model.buffers(), Term.BUFFERS)
@@ -234,7 +234,7 @@ def _note(ledger: Ledger, model: nn.Module, batch: Any) -> set[int]:
     return {number for param in model.parameters() for number in ledger.numbers_of(param)}
 
 
-def _marking(
+def marking_of(
     model: nn.Module, plan: Plan, ledger: Ledger, at: str = "", marks: list[Mark] | None = None
 ) -> Marking:
     """Hooks where the plan has units."""
@@ -250,7 +250,9 @@ def _marking(
     return marking
 
 
-def _work(ledger: Ledger, markings: Sequence[Marking], held: set[int], loss: torch.Tensor) -> Work:
+def work_of(
+    ledger: Ledger, markings: Sequence[Marking], held: set[int], loss: torch.Tensor
+) -> Work:
     """What was noted, without the parameters, whose memory is the wrappers' affair."""
     log = ledger.log()
     num_left_out = sum(event.storage in held for event in log.events)

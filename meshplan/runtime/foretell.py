@@ -113,6 +113,13 @@ def foretell(
     )
 
 
+def log_of_rank(question: Question, rank: int, told: Callable[[str], None]) -> EventLog:
+    """The step of one rank, event by event; arguments and errors as of `foretell`."""
+    model, plan = decided(question.spec, question.source)
+    check_stated(question.spec, plan.micro, reads_tokens=False)
+    return _logs(question, model, plan, [rank], told).logs[0]
+
+
 def _logs(
     question: Question,
     model: nn.Module,
@@ -204,7 +211,7 @@ def decided(
         SpecError: The model cannot be built.
         PlanError: The plan does not fit it.
     """
-    model = _built(source).train()
+    model = built_without_memory(source).train()
     if change is not None:
         before = graph_of(model)
         model = change(copy.deepcopy(model))  # The user may have named a model, not a function.
@@ -222,8 +229,12 @@ def decided(
     return model, make_plan(spec, graph_of(model, flow), rehearse=rehearser(model, inputs))
 
 
-def _built(source: Source) -> nn.Module:
-    """The model without memory: on meta, or where its code reads numbers meanwhile, as fakes."""
+def built_without_memory(source: Source) -> nn.Module:
+    """The model without memory: on meta, or where its code reads numbers meanwhile, as fakes.
+
+    Raises:
+        SpecError: It cannot be built.
+    """
     if source.config is not None and getattr(source.config, "use_cache", False):
         config = copy.deepcopy(source.config)
         config.use_cache = False  # It is for generating; in training it would only hold tensors.

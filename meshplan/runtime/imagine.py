@@ -106,12 +106,31 @@ def imagining(
                 fix="estimate before init_process_group, or in a process of its own",
             )
         )
-    with group_of_fakes(rank, plan.mesh.world_size), _no_collection():
+    with group_of_fakes(rank, plan.mesh.world_size):
         mesh = device_mesh(plan.mesh)
         open_groups(plan, mesh)
+        with meshes_outside_fakes(), imagining_alone(model, device, plan) as found:
+            twin, fake, behaviour = found
+            yield twin, mesh, fake, behaviour
+
+
+@contextmanager
+def imagining_alone(
+    model: nn.Module, device: str = CPU, plan: Plan | None = None
+) -> Iterator[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor], Behaviour]]:
+    """The same, of what needs no other rank: in whatever group this process is, or in none.
+
+    Args:
+        plan: Whose experts are looked for.
+
+    Returns:
+        A copy of the model, what makes a tensor one without numbers, and how the device behaves.
+    """
+    with _no_collection():
         mode = fake_mode()
         twin, _, _ = twin_of(model, (), mode)
-        find_for_twin(model, twin, plan)
+        if plan is not None:
+            find_for_twin(model, twin, plan)
         shadows = Shadows()
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,11 +140,11 @@ def imagining(
             return out
 
         with ExitStack() as stack:
-            for world in (meshes_outside_fakes(), fakes_unnoticed(), mode, shadows, pretending()):
+            for world in (fakes_unnoticed(), mode, shadows, pretending()):
                 stack.enter_context(world)
             behaviour = stack.enter_context(behaving_as(device))
             stack.enter_context(heard_by(shadows.hear))
-            yield twin, mesh, fake, behaviour
+            yield twin, fake, behaviour
 
 
 def watch_steps(

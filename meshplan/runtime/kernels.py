@@ -235,6 +235,8 @@ def attention_kind(
         and (are_heads_equal or are_grouped)
         and not (is_causal and query.shape[2] != key.shape[2]),
         "cudnn": has_half
+        # Its backward gives none to a bias, and raises where one is wanted.
+        and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
         and max(head, value.shape[-1]) <= (_MOST_FLASH // 2)
         and head % 8 == value.shape[-1] % 8 == 0
         and key.shape[2] > 1

@@ -29,6 +29,7 @@ from meshplan.runtime.guard import guarded, publish
 from meshplan.runtime.materialize import agree_on_values
 from meshplan.runtime.mesh import device_mesh, ensure_process_group, ranks_per_node
 from meshplan.runtime.peers import open_groups
+from meshplan.runtime.planned import closed_together
 from meshplan.runtime.private import forget_units
 from meshplan.runtime.record import record
 from meshplan.runtime.rehearse import rehearser
@@ -79,7 +80,8 @@ def parallelize(
 def _parallelize(
     model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: bool
 ) -> nn.Module:
-    decided = _agree(lambda: _decide(model, plan, example_inputs, allow_code))
+    whole = closed_together(model, plan, example_inputs)
+    decided = _agree(lambda: _decide(model, whole, example_inputs, allow_code))
     mesh = device_mesh(decided.mesh)
     open_groups(decided, mesh)
     publish()
@@ -93,16 +95,6 @@ def _parallelize(
     return wrapped
 
 
-def _read(model: nn.Module, plan: str | os.PathLike[str] | Mapping[str, Any]) -> Spec:
-    """What the plan says; what it leaves open its lock says, or the planner."""
-    spec = load_spec(plan)
-    if not spec.free_fields:
-        return spec
-    from meshplan.planner.whole import whole_spec  # only here is anything left to plan
-
-    return whole_spec(plan, lambda more: load_spec(plan, more), graph_of(model, None))
-
-
 def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: bool) -> Plan:
     """Read and decide, without touching the model or talking to another rank."""
     if not isinstance(model, nn.Module):
@@ -113,7 +105,7 @@ def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: b
     elif isinstance(plan, Spec):
         spec = plan
     else:
-        spec = _read(model, plan)
+        spec = load_spec(plan)
     inputs = find_example(model, spec, example_inputs) if spec.reads_flow else None
     graph = graph_of(model, record(model, inputs) if spec.reads_flow else None)
     decided = make_plan(

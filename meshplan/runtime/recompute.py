@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
+from meshplan.runtime.pretend import is_pretending
 from meshplan.runtime.shard import forget_entered
 
 _OPS: dict[str, tuple[str, ...]] = {
@@ -111,9 +112,10 @@ class _Moving:
         watched = self._all() if places is None else places
         before = {(owner, name): owner._buffers[name] for owner, name in watched}
         starts = {place: b.detach().clone() for place, b in before.items() if b is not None}
+        versions = {place: b._version for place, b in before.items() if b is not None}
         output = forward(*args, **kwargs)
         if places is None:  # Which those are is looked at once: reading them waits for the device.
-            written = [p for p in starts if not _is_same(p, before[p], starts[p])]
+            written = [p for p in starts if not _is_same(p, before[p], starts[p], versions[p])]
             self._known[modes] = written
             starts = {place: starts[place] for place in written}
         return starts, output
@@ -123,12 +125,17 @@ class _Moving:
 
 
 def _is_same(
-    place: tuple[nn.Module, str], before: torch.Tensor | None, start: torch.Tensor
+    place: tuple[nn.Module, str], before: torch.Tensor | None, start: torch.Tensor, version: int
 ) -> bool:
-    """Whether a buffer is the tensor that it was, with the numbers that it had."""
+    """Whether a buffer is the tensor that it was, with the numbers that it had.
+
+    Where there are no numbers: whether nobody has written it.
+    """
     owner, name = place
     now = owner._buffers[name]
-    return now is not None and now is before and torch.equal(now, start)
+    if now is None or now is not before:
+        return False
+    return now._version == version if is_pretending() else torch.equal(now, start)
 
 
 def _saved_ops(words: tuple[str, ...], origin: Any) -> frozenset[Any]:

@@ -41,7 +41,7 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
         if placed.tp_reason is None or placed.info.is_buffer:
             continue
         owners = {name.rpartition(".")[0] for name in placed.info.names}
-        is_touched = placed.computed.axes or placed.gathered_axes or placed.is_local
+        is_touched = "tp" in placed.computed.axes or placed.gathered_axes or placed.is_local
         if not is_touched and not owners & styled:
             continue  # R on a parameter that nothing computes on in shards: it stays as it is.
         distribute(model, placed.info.names, tp, placement(placed.stored, "tp"))

@@ -49,7 +49,17 @@ def known(graph: ModelGraph, size: int, may_cut: Callable[[str], bool]) -> Known
     for around, words in regions.items():
         _take_region(graph, around, words, size, may_cut, out)
     _take_vocabulary(graph, may_cut, out)
+    _leave_experts(graph, may_cut, out)
     return out
+
+
+def _leave_experts(graph: ModelGraph, may_cut: Callable[[str], bool], out: Known) -> None:
+    """Experts, and the router that chooses among them."""
+    for tensor in graph.parameters:
+        if tensor.dims[0] == "expert" and may_cut(tensor.module):
+            is_router = len(tensor.shape) == 2
+            why = "_grouped_mm is not known to keep it apart"
+            out.whole[tensor.module] = "_softmax looks along it" if is_router else why
 
 
 def _take_region(

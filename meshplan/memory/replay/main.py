@@ -28,7 +28,13 @@ _MOST: Final = 3
 
 
 def replay(
-    work: Work | Prepared, plan: Plan, optimizer: str, *, rank: int = 0, foreach: bool = True
+    work: Work | Prepared,
+    plan: Plan,
+    optimizer: str,
+    *,
+    rank: int = 0,
+    foreach: bool = True,
+    has_host: bool = False,
 ) -> EventLog:
     """The events of a step from the second one on, as `runtime.imagine_step` would trace them.
 
@@ -38,6 +44,7 @@ def replay(
         optimizer: A word of `spec.OPTIMIZER_STATES`.
         rank: Which rank to be.
         foreach: Whether the optimizer takes the parameters together, as torch does on a GPU.
+        has_host: Whether the optimizer's counts of steps are in a host's memory, and not here.
 
     Raises:
         PlanError: There is no rule for something in this plan: trace the whole step instead.
@@ -49,7 +56,7 @@ def replay(
     # Without an end what waits for it, the root before all, would never be reduced.
     ends = any(mark.moment == Moment.END_OF_BACKWARD for mark in prepared.marks)
     assert ends or not plan.assignment.units
-    return _Step(prepared, plan, optimizer, rank, foreach=foreach).play()
+    return _Step(prepared, plan, optimizer, rank, foreach=foreach, has_host=has_host).play()
 
 
 def _unknown(plan: Plan, work: Prepared) -> Iterator[Problem]:
@@ -85,10 +92,17 @@ class _Step:
     """One step in the making."""
 
     def __init__(
-        self, work: Prepared, plan: Plan, optimizer: str, rank: int, *, foreach: bool
+        self,
+        work: Prepared,
+        plan: Plan,
+        optimizer: str,
+        rank: int,
+        *,
+        foreach: bool,
+        has_host: bool,
     ) -> None:
         self._work, self._plan = work, plan
-        self._optimizer, self._foreach = optimizer, foreach
+        self._optimizer, self._foreach, self._has_host = optimizer, foreach, has_host
         self._writer = Writer()
         stages = plan.assignment.stages
         plans = {"": plan}
@@ -131,7 +145,8 @@ class _Step:
         mesh = self._plan.mesh
         copy.be_there(self._work.before, times={Term.INPUTS: self._plan.accumulate})
         for at, part in self._parts.items():
-            part.be_there(_own(self._work.gradients, at), self._optimizer)
+            gradients = _own(self._work.gradients, at)
+            part.be_there(gradients, self._optimizer, has_host=self._has_host)
         if any(mesh.size(axis) > 1 for axis in mesh.names if axis not in DATA_AXES):
             # Two numbers tell whether the ranks of a replica hold batches of one shape.
             self._writer.free(self._writer.make(16, Term.COMMUNICATION))

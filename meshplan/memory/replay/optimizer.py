@@ -77,9 +77,10 @@ def is_uniform(assignment: Assignment) -> bool:
     return len({(in_units and p.unit is not None) or bool(p.stored.axes) for p in placed}) == 1
 
 
-def state_of(param: Updated, name: str) -> int:
-    """Bytes of the state that is kept of one parameter from the second step on."""
-    return OPTIMIZER_STATES[name] * param.num_bytes + 4 * STEP_COUNTERS.get(name, 0)
+def states_of(param: Updated, name: str, *, has_host: bool = False) -> list[int]:
+    """Bytes of each tensor that is kept of one parameter from the second step on."""
+    counters = 0 if has_host else STEP_COUNTERS.get(name, 0)
+    return [param.num_bytes] * OPTIMIZER_STATES[name] + [4] * counters
 
 
 def step(writer: Writer, params: Sequence[Updated], name: str, *, foreach: bool) -> None:

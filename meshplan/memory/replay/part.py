@@ -8,7 +8,7 @@ from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.log import Term
 from meshplan.memory.replay.alone import Alone
 from meshplan.memory.replay.buckets import Buckets, Options
-from meshplan.memory.replay.optimizer import Updated, state_of
+from meshplan.memory.replay.optimizer import Updated, states_of
 from meshplan.memory.replay.shards import numels_of, unit_shards
 from meshplan.memory.replay.units import Units
 from meshplan.memory.replay.writer import Writer
@@ -47,7 +47,7 @@ class Part:
             alone = (p for p in self._params() if p.fqn not in self._unit_of)
             self._alone = Alone(writer, alone, fills=self._agrees)
 
-    def be_there(self, found: Mapping[str, object], optimizer: str) -> None:
+    def be_there(self, found: Mapping[str, object], optimizer: str, *, has_host: bool) -> None:
         """What is there before a step: parameters, and the states of those that get gradients."""
         self._alone.be_there()
         for fqn, placed in self._plan.assignment.tensors.items():
@@ -57,8 +57,8 @@ class Part:
                 self._writer.make(size, Term.PARAMETERS, fqn.rpartition(".")[0])
         for param in self._params():
             if param.fqn in found:
-                size = state_of(param, optimizer)
-                self._writer.make(size, Term.OPTIMIZER, param.fqn.rpartition(".")[0])
+                for size in states_of(param, optimizer, has_host=has_host):
+                    self._writer.make(size, Term.OPTIMIZER, param.fqn.rpartition(".")[0])
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         """A microbatch begins, which may be the last of the step."""

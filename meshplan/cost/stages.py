@@ -1,0 +1,111 @@
+"""Seconds of each stage of a pipeline, for one microbatch: what `cost.simulate` plays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshplan.cost.chain import chain_of
+from meshplan.cost.grid import GRID, MODES, OPTIONS, RECOMPUTE
+from meshplan.cost.profile import Profile
+from meshplan.cost.step import crossing_seconds, terms
+from meshplan.cost.types import Chain
+from meshplan.errors import PlanError, Problem
+from meshplan.graph import DTYPE_BYTES
+from meshplan.memory.told_works import refusals, styled_of
+from meshplan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """Of one microbatch.
+
+    Args:
+        forward_s, backward_s: By stage, in the order of the model; one where there is no pipeline.
+        crossing_s: To hand what one makes to the next.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    crossing_s: float
+
+
+def chain_of_plan(plan: Plan) -> Chain:
+    """The model as one rank of the plan's tp computes it.
+
+    Raises:
+        PlanError: It is of no known family, or the plan says too little, or does something that
+            no rule is known for.
+    """
+    seq_len, tp = plan.spec.batch.seq_len, plan.mesh.size("tp")
+    if plan.micro is None or seq_len is None:
+        what = "nothing says how many samples of which length a rank takes at once"
+        fix = "add batch: {micro: 1, seq_len: 2048}"
+        raise PlanError(Problem(what, plan.spec.origin("batch"), fix))
+    if not plan.graph.config:
+        what = "how long modules take is not known of this model"
+        raise PlanError(Problem(what, None, "give a config of a known family"))
+    if problems := list(refusals(plan)):
+        raise PlanError(problems)
+    tensors = plan.assignment.tensors.values()
+    (dtype,) = {p.compute_dtype for p in tensors if not p.info.is_buffer}
+    return chain_of(
+        plan.graph,
+        seq_len=seq_len,
+        element_bytes=DTYPE_BYTES[dtype],
+        tp=tp,
+        styled=styled_of(plan) if tp > 1 else None,
+    )
+
+
+def stage_of_places(plan: Plan, chain: Chain) -> tuple[int, ...]:
+    """The stage of each place of a chain: what is in no block goes with the first or the last."""
+    stages = plan.assignment.stages
+    if stages is None:
+        return (0,) * len(chain.order)
+    at: Mapping[str, int] = dict(stages.units)
+    out, is_behind = [], False
+    for name in chain.names:
+        is_behind = is_behind or bool(name)
+        out.append(at[name] if name else stages.num - 1 if is_behind else 0)
+    return tuple(out)
+
+
+def stage_seconds(plan: Plan, profile: Profile, gpus_per_node: int) -> StageSeconds:
+    """How long each stage takes on a machine.
+
+    Raises:
+        PlanError: As of `chain_of_plan`.
+    """
+    chain = chain_of_plan(plan)
+    a, stages = plan.assignment, plan.assignment.stages
+    assert plan.micro is not None
+    parts = stages.microbatches if stages is not None else 1
+    row = np.zeros(1, GRID)
+    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
+        row[axis] = plan.mesh.size(axis)
+    mode = "ddp" if a.wrapper != "units" else "zero1" if a.strategy.name == "zero1" else "shard"
+    row["virtual"] = stages.virtual if stages is not None else 1
+    row["micro"], row["microbatches"] = plan.micro // parts, parts * plan.accumulate
+    row["mode"] = MODES.index(mode)
+    dtype = next(p.info.dtype for p in a.tensors.values() if not p.info.is_buffer)
+    found = [
+        terms(row, kind, profile, gpus_per_node, plan.spec.precision, dtype=dtype)
+        for kind in chain.kinds
+    ]
+    num = stages.num if stages is not None else 1
+    forward, backward = [0.0] * num, [0.0] * num
+    for number, name, stage in zip(
+        chain.order, chain.names, stage_of_places(plan, chain), strict=True
+    ):
+        recompute, unit = a.recompute.get(name), a.units.get(name)
+        again = RECOMPUTE.index(recompute.policy.mode) if recompute and name else 0
+        gives_back = mode == "shard" and bool(name and unit and unit.reshard_after_forward)
+        option = OPTIONS.index((again, int(gives_back)))
+        forward[stage] += float(found[number].forward_s[0, option])
+        backward[stage] += float(found[number].backward_s[0, option])
+    boundary = max(kind.boundary_bytes for kind in chain.kinds)
+    crossing = float(crossing_seconds(row, boundary, profile, gpus_per_node)[0])
+    return StageSeconds(tuple(forward), tuple(backward), crossing)

@@ -1,0 +1,164 @@
+"""What the ranks of a plan do, told from its blueprint: operations by sizes, as works to replay.
+
+What has no rule is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from meshplan.errors import PlanError, Problem
+from meshplan.graph import DTYPE_BYTES
+from meshplan.memory.analytic import Run, tape_of
+from meshplan.memory.experts import Spread
+from meshplan.memory.fused import is_fused
+from meshplan.memory.replay import Prepared
+from meshplan.memory.rows import PRODUCTS
+from meshplan.memory.shape import shape_of
+from meshplan.memory.styled import Styled
+from meshplan.memory.tape import play
+from meshplan.memory.told_stages import StageWorks
+from meshplan.plan import Plan
+
+
+class Works(Protocol):
+    """What the ranks of a plan do."""
+
+    @property
+    def in_brief(self) -> bool:
+        """Whether there is so much that only the fullest ranks should be written out whole."""
+
+    @property
+    def only_in_brief(self) -> bool:
+        """Whether there is so much that none should be."""
+
+    def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
+        """Of one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """Without a pipeline all ranks do the same."""
+
+    work: Prepared
+    in_brief: bool = False
+    only_in_brief: bool = False
+
+    def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
+        """Of any rank."""
+        return self.work
+
+
+def told_works(
+    plan: Plan,
+    batch: int,
+    seq_len: int,
+    *,
+    is_cuda: bool = True,
+    in_place: bool = True,
+    spread: Spread | None = None,
+) -> Works:
+    """What the ranks do.
+
+    Raises:
+        PlanError: The model's operations, or something in the plan, are not known.
+    """
+    if problems := list(refusals(plan)):
+        raise PlanError(problems)
+    recompute = {_number(fqn): r.policy for fqn, r in plan.assignment.recompute.items()}
+    stages = plan.assignment.stages
+    run = Run(
+        batch=batch // (stages.microbatches if stages is not None else 1),
+        seq_len=seq_len,
+        element_bytes=_element_bytes(plan),
+        is_fused=not is_cuda or is_fused(plan),
+        recomputed=frozenset(recompute),
+        saves={
+            number: frozenset(policy.save) or PRODUCTS
+            for number, policy in recompute.items()
+            if policy.mode == "selective"
+        },
+        is_cuda=is_cuda,
+        in_place=in_place,
+        styled=styled_of(plan),
+        lays_itself=frozenset(f for f, p in plan.assignment.tensors.items() if p.unit is None),
+        spread=spread or spread_of(plan),
+    )
+    tape = tape_of(shape_of(plan.graph), run)
+    if stages is not None:
+        return StageWorks(tape, plan, in_place=in_place)
+    return _Same(Prepared(play(tape, sums_in_place=in_place)))
+
+
+def spread_of(plan: Plan) -> Spread:
+    """How the plan spreads experts: all that a block has, or none."""
+    a = plan.assignment
+    return Spread(plan.mesh.size("ep"), is_unit=bool(a.experts.keys() & a.units.keys()))
+
+
+def refusals(plan: Plan) -> Iterator[Problem]:
+    """What a step told from a config has no rules for."""
+    a, mesh = plan.assignment, plan.mesh
+    blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
+    experts = {f"{fqn}.mlp.experts" for fqn in blocks}
+    saved = {word for r in a.recompute.values() for word in r.policy.save}
+    for is_there, what in (
+        *((True, problem.what) for problem in styled_of(plan).check()),
+        # Their code takes the length of a sequence, and positions, from the part that a rank has.
+        (a.sequence_parallel, "sequence_parallel, with which transformers' own code does not run"),
+        (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
+        (mesh.size("cp") > 1, "context parallelism"),
+        (bool(saved - PRODUCTS), f"recomputation that saves {', '.join(sorted(saved - PRODUCTS))}"),
+        (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
+        (bool(a.units.keys() - blocks - a.experts.keys() - {""}), "units that are no blocks"),
+        (bool(a.experts.keys() - experts), "experts of other modules than mlp.experts"),
+        (_is_autocast(plan), "parameters computed with in several dtypes"),
+    ):
+        if is_there:
+            yield Problem(
+                f"a step told from a config has no rules for {what}",
+                fix="give the model itself (model: entry, with torch), so that it is traced",
+            )
+
+
+def _is_block(plan: Plan, fqn: str) -> bool:
+    above, _, name = fqn.rpartition(".")
+    return name.isdigit() and above in plan.graph.modules
+
+
+def styled_of(plan: Plan) -> Styled:
+    """Which modules tp cuts, and how."""
+    a = plan.assignment
+    pieces = {fqn: use.pieces for fqn, use in a.styles.items() if use.pieces}
+    return Styled(
+        plan.mesh.size("tp"),
+        {fqn: use.style for fqn, use in a.styles.items()},
+        pieces,
+        frozenset(
+            tensor.fqn
+            for fqn in pieces
+            for tensor in plan.graph.owned(fqn)
+            if not a.tensors[tensor.fqn].computed.axes
+        ),
+        frozenset(fqn for fqn, p in a.tensors.items() if p.is_local),
+    )
+
+
+def _number(fqn: str) -> int:
+    """Of a block."""
+    return int(fqn.rpartition(".")[2])
+
+
+def _compute_dtypes(plan: Plan) -> set[str]:
+    return {p.compute_dtype for p in plan.assignment.tensors.values() if not p.info.is_buffer}
+
+
+def _is_autocast(plan: Plan) -> bool:
+    return len(_compute_dtypes(plan)) != 1
+
+
+def _element_bytes(plan: Plan) -> int:
+    (dtype,) = _compute_dtypes(plan)
+    return DTYPE_BYTES[dtype]

@@ -1,0 +1,147 @@
+"""What a notebook shows of a spec, a plan, an estimate and a layout: small tables, all escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from meshplan.layout import Layout
+from meshplan.memory.estimate import MemoryEstimate
+from meshplan.pictures.memory_bars import INKS, memory_bars
+from meshplan.pictures.mesh_map import mesh_map
+from meshplan.pictures.palette import ink_on, shard_ink
+from meshplan.plan import Plan
+from meshplan.spec import Spec
+from meshplan.units import format_bytes, format_count
+
+_CELL = "padding:2px 8px;text-align:left"
+_MOST = 40
+
+
+def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """Rows of texts, each escaped."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "".join(f'<{tag} style="{_CELL}">{escape(cell)}</{tag}>' for cell in cells)
+
+    first = f"<tr>{line(head, 'th')}</tr>" if head else ""
+    body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
+    return f"<table>{first}{body}</table>"
+
+
+def spec_html(spec: Spec) -> str:
+    """What was stated, and where."""
+    paths = sorted(spec.origins, key=lambda path: (spec.origins[path].line, path))
+    tops = dict.fromkeys(path.split(".")[0].split("[")[0] for path in paths if path)
+    rows = [
+        (name, _value(_of(spec, name)), spec.origin(name).place)
+        for name in tops
+        if name != "rules" and _of(spec, name) is not None
+    ]
+    rows += [(f"rules[{rule.index}]", _rule(rule), spec.origin(f"rules[{rule.index}]").place)
+             for rule in spec.rules[:_MOST]]  # fmt: skip
+    if len(spec.rules) > _MOST:
+        rows.append((f"… {len(spec.rules) - _MOST:,} more rules", "", ""))
+    title = f"<b>{escape(spec.source)}</b>"
+    return f"<div>{title}{table(rows, ('key', 'value', 'stated at'))}</div>"
+
+
+def _of(spec: Spec, name: str) -> Any:
+    return getattr(spec, name, None)
+
+
+def _value(value: Any) -> str:
+    """A value as one would write it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    names = getattr(value, "__dataclass_fields__", None)
+    if names is not None:
+        stated = {name.rstrip("_"): getattr(value, name) for name in names}
+        return _value({k: v for k, v in stated.items() if v is not None and v != ()})
+    return str(value)
+
+
+def _rule(rule: Any) -> str:
+    stated = {
+        name: getattr(rule, name)
+        for name in rule.__dataclass_fields__
+        if name not in ("index", "match") and getattr(rule, name) not in (None, "", False, {})
+    }
+    return f"{', '.join(map(str, rule.match))}: {_value(stated)}"
+
+
+def plan_html(plan: Plan) -> str:
+    """The mesh as tiles, and what was decided in a few lines."""
+    facts, a = mesh_map(plan), plan.assignment
+    rows = []
+    for node in facts.nodes:
+        if not node.tiles:
+            rows.append(f"<div>… {node.number:,} more {facts.noun}s</div>")
+            continue
+        tiles = "".join(
+            _tile(f"{tile.rank}", shard_ink(tile.shard, facts.num_shards).colour,
+                  ", ".join(tile.at)) if tile else f"<span>… {node.missing:,} more</span>"
+            for tile in node.tiles
+        )  # fmt: skip
+        rows.append(f"<div>{facts.noun} {node.number:,} {tiles}</div>")
+    settings = [
+        ("model", f"{plan.graph.name}, {format_count(plan.graph.num_params)} parameters"),
+        ("mesh", str(plan.mesh)),
+        ("strategy", a.strategy.name),
+        ("batch", "not stated" if plan.micro is None else
+         f"{plan.micro} samples a rank, {plan.accumulate} times a step"),
+    ]  # fmt: skip
+    if a.stages is not None:
+        settings.append(("pipeline", f"{a.stages.schedule}, {a.stages.num} stages"))
+    return (
+        f'<div role="group" aria-label="{escape(facts.alt)}"><b>{escape(facts.title)}</b>'
+        f"{''.join(rows)}{table(settings)}</div>"
+    )
+
+
+def _tile(text: str, colour: str, title: str) -> str:
+    style = (
+        f"display:inline-block;min-width:2em;margin:1px;padding:1px 4px;text-align:center;"
+        f"background:{colour};color:{ink_on(colour)}"
+    )
+    return f'<span style="{style}" title="{escape(title)}">{escape(text)}</span>'
+
+
+def memory_html(estimate: MemoryEstimate) -> str:
+    """A bar for each group of ranks, and its verdict."""
+    facts = memory_bars(estimate)
+    most = max([facts.limit_bytes or 0, *(bar.total_bytes for bar in facts.bars)]) or 1
+    lines = []
+    for bar in facts.bars:
+        parts = "".join(
+            f'<span style="display:inline-block;height:1em;width:{100 * size / most:.3f}%;'
+            f'background:{INKS[name].colour}" title="{escape(name)}: {format_bytes(size)}"></span>'
+            for name, size in bar.parts
+        )
+        words = f"{bar.name}: {format_bytes(bar.total_bytes)}, {facts.verdict(bar)}"
+        lines.append(
+            f"<div>{escape(words)}</div>"
+            f'<div style="width:40em;max-width:100%;white-space:nowrap">{parts}</div>'
+        )
+    worst = max(estimate.worst.terms.items(), key=lambda item: item[1], default=None)
+    rows = [] if worst is None else [
+        (str(term), format_bytes(size))
+        for term, size in sorted(estimate.worst.terms.items(), key=lambda item: -item[1])
+    ]  # fmt: skip
+    return (
+        f'<div role="group" aria-label="{escape(facts.alt)}"><b>{escape(facts.title)}</b>'
+        f"{''.join(lines)}{table(rows, ('at the peak of the worst', 'bytes'))}</div>"
+    )
+
+
+def layout_html(layout: Layout) -> str:
+    """Which axes cut which dim."""
+    rows = [
+        (f"dim {dim}", f"cut by {', '.join(axes)}" if axes else "whole")
+        for dim, axes in enumerate(layout.cuts)
+    ]
+    rows += [(f"axis {axis}", "each rank holds an addend") for axis in layout.partial]
+    return f"<div><b>{escape(layout.spell())}</b>{table(rows)}</div>"

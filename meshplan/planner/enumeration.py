@@ -1,0 +1,87 @@
+"""Every configuration of what is free, one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.cost.grid import GRID, MODES
+from meshplan.planner.space import Freedom, divisors
+from meshplan.planner.spread import goes_with
+
+_DDP, _ZERO1, _SHARD = range(len(MODES))
+_MOST_MICRO: Final = 64
+
+
+def enumerate_grid(free: Freedom) -> NDArray[np.void]:
+    """Every configuration."""
+    rows: list[tuple[int, ...]] = []
+    for tp in free.axes["tp"]:
+        for cp in free.axes["cp"]:
+            for pp in free.axes["pp"]:
+                inner = tp * cp * pp
+                if free.world % inner == 0:
+                    for data in _data(free, free.world // inner):
+                        for ep in _lent(free, data[1], {"pp": pp, "cp": cp, "tp": tp}):
+                            rows += _steps(free, (pp, *data[:2], cp, tp, ep), data[2])
+    return np.array(rows, GRID)
+
+
+def _lent(free: Freedom, shard: int, sizes: Mapping[str, int]) -> Iterator[int]:
+    """What ep may borrow of so many ranks along dp_shard."""
+    is_sequence = free.sequence_parallel.get(sizes["tp"], False)
+    for ep in free.axes["ep"]:
+        if shard % ep == 0 and goes_with({**sizes, "ep": ep}, is_sequence=is_sequence):
+            yield ep
+
+
+def _data(free: Freedom, ranks: int) -> Iterator[tuple[int, int, int]]:
+    """(dp_replicate, dp_shard, mode) of so many data ranks."""
+    for shard in divisors(ranks):
+        replicate = ranks // shard
+        if shard not in free.axes["dp_shard"] or replicate not in free.axes["dp_replicate"]:
+            continue
+        if _DDP in free.modes and shard == 1:
+            yield replicate, shard, _DDP
+        if _ZERO1 in free.modes and shard > 1 and replicate == 1:
+            yield replicate, shard, _ZERO1
+        if _SHARD in free.modes and shard > 1 and free.hybrid in (None, replicate > 1):
+            yield replicate, shard, _SHARD
+
+
+def _steps(free: Freedom, sizes: tuple[int, ...], mode: int) -> Iterator[tuple[int, ...]]:
+    """Whole rows: microbatches and schedules of one mesh."""
+    pp, replicate, shard = sizes[0], sizes[1], sizes[2]
+    ranks = replicate * shard
+    for micro, microbatches in _microbatches(free, ranks, pp > 1):
+        if pp == 1:
+            yield (*sizes, 1, micro, microbatches, mode, 0)
+            continue
+        for schedule in free.schedules:
+            yield (*sizes, 1, micro, microbatches, mode, schedule)
+
+
+def _microbatches(free: Freedom, ranks: int, is_pipeline: bool) -> Iterator[tuple[int, int]]:
+    """(samples of one, how many) for each of so many data ranks.
+
+    A pipeline takes all that a rank has in a step at once: `batch.micro` is what it cuts.
+    """
+    if free.global_ is None:
+        assert free.accumulate is not None
+        own = free.micro[0] * free.accumulate
+    elif free.global_ % ranks:
+        return
+    else:
+        own = free.global_ // ranks
+    if is_pipeline:
+        if free.accumulate in (None, 1) and (not free.micro or own in free.micro):
+            for micro in divisors(own):
+                if micro <= _MOST_MICRO and free.pipelined in (None, own // micro):
+                    yield micro, own // micro
+        return
+    for micro in free.micro or tuple(d for d in divisors(own) if d <= _MOST_MICRO):
+        if own % micro == 0 and free.accumulate in (None, own // micro):
+            yield micro, own // micro

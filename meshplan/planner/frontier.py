@@ -1,0 +1,67 @@
+"""Memory against time: the fastest plan within less and less memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from meshplan.planner.asking import TIME_LIMIT_S
+from meshplan.planner.decision import Question, Way
+from meshplan.planner.job import Job
+from meshplan.planner.search import search
+
+_STEP: Final = 0.95
+"""The next point of a frontier may have this share of the memory of the one before."""
+_MOST_POINTS: Final = 16
+
+
+def frontier(
+    question: Question, told: Callable[[str], None] = lambda text: None
+) -> tuple[tuple[Way, ...], bool]:
+    """(plans of which none is both slower and larger than another, whether the time sufficed).
+
+    The fastest that fits, then the fastest within 5 % less than that one holds, and so on.
+    """
+    began = time.monotonic()
+    deadline = began + (TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s)
+    out: list[Way] = []
+    limit, free, is_whole = question.limit_bytes, None, True
+    while len(out) < _MOST_POINTS:
+        job = Job(replace(question, limit_bytes=limit), free)
+        free = job.free
+        found = search(
+            job.usual,
+            job.capacity,
+            partial(job.measure, job.usual),
+            deadline=deadline,
+            is_stopped=question.is_stopped,
+        )
+        is_whole = is_whole and found.is_whole
+        way = found.measured.result if found.measured is not None else None
+        if not isinstance(way, Way) or not found.is_whole:
+            break
+        certified = job.certified(way)
+        if certified is None:
+            is_whole = False
+            break
+        way = certified
+        out.append(way)
+        told(f"{way.seconds:.3f} s within {limit:,} bytes")
+        limit = int(way.memory.worst.band[1] * _STEP)
+    return undominated(out), is_whole
+
+
+def undominated(ways: Iterable[Way]) -> tuple[Way, ...]:
+    """Those of which no other is both as fast and as small, fastest first."""
+    return tuple(_undominated(ways))
+
+
+def _undominated(ways: Iterable[Way]) -> Iterator[Way]:
+    least = float("inf")
+    for way in sorted(ways, key=lambda w: (w.seconds, w.memory.worst.band[1])):
+        if way.memory.worst.band[1] < least:
+            least = way.memory.worst.band[1]
+            yield way

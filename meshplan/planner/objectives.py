@@ -1,0 +1,78 @@
+"""What is the best: the fastest plan, the one that holds the least, or the cheapest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
+
+from meshplan.planner.asking import TIME_LIMIT_S
+from meshplan.planner.decide import decide
+from meshplan.planner.decision import Decision, Question
+from meshplan.planner.job import Job
+from meshplan.planner.least import Least
+from meshplan.planner.sizes import cheapest
+
+Told = Callable[[str], None]
+
+
+def answer(question: Question, told: Told = lambda text: None) -> Decision:
+    """The best plan by the question's objective.
+
+    Raises:
+        PlanError: The plan file says too little, or nothing is left to choose from.
+    """
+    return _BY_OBJECTIVE[question.objective](question, told)
+
+
+def smallest(question: Question, told: Told = lambda text: None) -> Decision:
+    """The plan that holds the least, whatever time it takes.
+
+    What no configuration can be below, by the linear figures, is the gap.
+    """
+    began = time.monotonic()
+    limit = TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s
+    job = Job(question)
+    told(f"{len(job.grid):,} configurations")
+    least = Least(job, began + limit)
+    way = least.way if least.way is not None and least.way.memory.fits else None
+    if way is not None and (way := job.certified(way)) is None:
+        # What its pieces told was too little: the fastest goes by what its model does.
+        return replace(decide(question, told), objective="memory", gap=1.0, is_whole=False)
+    samples, gap = 0, 1.0
+    if way is not None:
+        samples = (way.plan.micro or 0) * way.plan.accumulate * way.plan.num_data_ranks
+        gap = max(0.0, 1 - least.lower_bytes / way.memory.worst.band[1])
+    return Decision(
+        spec=job.spec,
+        chosen=way,
+        best_s=way.seconds if way is not None else float("inf"),
+        gap=gap,
+        alternatives=(),
+        rejected=job.free.rejected,
+        ladder=None,
+        num_configs=len(job.grid),
+        num_options=sum(job.free.options),
+        num_measured=least.num_measured,
+        search_s=time.monotonic() - began,
+        samples=samples,
+        tokens=samples * (job.spec.batch.seq_len or 0),
+        flops=job.flops_of_sample * samples,
+        profile=job.profile,
+        limit_bytes=question.limit_bytes,
+        is_whole=least.is_whole,
+        is_interrupted=question.is_stopped(),
+        objective="memory",
+        profile_path=question.profile_path,
+    )
+
+
+def _by_time(question: Question, told: Told) -> Decision:
+    return decide(question, told)
+
+
+_BY_OBJECTIVE: Final[Mapping[str, Callable[[Question, Told], Decision]]] = MappingProxyType(
+    {"time": _by_time, "memory": smallest, "cost": cheapest}
+)

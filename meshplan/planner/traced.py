@@ -1,0 +1,38 @@
+"""What a live model tells the planner: `runtime.planned` traces it, nothing here knows torch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from meshplan.cost.types import Chain
+from meshplan.memory.estimate import MemoryEstimate
+from meshplan.plan import Plan
+from meshplan.spec import Spec
+
+
+class Traced(Protocol):
+    """A model that was run on tensors without numbers."""
+
+    def refuses(self, spec: Spec) -> str:
+        """Why something in a spec has no figures, "" if all has."""
+
+    def chain(self) -> Chain:
+        """What its blocks cost, and what lies before and after them.
+
+        Raises:
+            PlanError: The model cannot be traced.
+        """
+
+    def memory(self, plan: Plan, most_bytes: float = float("inf")) -> MemoryEstimate:
+        """What every rank needs, never less than it is.
+
+        Args:
+            most_bytes: What the tensors of a rank may be at the most for the rest to matter.
+
+        Raises:
+            PlanError: Something in the plan has no rule.
+            OverError: Some rank's tensors are more than `most_bytes`.
+        """
+
+    def certify(self, plan: Plan) -> MemoryEstimate:
+        """The same from a microbatch traced as the plan has it; `memory` knows it from now on."""

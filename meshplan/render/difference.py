@@ -1,0 +1,95 @@
+"""`meshplan diff A B` on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshplan.planner.difference import Difference, Differs, Figure, Side
+from meshplan.render.text import columns
+from meshplan.units import format_bytes, format_seconds
+
+
+def difference_to_json(found: Difference) -> dict[str, Any]:
+    """The `result` of schema diff/1."""
+
+    def lines(items: Sequence[Differs]) -> list[dict[str, Any]]:
+        return [{"what": each.what, "old": each.old, "new": each.new} for each in items]
+
+    return {
+        "same": found.is_same,
+        "fields": lines(found.fields),
+        "blocks": lines(found.blocks),
+        "placements": lines(found.placements),
+        "old": _side_to_json(found.old),
+        "new": _side_to_json(found.new),
+        **{
+            f"{name}_difference": _minus(getattr(found.new, name), getattr(found.old, name))
+            for name in _FIGURES
+        },
+    }
+
+
+_FIGURES = {
+    "step_s": "a step",
+    "tokens_per_s": "tokens a second",
+    "peak_bytes": "memory at the most",
+    "traffic_bytes": "sent and received by rank 0",
+}
+
+
+def _side_to_json(side: Side) -> dict[str, Any]:
+    return {
+        "name": side.name,
+        **{name: getattr(side, name).value for name in _FIGURES},
+        "unknown": {name: getattr(side, name).why for name in _FIGURES if getattr(side, name).why},
+        "routes": [
+            {"kind": kind, "axes": list(axes), "bytes": size}
+            for (kind, axes), size in side.routes.items()
+        ],
+    }
+
+
+def _minus(new: Figure, old: Figure) -> float | None:
+    return None if new.value is None or old.value is None else new.value - old.value
+
+
+def difference_to_text(found: Difference) -> list[str]:
+    """The lines of the answer."""
+    title = f"{found.old.name} -> {found.new.name}"
+    if found.is_same:
+        title += ": the same plan"
+    sections = [[title]]
+    for items in (found.fields, found.blocks, found.placements):
+        if items:
+            rows = [(f"  {i.what}", _word(i.old), "->", _word(i.new)) for i in items]
+            sections.append(columns(rows, "<<<<"))
+    sections.append(_figures(found))
+    return "\n\n".join("\n".join(section) for section in sections).splitlines()
+
+
+def _word(value: Any) -> str:
+    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _figures(found: Difference) -> list[str]:
+    rows, missing = [], []
+    for name, words in _FIGURES.items():
+        old, new = getattr(found.old, name), getattr(found.new, name)
+        if old.value is None or new.value is None:
+            side = found.old if old.value is None else found.new
+            why = old.why or new.why
+            missing.append(f"  {words}: not told of {side.name}: {why}")
+            continue
+        share = f"{new.value / old.value - 1:+.1%}" if old.value else ""
+        rows.append((f"  {words}", _figure(name, old), "->", _figure(name, new), share))
+    return [*columns(rows, "<>>>>"), *missing]
+
+
+def _figure(name: str, figure: Figure) -> str:
+    assert figure.value is not None
+    if name == "step_s":
+        return format_seconds(figure.value)
+    if name == "tokens_per_s":
+        return f"{figure.value:,.0f}"
+    return format_bytes(figure.value)

@@ -1,0 +1,192 @@
+"""Pictures in the terminal: mesh, layout, memory and pipeline as lines of coloured characters.
+
+Every line reads the same without colour, so that what is piped loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, TextIO
+
+from meshplan.pictures.gantt import Gantt
+from meshplan.pictures.links import Links
+from meshplan.pictures.memory_bars import INKS, MemoryBars
+from meshplan.pictures.mesh_map import MeshMap, lane_in_words
+from meshplan.pictures.palette import PASSES, Ink, ink_on, shard_ink
+from meshplan.pictures.tensor import Face, Piece, TensorLayout, span_in_words
+from meshplan.pictures.words import in_short, ranks_in_words
+from meshplan.units import format_gib
+
+Run = tuple[str, str]
+"""A text and the style that rich gives it, "" for none."""
+Line = Sequence[Run]
+
+_WIDE: Final = 64
+_LETTERS: Final = {
+    "parameters": "P", "gradients": "G", "optimizer": "O", "buffers": "b", "inputs": "i",
+    "gathered parameters": "g", "communication buffers": "c", "activations": "A",
+    "logits and loss": "L", "library workspaces": "w", "temporaries": "t", "rounding": "r",
+    "unused in segments": "u", "driver": "d",
+}  # fmt: skip
+
+
+def print_lines(lines: Iterable[Line], stream: TextIO, *, colour: bool) -> None:
+    """Write them, in colour where that is wanted."""
+    if not colour:
+        for line in lines:
+            print("".join(text for text, _ in line).rstrip(), file=stream)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=stream, highlight=False, soft_wrap=True, force_terminal=True)
+    for line in lines:
+        console.print(Text.assemble(*((text, style) for text, style in line)))
+
+
+def mesh_lines(facts: MeshMap) -> list[Line]:
+    """A row for each node, a cell for each rank with its shard."""
+    lines: list[Line] = [[(facts.title, "bold")], []]
+    wide = len(str(facts.num_ranks - 1))
+    shards = len(str(facts.num_shards - 1))
+    for node in facts.nodes:
+        if not node.tiles:
+            lines.append([(f"  … {node.number:,} more {facts.noun}s", "dim")])
+            continue
+        cells: list[Run] = [(f"  {facts.noun} {node.number:<6,}", "dim")]
+        for tile in node.tiles:
+            if tile is None:
+                cells.append((f" … {node.missing:,} more ", "dim"))
+                continue
+            text = f" {tile.rank:>{wide}}:{tile.shard:<{shards}} "
+            cells.append((text, _on(shard_ink(tile.shard, facts.num_shards))))
+            cells.append((" ", ""))
+        lines.append(cells)
+    lines += [[], [("  each cell is rank:shard; equal shards hold the same parameters", "dim")]]
+    return [*lines, *_links(facts.links, facts)]
+
+
+def _links(links: Links, facts: MeshMap) -> list[Line]:
+    lines: list[Line] = [[]] if facts.lanes else []
+    for lane in facts.lanes:
+        lines.append([(f"  {lane_in_words(lane)}", "bold red" if lane.crosses else "")])
+    if links.unknown:
+        lines.append([(f"  unknown, and not counted: {in_short(links.unknown)}", "dim")])
+    return lines
+
+
+def memory_lines(facts: MemoryBars) -> list[Line]:
+    """A bar for each group of ranks, a letter for each part of it, and the limit."""
+    used = [name for name in INKS if any(name in dict(bar.parts) for bar in facts.bars)]
+    limit = facts.limit_bytes or 0
+    most = max([limit, *(bar.high_bytes or bar.total_bytes for bar in facts.bars)]) or 1
+    name_wide = max(len(bar.name) for bar in facts.bars)
+    lines: list[Line] = [[(facts.title, "bold")], []]
+    for bar in facts.bars:
+        cells: list[Run] = [(f"  {bar.name:<{name_wide}}  ", "")]
+        at, drawn = 0, 0
+        for name, size in bar.parts:
+            at += size
+            count = round(at / most * _WIDE) - drawn
+            drawn += count
+            cells.append((_LETTERS[name] * count, _on(INKS[name])))
+        if bar.high_bytes is not None:
+            more = round(bar.high_bytes / most * _WIDE) - drawn
+            cells.append(("-" * more, "dim"))
+            drawn += more
+        else:
+            cells.append(("?" * 4, "dim"))
+            drawn += 4
+        edge = round(limit / most * _WIDE)
+        if limit and edge > drawn:
+            cells.append((" " * (edge - drawn) + "|", ""))
+            drawn = edge + 1
+        is_over = facts.verdict(bar).startswith("OVER")
+        style = "bold red" if is_over else "bold green" if bar.fits else "bold"
+        text = f"  {format_gib(bar.total_bytes)}: {facts.verdict(bar)}"
+        cells.append((" " * max(0, _WIDE + 1 - drawn) + text, style))
+        lines.append(cells)
+    key: list[Run] = [("  ", "")]
+    for name in used:
+        key += [(_LETTERS[name], _on(INKS[name])), (f" {name}  ", "")]
+    end = "  - up to the most that it may be" + ("; | the limit" if limit else "")
+    lines += [[], key, [(end if not facts.unknown else f"  ? unknown: {facts.unknown}", "dim")]]
+    return lines
+
+
+def layout_lines(facts: TensorLayout) -> list[Line]:
+    """A table for each time: a row for each part, and who holds it."""
+    lines: list[Line] = [[(facts.title, "bold")]]
+    for face in facts.faces:
+        sides = [side.words for side in (face.rows, face.columns) if side is not None]
+        lines += [[], [(f"  {face.when}: {face.spelled}", "bold")]]
+        lines += [[(f"    {words}", "dim")] for words in (*sides, *face.hidden)]
+        lines += _face_lines(face)
+    return lines
+
+
+def _face_lines(face: Face) -> list[Line]:
+    rows = face.rows.pieces if face.rows else (None,)
+    columns = face.columns.pieces if face.columns else (None,)
+    noun = "columns" if face.rows else "elements"
+    heads = [span_in_words(column, noun) if column else "" for column in columns]
+    names = [span_in_words(row, "rows") if row else "" for row in rows]
+    cells = [[_held(face, row, column) for column in columns] for row in rows]
+    left = max(map(len, names))
+    wide = [
+        max(len(head), *(len(line[n][0]) for line in cells)) + 2 for n, head in enumerate(heads)
+    ]
+    out: list[Line] = [
+        [("    " + " " * left + "  ", ""),
+         *((f"{head:^{w}} ", "dim") for head, w in zip(heads, wide, strict=True))]
+    ]  # fmt: skip
+    for name, line in zip(names, cells, strict=True):
+        parts = zip(line, wide, strict=True)
+        out.append(
+            [(f"    {name:>{left}}  ", ""),
+             *(run for (text, style), w in parts for run in ((f"{text:^{w}}", style), (" ", "")))]
+        )  # fmt: skip
+    return out
+
+
+def _held(face: Face, row: Piece | None, column: Piece | None) -> Run:
+    if any(piece is not None and piece.number < 0 for piece in (row, column)):
+        return "…", "dim"
+    num = face.columns.num if face.columns else 1
+    shard = (row.number if row else 0) * num + (column.number if column else 0)
+    return ranks_in_words(face.ranks(row, column)), _on(shard_ink(shard, face.num_shards))
+
+
+def gantt_lines(facts: Gantt, wide: int = 96) -> list[Line]:
+    """A row for each rank, a character for each moment."""
+    lines: list[Line] = [[(facts.title, "bold")], []]
+    rows: dict[int, list[str]] = {rank: ["."] * wide for rank in range(facts.ranks)}
+    per = facts.step / wide
+    for block in facts.blocks:
+        # A moment is what the rank does in its middle.
+        for cell in range(wide):
+            if block.begin <= (cell + 0.5) * per < block.end:
+                rows[block.rank][cell] = block.kind
+    shown = list(rows) if facts.ranks <= 32 else [*range(30), facts.ranks - 1]
+    for rank in shown:
+        if facts.ranks > 32 and rank == facts.ranks - 1:
+            lines.append([(f"  … {facts.ranks - 31:,} more ranks", "dim")])
+        cells: list[Run] = [(f"  pp {rank:<4}" if facts.schedule else "  ranks  ", "dim")]
+        cells += [(kind, _on(PASSES[kind]) if kind in PASSES else "dim") for kind in rows[rank]]
+        cells.append((f"  keeps {facts.most_kept[rank]:,}", ""))
+        lines.append(cells)
+    kinds = dict.fromkeys(block.kind for block in facts.blocks)
+    words = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "of weights"}
+    key = ", ".join(f"{kind} {words[kind]}" for kind in kinds)
+    lines += [
+        [],
+        [(f"  {key}, . waiting; a step is {facts.time(facts.step)}", "dim")],
+        [("  keeps: the most forwards that wait for their backward", "dim")],
+        [(f"  {facts.assumed}", "dim")],
+    ]
+    return lines
+
+
+def _on(ink: Ink) -> str:
+    """Rich's words for a text on a colour."""
+    return f"{ink_on(ink.colour)} on {ink.colour}"

@@ -1,0 +1,43 @@
+"""`meshplan plan --retarget` on paper: the plan for other hardware beside the one that there is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshplan.planner.difference import Difference
+from meshplan.planner.reshard import Reshard
+from meshplan.render.difference import difference_to_json, difference_to_text
+from meshplan.render.text import columns
+from meshplan.units import format_bytes
+
+
+def retarget_to_json(found: Difference, moved: Reshard) -> dict[str, Any]:
+    """`result.retarget` of schema plan/1: as schema diff/1, with what a reshard moves."""
+    return {
+        **difference_to_json(found),
+        "reshard": {
+            "state_bytes": moved.state_bytes,
+            "needed_bytes": moved.needed_bytes,
+            "moved_bytes": moved.moved_bytes,
+            "most_bytes": moved.most_bytes,
+            "most_rank": moved.most_rank,
+        },
+    }
+
+
+def retarget_to_text(found: Difference, moved: Reshard) -> list[str]:
+    """The lines of the answer."""
+    share = moved.moved_bytes / moved.needed_bytes if moved.needed_bytes else 0.0
+    rows = [
+        ("  the model's once", format_bytes(moved.state_bytes)),
+        ("  of all ranks together", format_bytes(moved.needed_bytes)),
+        ("  that ranks do not hold yet, on the same devices",
+         f"{format_bytes(moved.moved_bytes)}, {share:.0%}"),
+        (f"  of these the most, rank {moved.most_rank}", format_bytes(moved.most_bytes)),
+    ]  # fmt: skip
+    return [
+        *difference_to_text(found),
+        "",
+        "parameters and the optimizer's state",
+        *columns(rows, "<<"),
+    ]

@@ -1,0 +1,124 @@
+"""Memory against time, prices, and numbers of devices, on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshplan.planner.decision import Decision, Way
+from meshplan.planner.sizes import Size, Training
+from meshplan.render.plan import statement_lines, way_to_json
+from meshplan.render.text import columns
+from meshplan.units import format_gib
+
+_MOST_SIZES = 12
+
+
+def frontier_to_json(decision: Decision, ways: Sequence[Way], *, is_whole: bool) -> dict[str, Any]:
+    """`result.frontier` of schema plan/1: fastest first, each with less memory than the one before.
+
+    Args:
+        is_whole: Whether it was looked for, and to its end; else it is of what was told anyway.
+    """
+    return {
+        "frontier": [way_to_json(decision, way) for way in ways],
+        "frontier_is_whole": is_whole,
+    }
+
+
+def frontier_to_text(ways: Sequence[Way], *, is_whole: bool) -> list[str]:
+    """A line for each."""
+    rows = [
+        (f"  {way.seconds:.3f} s", format_gib(way.memory.worst.band[1]), _words(way))
+        for way in ways
+    ]
+    end = "" if is_whole else ", so far: the time was up"
+    return [f"the fastest within less and less memory{end}", *columns(rows, ">><")]
+
+
+def _words(way: Way) -> str:
+    kept = ("mesh", "strategy", "batch.micro", "activation_checkpointing")
+    return "; ".join(
+        line for line in statement_lines({k: v for k, v in way.stated.items() if k in kept})
+    )
+
+
+def cost_to_json(decision: Decision, price: float | None) -> dict[str, Any] | None:
+    """`result.cost` of schema plan/1.
+
+    Args:
+        price: Of a GPU for an hour; None where nobody says.
+    """
+    way = decision.chosen
+    if way is None:
+        return None
+    hours = way.seconds * way.plan.mesh.world_size / 3600
+    per_million = hours / decision.tokens * 1e6
+    return {
+        "gpu_hours_per_step": hours,
+        "gpu_hours_per_million_tokens": per_million,
+        "price_per_gpu_hour": price,
+        "price_per_step": None if price is None else hours * price,
+        "price_per_million_tokens": None if price is None else per_million * price,
+    }
+
+
+def cost_to_text(decision: Decision, price: float | None) -> list[str]:
+    """A line, where somebody asks."""
+    found = cost_to_json(decision, price)
+    if found is None or (price is None and decision.objective != "cost"):
+        return []
+    line = f"cost    {found['gpu_hours_per_million_tokens']:.4f} GPU-hours for a million tokens"
+    if price is not None:
+        line += f", {found['price_per_million_tokens']:.4f} at {price:g} an hour"
+    return [line]
+
+
+def training_to_json(found: Training, price: float | None) -> dict[str, Any]:
+    """`result.training` of schema plan/1."""
+    return {
+        "tokens": found.tokens,
+        "days_allowed": found.days,
+        "is_fewest": found.is_fewest,
+        "answer": _size_to_json(found, found.answer, price) if found.answer else None,
+        "sizes": [_size_to_json(found, size, price) for size in found.sizes],
+    }
+
+
+def _size_to_json(found: Training, size: Size, price: float | None) -> dict[str, Any]:
+    way = size.decision.chosen if size.decision else None
+    hours = size.days * 24 * size.num_gpus if size.days is not None else None
+    return {
+        "nodes": size.nodes,
+        "num_gpus": size.num_gpus,
+        "days": size.days,
+        "least_days": size.least_days,
+        "step_s": way.seconds if way else None,
+        "peak_bytes": way.memory.worst.band[1] if way else None,
+        "gpu_hours": hours,
+        "price": hours * price if hours is not None and price is not None else None,
+        "why": size.why,
+    }
+
+
+def training_to_text(found: Training, price: float | None) -> list[str]:
+    """What the sizes take, and which is the answer."""
+    rows = []
+    for size in found.sizes:
+        mark = "<- the fewest" if size is found.answer else ""
+        if size is found.answer and not found.is_fewest:
+            mark = "<- the fewest of those that were planned"
+        days = f"{size.days:,.1f} days" if size.days is not None else size.why
+        rows.append((f"  {size.num_gpus:,} GPUs", f"{size.nodes:,} nodes", days, mark))
+    if len(rows) > _MOST_SIZES and found.answer is not None:
+        at = found.sizes.index(found.answer)
+        rows = rows[max(0, at - _MOST_SIZES // 2) : at + _MOST_SIZES // 2]
+    title = f"{found.tokens:.3g} tokens in {found.days:g} days"
+    lines = [title, *columns(rows, ">><<")]
+    if found.answer is None:
+        return [*lines, "  no number of nodes that was planned does it"]
+    if price is not None:
+        assert found.answer.days is not None
+        whole = found.answer.days * 24 * found.answer.num_gpus * price
+        lines.append(f"  it costs {whole:,.0f} at {price:g} for a GPU-hour")
+    return lines

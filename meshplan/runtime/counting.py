@@ -1,0 +1,183 @@
+"""What a device does while a model runs: kernels, flops and bytes, by block, forward and backward.
+
+Counted below autograd, where an operator is one kernel or nearly so. A product takes what its
+shapes say, everything else moves what it reads and makes through the device's memory; views take
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from meshplan.runtime.ledger import Ledger
+from meshplan.runtime.personality import Behaviour
+
+_ops: Final[Any] = torch.ops.aten
+_ATTENTION: Final = frozenset(
+    name + end
+    for name in (
+        f"aten::_scaled_dot_product_{kernel}_attention"
+        for kernel in ("flash", "efficient", "cudnn")
+    )
+    for end in ("", "_backward")
+)
+_ATTENTION_BACK: Final = 2.5
+"""Backward takes five products where forward takes two."""
+_SENDS_OR_ASKS: Final = ("prim", "c10d", "_c10d_functional")
+_BETWEEN_ACTIVATIONS: Final = frozenset({_ops.bmm, _ops.baddbmm})
+"""Products of two activations, in attention that is spelled out: they reach what attention does."""
+_LOOKS_UP: Final = frozenset({_ops.embedding, _ops.index_select, _ops.gather, _ops.index})
+"""They read as much as they make, however large the table."""
+_MAKES_NOTHING: Final = frozenset({_ops.empty, _ops.empty_like, _ops.empty_strided, _ops.new_empty,
+                                   _ops.new_empty_strided, _ops.detach, _ops.alias})  # fmt: skip
+
+
+class Done(NamedTuple):
+    """What some operators do."""
+
+    kernels: float = 0.0
+    flops: float = 0.0
+    attention_flops: float = 0.0
+    product_bytes: float = 0.0
+    moved_bytes: float = 0.0
+
+    def plus(self, other: Done) -> Done:
+        """Both."""
+        return Done(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def less(self, other: Done) -> Done:
+        """This without that."""
+        return Done(*(a - b for a, b in zip(self, other, strict=True)))
+
+
+class Where(NamedTuple):
+    """A part of a microbatch.
+
+    Attributes:
+        is_backward: Whether backward runs.
+        block: The block that runs, or the last that did.
+        is_after: Whether it is done, and the next has not begun.
+    """
+
+    is_backward: bool
+    block: str
+    is_after: bool
+
+
+class CountingLedger(Ledger):
+    """A ledger that also counts.
+
+    Args:
+        blocks: The fqns of the model's blocks.
+
+    Attributes:
+        done: What was done where, since `clear`.
+        unknown: Operators of others: of their flops nobody knows.
+    """
+
+    def __init__(
+        self, names: Mapping[nn.Module, str], behaviour: Behaviour, blocks: Collection[str]
+    ) -> None:
+        super().__init__(names, behaviour)
+        self._blocks = frozenset(blocks)
+        self._block_of: dict[str, str] = {}
+        self.done: dict[Where, Done] = defaultdict(Done)
+        self.unknown: set[str] = set()
+        self._last = ""
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self.done = defaultdict(Done)
+        self._last = ""
+
+    def begin(self, phase: str) -> None:
+        """Say which phase begins."""
+        super().begin(phase)
+        if phase == "backward":
+            self._last = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if out is not NotImplemented and not func.is_view and func.namespace not in _SENDS_OR_ASKS:
+            if func.namespace != "aten":
+                self.unknown.add(str(func))
+            done = _done(func, args, kwargs or {}, out)
+            if done is not None:
+                where = self._where()
+                self.done[where] = self.done[where].plus(done)
+        return out
+
+    def _where(self) -> Where:
+        is_backward = self.phases[-1] == "backward"
+        block = self._around(self._place.module)
+        if block and not self._place.is_loss:
+            self._last = block
+            return Where(is_backward, block, False)
+        return Where(is_backward, self._last, True)
+
+    def _around(self, module: str) -> str:
+        """The block that a module lies in; "" for none."""
+        found = self._block_of.get(module)
+        if found is None:
+            found = module
+            while found and found not in self._blocks:
+                found = found.rpartition(".")[0]
+            self._block_of[module] = found
+        return found
+
+
+def _done(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Done | None:
+    packet = func.overloadpacket
+    if packet in _MAKES_NOTHING:
+        return None
+    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+    if not made:
+        return None
+    made_bytes = float(sum(map(_bytes_of, made)))
+    given_bytes = float(sum(map(_bytes_of, given)))
+    if func._schema.name in _ATTENTION:
+        flops = _attention_flops(func, args, kwargs)
+        return Done(1, flops, flops, given_bytes + made_bytes)
+    rule: Callable[..., Any] | None = flop_registry.get(packet)
+    if rule is not None:
+        flops = float(rule(*args, **kwargs, out_val=out))
+        attention = flops if packet in _BETWEEN_ACTIVATIONS else 0.0
+        return Done(_kernels(packet, made), flops, attention, given_bytes + made_bytes)
+    if packet in _LOOKS_UP:
+        given_bytes = made_bytes + sum(map(_bytes_of, given[1:]))
+    return Done(kernels=1, moved_bytes=given_bytes + made_bytes)
+
+
+def _attention_flops(func: Any, args: Any, kwargs: Mapping[str, Any]) -> float:
+    """Queries by keys and weights by values; of what is masked as causal nothing is computed."""
+    named: dict[str, Any] = {
+        argument.name: args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+    }
+    query, key, value = named["query"], named["key"], named["value"]
+    pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    flops = 2.0 * pairs * (query.shape[-1] + value.shape[-1])
+    flops *= 0.5 if named.get("is_causal") else 1.0
+    return flops * (_ATTENTION_BACK if func._schema.name.endswith("_backward") else 1.0)
+
+
+def _kernels(packet: Any, made: list[torch.Tensor]) -> float:
+    """The backward of a convolution is a kernel for each gradient."""
+    return float(len(made)) if packet is _ops.convolution_backward else 1.0
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    """What a tensor's numbers take, each once however often it is repeated."""
+    size = tensor.element_size()
+    count = 1
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= length if stride or not length else 1
+    return count * size

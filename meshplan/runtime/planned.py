@@ -1,0 +1,169 @@
+"""Planning a live model: what is asked about it, and how all ranks come to one answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshplan.errors import ApplyError, MeshplanError, Origin, Problem
+from meshplan.planner.asking import Load, question_of
+from meshplan.planner.decision import Question
+from meshplan.planner.lock import chosen_spec, spec_hash
+from meshplan.planner.whole import whole_statements
+from meshplan.reader import load_spec
+from meshplan.runtime.applied import exchange, raise_told
+from meshplan.runtime.foretell import built_without_memory
+from meshplan.runtime.shrink import source_of
+from meshplan.runtime.trace import graph_of
+from meshplan.runtime.traced import TracedModel
+from meshplan.spec import InputSpec, Spec
+
+
+def question_of_model(
+    model: nn.Module,
+    load: Load,
+    *,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    example_inputs: Any = None,
+    origin: Origin | None = None,
+    told: Callable[[str], None] = lambda text: None,
+) -> Question:
+    """What a plan file asks of the planner about a live model.
+
+    Args:
+        model: As one process has it, on any device.
+        load: The plan file with more statements.
+        gpu, memory: As for `question_of`.
+        example_inputs: Of the model, where the plan states none.
+
+    Raises:
+        SpecError: The device cannot be found, or is stated twice and differs.
+        PlanError: The plan says too little.
+    """
+    graph = graph_of(model)
+    question = question_of(load, graph, gpu, memory)
+    spec = _with_input(load(()), example_inputs)
+    traced = TracedModel(
+        model,
+        graph,
+        spec,
+        device=question.device,
+        limit_bytes=question.limit_bytes,
+        origin=origin,
+        told=told,
+    )
+    return replace(question, traced=traced)
+
+
+def question_of_entry(
+    source: Any,
+    more: Sequence[str],
+    model: str | None,
+    config: Any = None,
+    *,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    told: Callable[[str], None] = lambda text: None,
+) -> Question:
+    """The same of the model that a flag or else the plan names as "pkg.mod:function".
+
+    Args:
+        more: Statements on top of the plan file.
+
+    Raises:
+        SpecError: It cannot be built, or the device cannot be found.
+        PlanError: The plan says too little.
+    """
+
+    def load(stated: Sequence[str]) -> Spec:
+        return load_spec(source, [*more, *stated])
+
+    found = source_of(load(()), model, config)
+    with redirect_stdout(sys.stderr):
+        built = built_without_memory(found).train()
+    return question_of_model(built, load, gpu=gpu, memory=memory, origin=found.origin, told=told)
+
+
+def _with_input(spec: Spec, given: Any) -> Spec:
+    """The spec with the input that the caller gave, where it states none and that is one tensor."""
+    if isinstance(given, tuple) and len(given) == 1:
+        (given,) = given
+    if spec.input is not None or not isinstance(given, torch.Tensor):
+        return spec
+    stated = InputSpec(shape=tuple(given.shape), dtype=str(given.dtype).removeprefix("torch."))
+    return replace(spec, input=stated)
+
+
+def closed_together(model: nn.Module, plan: Any, example_inputs: Any) -> Any:
+    """The plan of every rank with nothing left open: rank 0 plans, and all take what it chose.
+
+    Args:
+        plan: As `parallelize` takes it; what leaves nothing open is given back as it is.
+
+    Raises:
+        MeshplanError: The plan cannot be read or planned, on whichever rank that is.
+        ApplyError: The ranks disagree on what is left open.
+
+    All ranks send the same messages, whatever any of them found.
+    """
+    error: MeshplanError | None = None
+    outcome = "closed", ""
+    try:
+        is_file = isinstance(plan, str | os.PathLike | Mapping)
+        spec = load_spec(plan) if is_file else None
+        if spec is not None and spec.free_fields:
+            outcome = "open", spec_hash(spec)
+    except MeshplanError as caught:
+        error, outcome = caught, ("error", caught.render())
+    outcomes = exchange(outcome)
+    if error is not None:
+        raise error
+    raise_told(outcomes)
+    other = next((rank for rank, each in enumerate(outcomes) if each != outcomes[0]), None)
+    if other is not None and any(kind == "open" for kind, _ in outcomes):
+        what = f"rank {other} has another plan file than rank 0, and one is left to the planner"
+        raise ApplyError(Problem(what, fix="give every rank the same plan file"))
+    if outcome[0] == "closed":
+        return plan
+    stated, source = _stated(model, plan, example_inputs)
+    return chosen_spec(lambda more: load_spec(plan, more), stated, source)
+
+
+def _stated(model: nn.Module, plan: Any, example_inputs: Any) -> tuple[Mapping[str, Any], str]:
+    """What rank 0 chose, on every rank."""
+    outcome = "", ""
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome = "stated", json.dumps(_choose(model, plan, example_inputs))
+        except MeshplanError as caught:
+            error, outcome = caught, ("error", caught.render())
+        except Exception as caught:  # Told to the others, then raised as it is.
+            error, outcome = caught, ("error", f"{type(caught).__name__}: {caught}")
+    outcomes = exchange(outcome)
+    if error is not None:
+        raise error
+    raise_told(outcomes)
+    found, source = json.loads(outcomes[0][1])
+    return found, source
+
+
+def _choose(model: nn.Module, plan: Any, example_inputs: Any) -> tuple[dict[str, Any], str]:
+    def load(more: Sequence[str]) -> Spec:
+        return load_spec(plan, more)
+
+    def ask() -> Question:
+        return question_of_model(model, load, example_inputs=example_inputs)
+
+    stated, source = whole_statements(plan, load, graph_of(model), ask=ask)
+    return dict(stated), source

@@ -1,0 +1,359 @@
+"""A live model as the planner asks about it: run on tensors without numbers, and read from there.
+
+A few microbatches tell all: of two numbers of samples, with nothing run again in backward and with
+every block. What blocks cost follows from what was done, what a plan holds from what was held,
+composed (`memory.compose`) and replayed with the plan's wrappers. The plan that is chosen is traced
+once more, as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final
+
+from torch import nn
+
+from meshplan.cost.types import Chain
+from meshplan.errors import MeshplanError, Origin, PlanError, Problem
+from meshplan.graph import ModelGraph
+from meshplan.memory.allocator import Reserve, reserve
+from meshplan.memory.assemble import assemble
+from meshplan.memory.compose import Composer
+from meshplan.memory.driver import with_workspaces
+from meshplan.memory.estimate import MemoryEstimate, Tier
+from meshplan.memory.groups import equal_ranks
+from meshplan.memory.log import EventLog, on_streams
+from meshplan.memory.pieces import NotComposableError
+from meshplan.memory.replay import Prepared, replay
+from meshplan.memory.replay.optimizer import check_optimizer, is_uniform
+from meshplan.memory.scale import scaled
+from meshplan.memory.told import ERROR, OverError, streams_of
+from meshplan.memory.work import Work
+from meshplan.plan import Plan, make_plan
+from meshplan.planner.space import with_axes
+from meshplan.runtime.assumed import Loop, loop_of
+from meshplan.runtime.chain import Kept, Traces, chain_of
+from meshplan.runtime.nest import tensors_in
+from meshplan.runtime.probe import Ask, Seen, watch
+from meshplan.runtime.runs import runs_of, shortened
+from meshplan.runtime.stumble import problem_of
+from meshplan.spec import Spec
+
+_MOST: Final = 3
+"""Samples of the largest microbatch that is always run: where one takes another course than two,
+two and three tell the rest."""
+
+
+class TracedModel:
+    """A live model, as the planner asks about it.
+
+    Args:
+        model: As one process has it, on any device; it is copied, and only shapes count.
+        spec: The plan file, whatever it leaves open.
+        device: A name of `hardware`.
+        limit_bytes: What one may hold.
+        origin: Where the user named the model.
+        told: Is told what is being done.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: ModelGraph,
+        spec: Spec,
+        *,
+        device: str,
+        limit_bytes: int,
+        origin: Origin | None,
+        told: Callable[[str], None],
+    ) -> None:
+        self._model, self._graph, self._spec = model, graph, spec
+        self._device, self._limit_bytes = device, limit_bytes
+        self._origin, self._told = origin, told
+        self._exact: dict[tuple[int, frozenset[str]], Prepared] = {}
+        self._known: dict[tuple[int, frozenset[str]], tuple[Prepared, Prepared]] = {}
+        self._composers: dict[int, Composer] = {}
+        self._is_steady = False
+        self._doubted: set[int] = set()
+        """Numbers of samples of which something composed was found to be less than it is."""
+
+    # What the planner asks
+
+    def refuses(self, spec: Spec) -> str:
+        """Why something in a spec has no figures, "" if all has."""
+        stated = replace(self._spec, mesh=None)
+        return next((why for each in (spec, stated) for why in _without_figures(each)), "")
+
+    def chain(self) -> Chain:
+        """What the blocks cost, and what lies before and after them."""
+        return self._chain
+
+    def memory(self, plan: Plan, most_bytes: float = float("inf")) -> MemoryEstimate:
+        """What every rank needs, never less than it is."""
+        least, most = self._works(plan)
+        try:
+            return self._estimate(plan, most, most_bytes)
+        except OverError:
+            if least is most:
+                raise
+        self._estimate(plan, least, most_bytes)  # Over, if that is.
+        return self.certify(plan, most_bytes)
+
+    def certify(self, plan: Plan, most_bytes: float = float("inf")) -> MemoryEstimate:
+        """The same from a microbatch traced as the plan has it."""
+        key = _key(plan)
+        if key not in self._exact:
+            composed = self._known.get(key)
+            (seen,) = self._watched(self._loop(plan), [Ask(*key)])
+            self._exact[key] = Prepared(seen.work)
+            if composed is not None and _peak(composed[1]) < _peak(self._exact[key]):
+                self._doubted.add(key[0])
+        return self._estimate(plan, self._exact[key], most_bytes)
+
+    # Traces
+
+    @cached_property
+    def _plan(self) -> Plan:
+        """One whose units are marked, with the largest microbatch that is always run."""
+        trial = with_axes(self._spec, {"dp_shard": 2})
+        trial = replace(trial, batch=replace(trial.batch, micro=_MOST))
+        return make_plan(trial, self._graph)
+
+    @cached_property
+    def _few(self) -> Loop:
+        return self._in_words(self._first_loop)
+
+    def _first_loop(self) -> Loop:
+        """What a model returns, it returns with few of many alike blocks too."""
+        runs = runs_of(self._model, self._plan)
+        if runs:
+            try:
+                with shortened(self._model, runs) as used:
+                    found = loop_of(self._model, self._plan)
+                if not used:
+                    return found
+            except Exception:  # The model's code may count on all its blocks, and raise anything:
+                runs = []  # it is run with all of them, and what is really wrong raised again.
+        return loop_of(self._model, self._plan)
+
+    def _loop(self, plan: Plan) -> Loop:
+        """Of one microbatch of a plan."""
+        if plan.micro is not None and plan.micro <= _MOST:
+            return self._few
+        one = replace(plan, accumulate=1)
+        return self._in_words(lambda: loop_of(self._model, one, self._few.returned))
+
+    def _watched(self, loop: Loop, asked: list[Ask]) -> list[Seen]:
+        words = "microbatches" if len(asked) > 1 else "a microbatch of the plan"
+        self._told(f"tracing {words} of {type(self._model).__name__}")
+        return self._in_words(
+            lambda: watch(
+                self._model, self._plan, loop.inputs, loop.targets, loop.loss_fn, self._device,
+                asked, is_steady=self._is_steady,
+            )
+        )  # fmt: skip
+
+    def _in_words(self, run: Callable[[], Any]) -> Any:
+        """Whatever the model's own code raises, as a problem."""
+        try:
+            return run()
+        except MeshplanError as error:
+            raise PlanError(error.problems) from None
+        except Exception as error:
+            raise PlanError(problem_of(error, self._model, self._origin)) from None
+
+    @cached_property
+    def _traces(self) -> tuple[dict[int, Traces], int]:
+        """By number of samples; and the number from which on others follow."""
+        blocks = frozenset(self._graph.blocks())
+        found = self._seen((1, 2), blocks)
+        try:
+            scaled(found[1].plain.work, found[2].plain.work, 1)
+            scaled(found[1].again.work, found[2].again.work, 1)
+        except NotComposableError:
+            return found | self._seen((_MOST,), blocks), 2
+        return found, 1
+
+    def _seen(self, sizes: tuple[int, ...], blocks: frozenset[str]) -> dict[int, Traces]:
+        ways = (frozenset(), blocks) if blocks else (frozenset(),)
+        asked = [Ask(samples, again) for again in ways for samples in sizes]
+        seen = dict(zip(asked, self._watched(self._few, asked), strict=True))
+        self._is_steady = all(each.is_steady for each in seen.values())
+        out = {}
+        for samples in sizes:
+            plain, again = (seen[Ask(samples, way)] for way in (ways[0], ways[-1]))
+            kept, turns = self._kept(plain.work, again.work)
+            out[samples] = Traces(samples, plain, again, kept, turns)
+        return out
+
+    def _kept(self, plain: Work, again: Work) -> tuple[Kept, Kept]:
+        try:
+            composer = Composer(plain, again, self._blocks)
+        except NotComposableError:
+            return {}, {}
+        return composer.kept_bytes(), composer.turn_bytes()
+
+    @property
+    def _blocks(self) -> tuple[str, ...]:
+        return self._graph.blocks()
+
+    @cached_property
+    def _chain(self) -> Chain:
+        traces, base = self._traces
+        chain = chain_of(self._plan, traces[base], traces[base + 1])
+        if not sum(kind.forward.flops for kind in chain.kinds):
+            what = f"{type(self._model).__name__} has no product of matrices, and no convolution"
+            fix = "nothing says then how long a step takes: state the plan, and leave nothing open"
+            raise PlanError(Problem(what, self._origin, fix))
+        return chain
+
+    # Memory
+
+    def _works(self, plan: Plan) -> tuple[Prepared, Prepared]:
+        """The least and the most that a microbatch of a plan holds."""
+        if problems := list(self._clashes(plan)):
+            raise PlanError(problems)
+        key = _key(plan)
+        if key in self._exact:
+            return (self._exact[key],) * 2
+        if key[0] in self._doubted:
+            self.certify(plan)
+            return (self._exact[key],) * 2
+        if key not in self._known:
+            try:
+                low, high = self._composer(key[0]).work(key[1])
+            except NotComposableError:
+                self.certify(plan)
+                return (self._exact[key],) * 2
+            least = Prepared(low)
+            self._known[key] = least, least if high is low else Prepared(high)
+        return self._known[key]
+
+    def _composer(self, samples: int) -> Composer:
+        if samples not in self._composers:
+            traces, base = self._traces
+            if samples in traces:
+                plain, again = traces[samples].plain.work, traces[samples].again.work
+            else:
+                plain, again = (
+                    scaled(getattr(traces[base], way).work, getattr(traces[base + 1], way).work,
+                           samples - base)
+                    for way in ("plain", "again")
+                )  # fmt: skip
+            self._composers[samples] = Composer(plain, again, self._blocks)
+        return self._composers[samples]
+
+    def _clashes(self, plan: Plan) -> Iterator[Problem]:
+        """What was traced is not what a plan computes."""
+        if _computed(plan) != _computed(self._plan):
+            what = "parameters are computed with in other dtypes than under the other strategies"
+            yield Problem(what, self._spec.origin("precision"), "state the strategy")
+        if plan.assignment.stages is not None or plan.mesh.size("tp", "cp", "ep") > 1:
+            yield Problem("a live model is planned for data ranks alone", None, "")
+
+    def _estimate(self, plan: Plan, work: Prepared, most_bytes: float) -> MemoryEstimate:
+        groups = equal_ranks(plan.assignment)
+        logs: list[EventLog] = []
+        held: dict[int, Reserve] = {}
+        for number, ranks in enumerate(groups):
+            logs.append(_log(work, plan, ranks[0]))
+            if logs[-1].pooled_bytes > most_bytes:
+                raise OverError(ranks[0], logs[-1].pooled_bytes)
+            held[number] = reserve(with_workspaces(logs[-1], self._device))
+            if held[number].reserved_bytes > most_bytes:
+                raise OverError(ranks[0], held[number].reserved_bytes)
+        is_exact = any(work is each for each in self._exact.values())
+        how = "as the plan has it" if is_exact else "in pieces, and put together"
+        return assemble(
+            plan,
+            groups,
+            logs,
+            device=self._device,
+            limit_bytes=self._limit_bytes,
+            tier=Tier.REPLAY,
+            certified=f"a microbatch of the model was traced {how}; what wrappers add was composed",
+            assumed=self._assumed(plan),
+            error=ERROR,
+            held=held,
+        )
+
+    def _assumed(self, plan: Plan) -> tuple[tuple[str, str], ...]:
+        """As of the loop, with the samples of the plan."""
+        samples = (plan.micro or 1) * plan.accumulate
+        parts = [
+            f"{[samples, *t.shape[1:]]} {str(t.dtype)[6:]}" for _, t in tensors_in(self._few.inputs)
+        ]
+        (name, _), *rest = self._few.assumed
+        return ((name, ", ".join(parts)), *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What a microbatch depends on, beside samples and what runs again."""
+
+    dtypes: tuple[tuple[str, str], ...]
+    casts: tuple[tuple[str, str, bool], ...]
+
+
+def _computed(plan: Plan) -> _Computed:
+    a = plan.assignment
+    return _Computed(
+        tuple((fqn, p.compute_dtype) for fqn, p in a.tensors.items()),
+        tuple(
+            sorted(
+                (fqn, f"{unit.precision.param} {unit.precision.output}", unit.casts_inputs)
+                for fqn, unit in a.units.items()
+                if unit.precision.param or unit.precision.output
+            )
+        ),
+    )
+
+
+def _key(plan: Plan) -> tuple[int, frozenset[str]]:
+    assert plan.micro is not None
+    return plan.micro, frozenset(plan.assignment.recompute)
+
+
+def _peak(work: Prepared) -> int:
+    return work.log.peak.live_bytes
+
+
+def _log(work: Prepared, plan: Plan, rank: int) -> EventLog:
+    foreach = is_uniform(plan.assignment)
+    optimizer = plan.spec.optimizer
+    log = replay(work, plan, optimizer, rank=rank, foreach=foreach, has_host=True)
+    return on_streams(log, streams_of(plan, rank))
+
+
+def _without_figures(spec: Spec) -> Iterator[str]:
+    """What the planner has no figures for in a live model."""
+    sizes = spec.mesh if isinstance(spec.mesh, dict) else {}
+    words = {
+        "pp": "pipelines of a live model are not planned yet",
+        "tp": "tensor parallelism of a live model is not planned yet",
+        "cp": "context parallelism of a live model is not planned yet",
+        "ep": "expert parallelism of a live model is not planned yet",
+    }
+    yield from (why for axis, why in words.items() if sizes.get(axis, 1) != 1)
+    again = {spec.activation_checkpointing.mode} | {
+        rule.activation_checkpointing.mode
+        for rule in spec.rules
+        if rule.activation_checkpointing is not None
+    }
+    ddp = spec.ddp.get("find_unused_parameters") or spec.ddp.get("static_graph")
+    for is_there, why in (
+        ("selective" in again, "selective recomputation of a live model is not planned yet"),
+        (spec.compile, "what a compiler makes of a live model is not known"),
+        (spec.sync_batchnorm, "sync_batchnorm of a live model is not planned yet"),
+        (bool(ddp), "ddp's find_unused_parameters and static_graph are not planned yet"),
+        (any(rule.apply for rule in spec.rules), "what 'apply' makes of a model is not known"),
+        (spec.precision.param == "float16", "a scaled loss (float16) is not planned yet"),
+    ):
+        if is_there:
+            yield why
+    try:
+        check_optimizer(spec.optimizer)
+    except PlanError as error:
+        yield error.problems[0].what

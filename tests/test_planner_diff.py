@@ -1,0 +1,155 @@
+"""`meshplan diff`: every difference is told once, and what it costs is what each plan costs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshplan import api
+from meshplan.cli import main
+from meshplan.errors import SpecError
+from meshplan.match import compile_selector
+from meshplan.planner.difference import difference, side_of
+from meshplan.planner.lock import lock_path, overrides
+from meshplan.planning import plan_of_lock, search_plan
+from meshplan.spec import Selector
+from tests.test_planner import LLAMA, job
+
+__all__ = ["job"]
+
+WHOLE = {"mesh": {"dp_shard": 8}, "strategy": "full_shard",
+         "batch": {"micro": 4, "accumulate": 2, "seq_len": 1024}}  # fmt: skip
+
+
+@pytest.fixture
+def two(job, tmp_path):
+    """Two plan files of one model."""
+
+    def write(*fields, config=LLAMA):
+        out = []
+        for number, each in enumerate(fields):
+            path = job(config, **(WHOLE | each))
+            out.append(path.rename(tmp_path / f"{number}.yaml"))
+        return out
+
+    return write
+
+
+def compared(paths):
+    return difference(*(side_of(path.name, api.decide(path)) for path in paths))
+
+
+def as_dict(items):
+    return {each.what: (each.old, each.new) for each in items}
+
+
+def test_what_is_decided_otherwise(two):
+    rules = [{"match": "model.layers.{1..3}", "activation_checkpointing": "full"}]
+    found = compared(two({}, {
+        "mesh": {"dp_replicate": 2, "dp_shard": 4}, "strategy": "hybrid_shard_zero2",
+        "rules": rules, "optimizer": "sgd", "batch": {"micro": 2, "accumulate": 4, "seq_len": 1024},
+    }))  # fmt: skip
+    assert as_dict(found.fields) == {
+        "mesh.dp_shard": (8, 4), "mesh.dp_replicate": (None, 2), "batch.micro": (4, 2),
+        "batch.accumulate": (2, 4), "strategy": ("full_shard", "hybrid_shard_zero2"),
+        "optimizer": ("adamw", "sgd"),
+    }  # fmt: skip
+    assert as_dict(found.blocks) == {
+        "model.layers.{1..3} activation_checkpointing": ("none", "full"),
+        "model.layers.{0..5} reshard_after_forward": ("true", "false"),
+    }
+    assert found.placements == ()
+    assert not found.is_same
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"mesh": {"tp": 2, "dp_shard": 4}, "tp_plan": "auto"},
+        {"mesh": {"tp": 2, "dp_shard": 4}, "tp_plan": "none",
+         "rules": [{"match": "model.layers.{2,4}.mlp.up_proj", "place": {"tp": "colwise"}},
+                   {"match": "model.layers.{2,4}.mlp.gate_proj", "place": {"tp": "colwise"}},
+                   {"match": "model.layers.{2,4}.mlp.down_proj", "place": {"tp": "rowwise"}}]},
+        {"mesh": {"dp_replicate": 8}, "strategy": "ddp"},
+    ],
+)  # fmt: skip
+def test_patterns_cover_every_tensor_that_lies_otherwise_and_no_other(two, other):
+    paths = two({}, other)
+    found = compared(paths)
+    plans = [api.decide(path) for path in paths]
+    layouts = [
+        {f: p.stored.spell(plan.mesh) for f, p in plan.assignment.tensors.items()} for plan in plans
+    ]
+    assert found.placements
+    told = {}
+    for each in found.placements:
+        for fqn in layouts[0]:
+            if any(compile_selector(Selector("glob", part)).matches(fqn)
+                   for part in each.what.split(", ")):  # fmt: skip
+                assert fqn not in told
+                told[fqn] = (each.old.split(" float")[0], each.new.split(" float")[0])
+    assert told == {
+        fqn: (layouts[0][fqn], layouts[1][fqn])
+        for fqn in layouts[0]
+        if layouts[0][fqn] != layouts[1][fqn]
+    }
+
+
+def test_figures_are_those_of_each_plan(two, job):
+    one, two_ = two({}, {"batch": {"micro": 2, "accumulate": 4, "seq_len": 1024}})
+    found = compared([one, two_])
+    for path, side in ((one, found.old), (two_, found.new)):
+        decision = search_plan(path)
+        assert side.step_s.value == pytest.approx(decision.chosen.seconds)
+        assert side.peak_bytes.value == decision.chosen.memory.worst.band[1]
+        assert side.tokens_per_s.value == pytest.approx(8 * 8 * 1024 / side.step_s.value)
+    # Every microbatch gathers parameters twice and scatters gradients once.
+    by_kind = [
+        {kind: size for (kind, _), size in side.routes.items()} for side in (found.old, found.new)
+    ]
+    assert by_kind[1]["all_gather"] == 2 * by_kind[0]["all_gather"]
+    assert by_kind[1]["reduce_scatter"] == 2 * by_kind[0]["reduce_scatter"]
+
+
+def test_what_cannot_be_told_says_why(two):
+    found = compared(two({}, {"mesh": {"tp": 2, "dp_shard": 4}, "tp_plan": "auto"}))
+    assert found.new.traffic_bytes.value is None
+    assert "not told from a config" in found.new.traffic_bytes.why
+    assert found.old.traffic_bytes.value > 0
+    found = compared(two({}, {"hardware": None}))
+    assert "nothing says which devices" in found.new.step_s.why
+    assert found.new.peak_bytes.value > 0
+
+
+def test_locks_and_exit_codes(job, capsys):
+    path = job()
+    assert main(["plan", "-f", str(path), "-q"]) == 0
+    lock = str(lock_path(path))
+    assert main(["diff", str(path), lock]) == 0
+    assert "the same plan" in capsys.readouterr().out
+    assert main(["diff", lock, str(path), "--json"]) == 0
+    other = path.with_name("other.yaml")
+    chosen = plan_of_lock(lock)[1]
+    other.write_text(json.dumps(json.loads(path.read_text()) | {"mesh": {"dp_replicate": 8}}))
+    capsys.readouterr()
+    assert main(["diff", lock, str(other), "--json"]) == 1
+    content = json.loads(capsys.readouterr().out)
+    result = content["result"]
+    assert content["schema"] == "diff/1"
+    assert result["same"] is False
+    for name in ("step_s", "tokens_per_s", "peak_bytes", "traffic_bytes"):
+        old, new = result["old"][name], result["new"][name]
+        assert result[f"{name}_difference"] == pytest.approx(new - old)
+    assert {"what": "mesh.dp_shard", "old": 8, "new": None} in result["fields"]
+    assert main(["diff", lock, str(other)]) == 1
+    assert "mesh.dp_shard" in capsys.readouterr().out
+    assert chosen == overrides(search_plan(path).chosen.stated)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"optimizer": "sgd"}))
+    with pytest.raises(SpecError, match=r"another state of plan\.yaml"):
+        plan_of_lock(lock)
+    path.unlink()
+    with pytest.raises(SpecError, match="which is not beside it"):
+        plan_of_lock(lock)
+    assert main(["diff", lock, str(other)]) == 2
+    assert main(["diff", str(other), str(other), "-f", str(other)]) == 2

@@ -1,0 +1,232 @@
+"""The planner and experts: every way to spread them is tried, and no better one is left.
+
+Which seeded bug would this catch? Sizes of ep that are left out, or that the mesh cannot lend;
+experts of other ranks counted as a rank's own; bounds above what is really held where 8 experts are
+cut over 16 ranks; rules of the plan file that the planner says once more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshplan
+from meshplan import api
+from meshplan.blueprint import from_config
+from meshplan.cli import main
+from meshplan.cost.grid import GRID, MODES, OPTIONS
+from meshplan.planner.asking import question_of
+from meshplan.planner.enumeration import enumerate_grid
+from meshplan.planner.job import Job
+from meshplan.planner.lock import overrides
+from meshplan.planner.row import Candidate, solve_row
+from meshplan.planner.search import _mesh_key, search
+from meshplan.planner.space import Freedom, divisors
+from meshplan.planner.spread import experts_of
+from meshplan.planning import search_plan
+from meshplan.reader import load_spec
+from tests.test_planner import LLAMA, PLAN
+from tests.test_planner_search import always_fits, fastest
+
+MIXTRAL: dict[str, Any] = LLAMA | {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_hidden_layers": 3,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 704,
+}  # fmt: skip
+SPREAD = {"match": "**.experts", "place": {"ep": "ep_dispatch_experts"}}
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Writes a plan file with its model; gives its path."""
+
+    def write(config: dict[str, Any] = MIXTRAL, **fields: Any) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        path = tmp_path / "plan.yaml"
+        stated = {key: value for key, value in (PLAN | fields).items() if value is not None}
+        path.write_text(json.dumps(stated))
+        return path
+
+    return write
+
+
+def job_of(path: Path) -> Job:
+    def load(more: Any) -> meshplan.Spec:
+        return load_spec(path, more)
+
+    return Job(question_of(load, from_config(path.with_name("config.json"))))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_way_to_lend_is_in_the_space_once(seed):
+    """Against all products of sizes."""
+    rng = np.random.default_rng(seed)
+    world = int(rng.choice([8, 12, 16, 24]))
+
+    def some(*, has_one: bool = True) -> tuple[int, ...]:
+        chosen = tuple(d for d in divisors(world) if (has_one and d == 1) or rng.random() < 0.6)
+        return chosen or (1,)
+
+    axes = {"pp": some(), "cp": some(), "tp": some(), "ep": some(has_one=False)}
+    axes |= {"dp_replicate": divisors(world), "dp_shard": divisors(world)}
+    sequence = {tp: bool(rng.random() < 0.5) for tp in axes["tp"]}
+    free = Freedom(world=world, axes=axes, global_=world, schedules=(2,),
+                   sequence_parallel=sequence)  # fmt: skip
+    expected = set()
+    for pp, cp, tp, ep, shard in itertools.product(
+        axes["pp"], axes["cp"], axes["tp"], axes["ep"], divisors(world)
+    ):
+        if world % (pp * cp * tp * shard) or shard % ep:
+            continue
+        if ep > 1 and (pp > 1 or cp > 1 or sequence[tp]):
+            continue
+        replicate = world // (pp * cp * tp * shard)
+        if shard == 1:
+            expected.add((pp, replicate, shard, cp, tp, ep, "ddp"))
+        else:
+            expected.add((pp, replicate, shard, cp, tp, ep, "shard"))
+            if replicate == 1:
+                expected.add((pp, replicate, shard, cp, tp, ep, "zero1"))
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+    grid = enumerate_grid(free)
+    found = [(*(int(r[n]) for n in names), MODES[r["mode"]]) for r in grid]
+    assert len(grid) == len(np.unique(grid))
+    assert set(found) == expected
+
+
+@pytest.mark.parametrize("batch", [16, pytest.param(32, marks=pytest.mark.wide)])
+def test_nothing_in_the_space_of_a_mixture_is_faster(job, batch):
+    """The search over real figures, ep and all, against every cut and option of every row."""
+    at = job_of(job(batch={"global": batch, "seq_len": 1024}))
+    numbers = at.usual
+    assert set(numbers.grid["ep"]) == {1, 2, 4}
+    rows = range(len(numbers.grid))
+    held = np.array([max(one.linear_bytes) for row in rows
+                     if (one := solve_row(numbers, row, float("inf"))) is not None])  # fmt: skip
+    for share in (0.1, 0.3, 0.6):
+        capacity = float(np.quantile(held, share))
+        expected = min(fastest(numbers, row, capacity) for row in rows)
+        found = search(numbers, capacity, always_fits, tolerance=0.0)
+        seconds = found.best.seconds if found.best else float("inf")
+        assert seconds == pytest.approx(expected, rel=1e-9)
+        assert np.isfinite(seconds)
+
+
+def test_bounds_on_memory_are_below_what_is_replayed(job):
+    """Of 16 ranks 4 have an expert, where experts are not spread."""
+    hardware = PLAN["hardware"] | {"gpus_per_node": 8}
+    at = job_of(job(MIXTRAL | {"intermediate_size": 2816}, hardware=hardware))
+    at.capacity = float("inf")
+    numbers, rng, shares = at.usual, np.random.default_rng(0), []
+    grid = numbers.grid
+    plain = np.flatnonzero((grid["pp"] == 1) & (grid["micro"] == 1))
+    assert {(1, 16), (2, 16), (4, 16)} <= {
+        (int(grid[r]["ep"]), int(grid[r]["dp_shard"])) for r in plain
+    }
+    for row in map(int, plain):
+        offered = np.isfinite(numbers.seconds[row]).any(axis=0)
+        option = int(rng.choice(np.flatnonzero(offered)))
+        mask = [number == option for number in range(len(OPTIONS))]
+        one = solve_row(numbers.only(row, mask), 0, float("inf"))
+        if one is None:
+            continue
+        candidate = Candidate(row, one.seconds, one.ends, one.takes, one.linear_bytes)
+        measured = at.measure(numbers, candidate)
+        assert not measured.why
+        assert measured.result is not None
+        truth = max(group.peak.requested_bytes for group in measured.result.memory.groups)
+        assert max(one.linear_bytes) <= truth, (grid[row], OPTIONS[option])
+        shares.append(max(one.linear_bytes) / truth)
+    assert np.median(shares) > 0.5
+
+
+def test_a_rank_is_charged_for_the_experts_that_it_has(job):
+    """In bf16 while they are gathered; of 4 experts that stay together 8 ranks keep one or none."""
+    numbers = job_of(job(batch={"global": 16, "seq_len": 1024})).usual
+    (kind,) = {numbers.order[place] for place, name in enumerate(numbers.names) if name}
+    stack, hidden = 3 * 512 * 704, 512
+    dense = 2 * hidden * hidden + 2 * hidden * hidden // 2 + 4 * hidden + 2 * hidden
+    kept, given_back = (OPTIONS.index((0, reshard)) for reshard in (0, 1))
+    checked = set()
+    for row in np.flatnonzero((numbers.grid["dp_shard"] == 8) & (numbers.grid["pp"] == 1)):
+        config, held = numbers.grid[row], numbers.resident[row, kind]
+        if MODES[config["mode"]] != "shard" or config["microbatches"] > 1:
+            continue
+        ep = int(config["ep"])
+        checked.add(ep)
+        gathered = held[kept] - held[given_back]
+        assert gathered == 2 * (dense + 4 * stack // ep)
+        padded = 2 if ep == 1 else 1
+        assert held[given_back] == pytest.approx(12 * (dense + padded * 4 * stack) / 8)
+    assert checked == {1, 2, 4}
+
+
+def test_what_one_way_to_spread_holds_says_nothing_of_another():
+    """Rows of one key are ruled out together."""
+    rows = np.zeros(2, GRID)
+    rows["ep"] = 1, 2
+    assert _mesh_key(rows[0]) != _mesh_key(rows[1])
+
+
+def test_what_is_chosen_is_whole_and_certified(job):
+    """What experts gather between nodes takes longer than what tokens do."""
+    config = MIXTRAL | {"intermediate_size": 14336, "num_local_experts": 8}
+    hardware = PLAN["hardware"] | {"headroom": 0.8}
+    path = job(config, hardware=hardware, mesh={"dp_shard": 8, "ep": "auto"}, strategy=None)
+    decision = search_plan(path)
+    chosen = decision.chosen
+    assert chosen is not None
+    ep = chosen.plan.mesh.size("ep")
+    assert ep > 1
+    assert chosen.stated["mesh"] == {"dp_shard": 8, "ep": f"{ep} in dp_shard"}
+    assert chosen.memory.fits
+    assert {"match": "model.layers.*.mlp.experts", "place": SPREAD["place"]} in (
+        chosen.stated.values()
+    )
+    again = api.estimate_memory(path, overrides(chosen.stated))
+    assert again.worst.band == chosen.memory.worst.band
+    assert set(chosen.plan.assignment.experts) == {
+        f"model.layers.{n}.mlp.experts" for n in range(3)
+    }
+
+
+def test_what_a_plan_says_of_experts_is_kept(job):
+    path = job(mesh={"dp_shard": "auto", "ep": "2 in dp_shard"}, strategy=None, rules=[SPREAD])
+    at = job_of(path)
+    assert set(at.grid["ep"]) == {2}
+    chosen = search_plan(path).chosen
+    assert chosen is not None
+    assert chosen.plan.mesh.size("ep") == 2
+    assert not any("place" in str(value) for value in chosen.stated.values())
+
+
+def test_rules_that_spread_leave_no_other_way(job):
+    at = job_of(job(rules=[SPREAD]))
+    assert set(at.grid["ep"]) == {2, 4}
+    assert job_of(job(mesh={"dp_shard": 8}, strategy=None)).free.axes["ep"] == (1,)
+
+
+def test_sizes_that_cannot_be_say_why(job):
+    why = {each.what: each.why for each in job_of(job()).free.rejected}
+    assert why["mesh.ep=8"] == "4 experts do not divide by it"
+    dense = {each.what: each.why for each in job_of(job(LLAMA)).free.rejected}
+    assert dense["mesh.ep=2"] == "no module of the model stacks experts"
+
+
+def test_experts_are_found_by_what_they_stack(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    found = experts_of(from_config(tmp_path))
+    assert (found.modules, found.count) == (("model.layers.*.mlp.experts",), 4)
+
+
+def test_explain_knows_ep(job, capsys):
+    path = str(job())
+    assert main(["explain", "why-not", "mesh.ep=3", "-f", path, "-q"]) == 1
+    assert "not in the space" in capsys.readouterr().out
+    assert main(["explain", "why-not", "mesh.ep=4", "-f", path, "-q", "--json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["result"]["answers"]
+    assert answer["step_s"] >= answer["best_step_s"] * (1 - 1e-4)

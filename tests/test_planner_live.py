@@ -1,0 +1,205 @@
+"""The planner for any nn.Module: what it picks fits by another tier, is the fastest, and runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshplan import api
+from meshplan.cost.grid import OPTIONS
+from meshplan.memory.work import Work
+from meshplan.plan import Plan, make_plan
+from meshplan.planner.decide import decide, decide_job
+from meshplan.planner.decision import Decision, Question
+from meshplan.planner.job import Job
+from meshplan.planner.lock import overrides
+from meshplan.planner.row import Candidate
+from meshplan.runtime.planned import question_of_entry
+from meshplan.runtime.probe import Ask, watch
+from meshplan.runtime.traced import TracedModel
+from tests import planned
+
+
+def plan_of(name: str, **fields: Any) -> dict[str, Any]:
+    stated = planned.INPUTS[name]
+    batch = {"global": 64, "micro": "auto"} | stated.get("batch", {}) | fields.pop("batch", {})
+    return {
+        "version": 1,
+        "model": {"entry": f"tests.planned:large_{name}"},
+        "hardware": {"nodes": 1, "gpus_per_node": 4, "gpu": "h100-sxm-80gb"},
+        "mesh": "auto",
+        "strategy": "auto",
+        "activation_checkpointing": "auto",
+        "precision": "bf16-mixed",
+        **stated,
+        "batch": batch,
+        **fields,
+    }
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A plan file with everything open, on devices where what would be fastest does not fit."""
+
+    path: Path
+    job: Job
+
+    @cached_property
+    def decision(self) -> Decision:
+        return decide_job(self.job)
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory):
+    """`ask(name, **fields)`: traced once for all tests of this file."""
+
+    @cache
+    def of(name: str, text: str) -> Asked:
+        path = tmp_path_factory.mktemp(name) / "plan.yaml"
+        path.write_text(text)
+        return Asked(path, Job(tight(question_of_entry(path, (), None))))
+
+    return lambda name, **fields: of(name, json.dumps(plan_of(name, **fields)))
+
+
+def tight(question: Question, share: float = 0.5) -> Question:
+    """The same on smaller devices: between what is fastest and what holds the least."""
+    traced = question.traced
+    assert isinstance(traced, TracedModel)
+    free = decide(question)
+    assert free.chosen is not None
+    most = free.chosen.memory.worst.band[1]
+    limit = int(most - share * (most - least_of(question, free.chosen.plan)))
+    traced._limit_bytes = limit
+    return replace(question, limit_bytes=limit)
+
+
+def least_of(question: Question, plan: Any) -> float:
+    """The upper end of what the same plan holds with all blocks run again and fully sharded."""
+    stated = {
+        "mesh": {"dp_shard": 4}, "strategy": "full_shard", "activation_checkpointing": "full",
+        "batch.micro": 1, "batch.accumulate": plan.spec.batch.global_ // 4,
+    }  # fmt: skip
+    spec = question.read(overrides(stated))
+    assert question.traced is not None
+    return float(question.traced.memory(make_plan(spec, question.graph)).worst.band[1])
+
+
+EACH = pytest.mark.parametrize(
+    "name", ["unet", *(pytest.param(n, marks=pytest.mark.wide) for n in ("vit", "t5", "odd"))]
+)
+
+
+@EACH
+def test_what_is_chosen_fits_by_a_trace_of_the_whole_step(name, ask):
+    asked = ask(name)
+    decision, chosen = asked.decision, asked.decision.chosen
+    assert chosen is not None
+    found = api.estimate_memory(asked.path, overrides(chosen.stated))
+    assert found.tier in ("2", "3")
+    peaks = [(g.ranks, g.peak.requested_bytes) for g in chosen.memory.groups]
+    assert peaks == [(g.ranks, g.peak.requested_bytes) for g in found.groups]
+    assert found.worst.band[1] <= decision.limit_bytes
+    assert chosen.plan.assignment.recompute or chosen.plan.micro != 16
+    left_out = {each.what: each.why for each in decision.rejected}
+    assert "not planned yet" in left_out["mesh.tp=2"]
+    assert "not planned yet" in left_out["activation_checkpointing=selective"]
+
+
+@EACH
+def test_nothing_that_fits_is_faster(name, ask):
+    """Against every row, with every choice of every block, each measured."""
+    asked = ask(name, mesh={"dp_shard": 4}, strategy="full_shard", batch={"global": 16})
+    job, decision = asked.job, asked.decision
+    numbers = job.usual
+    best, num_fit, num_over = float("inf"), 0, 0
+    for row in range(len(numbers.grid)):
+        ways = [list(takes_of(numbers, row, kind)) for kind in range(len(numbers.counts))]
+        for takes in itertools.product(*ways):
+            seconds = sum(
+                count * numbers.seconds[row, kind, option]
+                for kind, counts in enumerate(takes)
+                for option, count in enumerate(counts)
+                if count
+            )
+            step = float(numbers.grid["microbatches"][row] * seconds)
+            candidate = Candidate(row, step, (0, len(numbers.order)), (takes,), (0.0,))
+            if job.measure(numbers, candidate).fits:
+                best, num_fit = min(best, step), num_fit + 1
+            else:
+                num_over += 1
+    assert num_fit > 1
+    assert num_over > 1
+    assert decision.best_s <= best * (1 + 1e-9)
+    assert decision.best_s * (1 - decision.gap) <= best * (1 + 1e-9)
+    print('gap', decision.gap)
+    assert decision.chosen is not None
+    assert decision.chosen.seconds <= decision.best_s * 1.02
+
+
+def takes_of(numbers: Any, row: int, kind: int) -> Iterator[tuple[int, ...]]:
+    """How many blocks of a kind take each option."""
+    offered = np.flatnonzero(np.isfinite(numbers.seconds[row, kind]))
+    for counts in itertools.product(range(numbers.counts[kind] + 1), repeat=len(offered)):
+        if sum(counts) == numbers.counts[kind]:
+            takes = [0] * len(OPTIONS)
+            for option, count in zip(offered, counts, strict=True):
+                takes[option] = count
+            yield tuple(takes)
+
+
+@EACH
+def test_what_is_chosen_runs_as_one_process_does(pool, name, ask):
+    chosen = ask(name).decision.chosen
+    assert chosen is not None
+    stated: dict[str, Any] = {"version": 1, "optimizer": "sgd_momentum"}
+    for path, value in chosen.stated.items():
+        if "[" in path:
+            stated.setdefault("rules", []).append(value)
+        elif value is not None and not path.startswith("batch"):
+            stated[path] = value
+    for apart, state in pool(4).run(planned.trained, name, stated):
+        assert max(apart) <= 1e-6
+        assert state <= 1e-6
+
+
+@pytest.mark.parametrize("name", planned.NAMES)
+@pytest.mark.wide
+def test_composed_microbatches_are_those_that_are_traced(name, ask):
+    """With any choice of blocks, of a number of samples that was not traced, event by event."""
+    question = ask(name).job.question
+    traced = question.traced
+    assert isinstance(traced, TracedModel)
+    blocks = question.graph.blocks()
+    composer, loop = traced._composer(5), traced._loop(with_micro(question, 5))
+    for again in (frozenset(blocks[::2]), frozenset(blocks[:1]), frozenset(blocks)):
+        low, high = composer.work(again)
+        (seen,) = watch(
+            traced._model, traced._plan, loop.inputs, loop.targets, loop.loss_fn,
+            traced._device, [Ask(5, again)],
+        )  # fmt: skip
+        least, most, truth = (live_bytes(work) for work in (low, high, seen.work))
+        assert max(least) == max(truth) == max(most)
+        if low is high:
+            assert truth == least
+            assert low.marks == seen.work.marks
+
+
+def with_micro(question: Question, micro: int) -> Plan:
+    stated = {"mesh": {"dp_shard": 4}, "strategy": "full_shard", "batch.micro": micro,
+              "batch.accumulate": 1, "batch.global": 4 * micro,
+              "activation_checkpointing": "none"}  # fmt: skip
+    return make_plan(question.read(overrides(stated)), question.graph)
+
+
+def live_bytes(work: Work) -> list[int]:
+    """After each event."""
+    return list(itertools.accumulate(event.delta for event in work.log.events))
