@@ -21,7 +21,7 @@ def named(path):
     return pytest.param(path, id=path.stem, marks=marks)
 
 
-@pytest.mark.parametrize("path", map(named, NOTEBOOKS))
+@pytest.mark.parametrize("path", [named(path) for path in NOTEBOOKS])
 def test_a_notebook_shows_what_happens_now(path):
     assert texts(run(path)) == texts(nbformat.read(path, as_version=4))
 
