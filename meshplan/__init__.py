@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from meshplan.api import decide as decide
     from meshplan.api import estimate_memory as estimate_memory
     from meshplan.api import estimate_states as estimate_states
+    from meshplan.api import verify_plan as verify_plan
     from meshplan.errors import ApplyError as ApplyError
     from meshplan.errors import MeshplanError as MeshplanError
     from meshplan.errors import PlanError as PlanError
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from meshplan.plan import Plan as Plan
     from meshplan.plan import make_plan as make_plan
     from meshplan.planning import calibrate as calibrate
+    from meshplan.planning import explain as explain
+    from meshplan.planning import lock_plan as lock_plan
+    from meshplan.planning import search_plan as search_plan
     from meshplan.reader import load_spec as load_spec
     from meshplan.reporting import make_report as make_report
     from meshplan.runtime.guard import guarded as guarded
@@ -46,6 +50,10 @@ _ROOMS = {
     "estimate_states": "meshplan.api",
     "estimate_memory": "meshplan.api",
     "check_plan": "meshplan.api",
+    "verify_plan": "meshplan.api",
+    "search_plan": "meshplan.planning",
+    "explain": "meshplan.planning",
+    "lock_plan": "meshplan.planning",
     "calibrate": "meshplan.planning",
     "decide": "meshplan.api",
     "load_spec": "meshplan.reader",

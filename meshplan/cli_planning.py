@@ -44,11 +44,12 @@ def _plan(args: argparse.Namespace) -> int:
     from meshplan.render.retarget import retarget_to_json, retarget_to_text
     from meshplan.render.sizing import frontier_to_json, frontier_to_text
 
-    old = api.decide(plan_file(args), args.set, config=args.config) if args.retarget else None
+    old = None
     if args.retarget and (args.tokens or args.days):
         what = "--retarget says how many nodes there are, and --tokens asks how many it takes"
         raise SpecError(Problem(what, Origin("--retarget"), "leave one of them out"))
     if args.retarget:
+        old = api.decide(plan_file(args), args.set, model=args.model, config=args.config)
         args.set = [*args.set, *planning.retarget_settings(args.retarget)]
     asked = _Asked(args)
     if args.tokens is not None or args.days is not None:

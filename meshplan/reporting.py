@@ -74,7 +74,8 @@ class _Gather:
             config is None and self._spec.model is not None and self._spec.model.entry is not None
         )
         name = "a plan" if isinstance(plan, Mapping) else os.fspath(plan)
-        self._known = Known(name=name, text=self._text(), **self._machine)
+        on_top = tuple(overrides)
+        self._known = Known(name=name, text=self._text(), on_top=on_top, **self._machine)
 
     def all(self, why_not: Sequence[str]) -> Known:
         """The answers."""
@@ -83,31 +84,44 @@ class _Gather:
         except EmptySpaceError as error:
             self._leave_out(_OPEN, error)
             self._find_trouble()
+            for each in why_not:
+                self._leave_out(f"why not {each}", "what is stated leaves nothing to choose from")
             return self._known
         self._learn(decision=decision)
         if decision is not None and decision.chosen is None and self._spec.free_fields:
             if decision.is_whole:  # What was not searched to its end may be no trouble.
                 self._find_trouble()
+            for each in why_not:
+                self._leave_out(f"why not {each}", "nothing fits, whatever it is")
             return self._known
         self._decide(decision)
-        if decision is not None:
-            answers = [
-                answer
-                for words in why_not
-                for answer in planning.explain(
-                    self._plan,
-                    ["why-not" if "=" in words else "why", words],
-                    self._overrides,
-                    **self._question,
-                )
-            ]
-            self._learn(why_not=tuple(answers))
+        self._ask(why_not, decision)
         return self._known
+
+    def _ask(self, why_not: Sequence[str], decision: Decision | None) -> None:
+        """Why settings are not as they were asked about."""
+        if decision is None:
+            for each in why_not:
+                self._leave_out(f"why not {each}", "the planner does not hold this plan")
+            return
+        answers = [
+            answer
+            for words in why_not
+            for answer in planning.explain(
+                self._plan,
+                ["why-not" if "=" in words else "why", words],
+                self._overrides,
+                **self._question,
+            )
+        ]
+        self._learn(why_not=tuple(answers))
 
     def _search(self) -> Decision | None:
         """What the planner says of the plan; None where it cannot."""
         if self._is_entry:
             self._leave_out(_OPEN, "the planner reads models from their configs")
+            if self._question["profile"] is not None:
+                self._leave_out("what the profile tells", "nothing else goes by it")
             return None
         self._told("searching")
         try:

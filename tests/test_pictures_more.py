@@ -27,6 +27,7 @@ from meshplan.pictures.treemap import squarified, treemap
 from meshplan.pictures.waterfall import waterfall
 from meshplan.sizing import read_limit
 from meshplan.units import GIB
+from tests.bench.gallery import FOLDER, MOST_BYTES, PAGE, SHOWN
 from tests.graphs import blocks, graph
 from tests.pictured import LLAMA, boxes, check_readable, llama, plan_of, strange, written
 
@@ -37,6 +38,9 @@ PIPED = {
     "pipeline": {"schedule": "1F1B", "microbatches": 4},
     "tp_plan": "auto",
 }
+
+
+ALONE = {"mesh": {"dp_shard": 1}, "strategy": "full_shard", "hardware": None}
 
 
 def estimate_of(plan):
@@ -347,6 +351,11 @@ def test_a_large_tree_is_cut_and_counts_what_it_leaves_out():
 @pytest.mark.parametrize("what", ["treemap", "comm", "graph"])
 def test_strange_names_and_empty_models_are_drawn(what):
     check_readable(draw(plan_of(strange(), mesh={"dp_shard": 2}), what, theme="dark").figure)
+    alone = draw(llama(2, **ALONE), what)
+    check_readable(alone.figure)
+    texts = " ".join([alone.title, *written(alone.figure)])
+    assert " 1 B" not in texts
+    assert "whole on every rank" not in texts
     empty = plan_of(graph({"a": "linear"}, {}), mesh={"dp_shard": 1})
     picture = draw(empty, what)
     check_readable(picture.figure)
@@ -409,3 +418,12 @@ def test_a_picture_that_cannot_be_written_is_a_problem(tmp_path, monkeypatch):
     picture = draw(llama(2), "mesh")
     with pytest.raises(SpecError, match="cannot be written"):
         picture.save(tmp_path / f"{'n' * 300}.png")
+
+
+def test_the_gallery_shows_every_picture():
+    page = PAGE.read_text()
+    assert {shown.what for shown in SHOWN} == set(WHATS)
+    files = [FOLDER / shown.file for shown in SHOWN]
+    assert all(f"](gallery/{file.name})" in page for file in files)
+    assert sorted(FOLDER.iterdir()) == sorted(files)
+    assert max(file.stat().st_size for file in files) < MOST_BYTES

@@ -146,7 +146,7 @@ def test_locks_and_exit_codes(job, capsys):
     assert "mesh.dp_shard" in capsys.readouterr().out
     assert chosen == overrides(search_plan(path).chosen.stated)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"optimizer": "sgd"}))
-    with pytest.raises(SpecError, match="another state of plan"):
+    with pytest.raises(SpecError, match=r"another state of plan\.yaml"):
         plan_of_lock(lock)
     path.unlink()
     with pytest.raises(SpecError, match="which is not beside it"):

@@ -18,6 +18,7 @@ import pytest
 import meshplan
 from meshplan import api
 from meshplan.blueprint import from_config
+from meshplan.cli import main
 from meshplan.cost.grid import GRID, MODES, OPTIONS
 from meshplan.planner.asking import question_of
 from meshplan.planner.enumeration import enumerate_grid
@@ -220,3 +221,12 @@ def test_experts_are_found_by_what_they_stack(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
     found = experts_of(from_config(tmp_path))
     assert (found.modules, found.count) == (("model.layers.*.mlp.experts",), 4)
+
+
+def test_explain_knows_ep(job, capsys):
+    path = str(job())
+    assert main(["explain", "why-not", "mesh.ep=3", "-f", path, "-q"]) == 1
+    assert "not in the space" in capsys.readouterr().out
+    assert main(["explain", "why-not", "mesh.ep=4", "-f", path, "-q", "--json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["result"]["answers"]
+    assert answer["step_s"] >= answer["best_step_s"] * (1 - 1e-4)

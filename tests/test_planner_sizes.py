@@ -80,7 +80,7 @@ def test_what_holds_more_than_it_seems_is_passed_by(job):
             return Measured(fits=True, result=way)
 
         fake = SimpleNamespace(
-            usual=numbers, measure=measure, bytes_of=float, allow=lambda limit: None,
+            usual=numbers, measure=measure, widened=float, allow=lambda limit: None,
             question=SimpleNamespace(is_stopped=lambda: False),
         )  # fmt: skip
         found = Least(fake, math.inf)

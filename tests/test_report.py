@@ -193,6 +193,14 @@ def test_without_a_model_it_tells_what_is_left_out(tmp_path):
     assert "16*a/n" in texts
 
 
+def test_a_question_that_cannot_be_asked_is_said_to_be_left_out(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("version: 1\nmodel: {params: 3e9}\nmesh: {dp_shard: 8}\n")
+    found = make_report(path, ["strategy=zero2"], why_not=["mesh.tp=2"])
+    assert dict(found.left_out)["why not mesh.tp=2"] == "the planner does not hold this plan"
+    assert "strategy=zero2" in Page(found.html).texts
+
+
 def test_a_plan_that_does_not_fit_has_a_report_and_an_exit_code(folder, capsys):
     out = folder / "over.html"
     words = ["report", "-f", str(folder / "plan.yaml"), "-o", str(out), "--json",

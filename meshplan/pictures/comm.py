@@ -219,6 +219,8 @@ def draw_comm(facts: Comm, theme: Theme) -> Picture:
     axes.set_xticklabels(names)
     axes.set_yticklabels(names)
     head = f"{'GiB' if most >= GIB / 10 else 'MiB'} a step; darkest: {format_bytes(most)}"
+    if not facts.matrix.any():
+        head = "nothing is sent"
     if theme.name == "dark":
         head = head.replace("darkest", "brightest")
     write(axes, -0.5, -0.5 - 0.1 * cells / 4.1, head, theme, size=SMALL, colour=theme.quiet)

@@ -94,8 +94,12 @@ class MemoryBars:
             return f"At most {needs} on {whose}; nothing says how much a GPU holds"
         limit = format_gib(self.limit_bytes)
         if worst.fits:
-            return f"It fits: {self.verdict(worst)} of {limit} on {whose}, which need most"
-        return f"It does not fit: {whose} are {self.verdict(worst)}, of {limit}"
+            if len(self.bars) + self.num_more == 1:
+                return f"It fits: {self.verdict(worst)} of {limit} on every rank"
+            need = "needs" if whose.startswith("rank ") else "need"
+            return f"It fits: {self.verdict(worst)} of {limit} on {whose}, which {need} most"
+        are = "is" if whose.startswith("rank ") else "are"
+        return f"It does not fit: {whose} {are} {self.verdict(worst)}, of {limit}"
 
     @property
     def alt(self) -> str:

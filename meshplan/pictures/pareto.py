@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from meshplan.pictures.palette import BLUE, RED, YELLOW, Ink, Theme
+from meshplan.pictures.palette import BLUE, YELLOW, Ink, Theme
 from meshplan.pictures.sheet import SMALL, Sheet, fitted, width_of, write
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import counted
@@ -127,7 +127,7 @@ def draw_pareto(facts: Pareto, theme: Theme) -> Picture:
     legend = [
         ("the plan", Ink(YELLOW)),
         ("measured, fits", Ink(BLUE)),
-        ("measured, does not fit", Ink(RED)),
+        ("measured, does not fit", Ink(theme.bad)),
         ("ring or cross: lower bound of a configuration", Ink(theme.paper)),
         ("beyond the limit", Ink(theme.forbidden)),
     ]
@@ -151,7 +151,10 @@ def draw_pareto(facts: Pareto, theme: Theme) -> Picture:
               color=BLUE, lw=1.2, gid="frontier")  # fmt: skip
     fits = [d for d in facts.measured if d.num_bytes <= facts.limit_bytes]
     over = [d for d in facts.measured if d.num_bytes > facts.limit_bytes]
-    for dots, marker, colour, name in ((fits, "o", BLUE, "measured"), (over, "X", RED, "over")):
+    for dots, marker, colour, name in (
+        (fits, "o", BLUE, "measured"),
+        (over, "X", theme.bad, "over"),
+    ):
         axes.plot([d.num_bytes / GIB for d in dots], [d.seconds for d in dots], ls="", ms=7,
                   marker=marker, color=colour, mec=theme.paper, gid=name, zorder=4)  # fmt: skip
     if facts.chosen is not None:

@@ -50,12 +50,13 @@ class Area:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treemap:
-    """What the picture shows: `of` says whose bytes."""
+    """What the picture shows: `of` says whose bytes, `is_alone` that nothing could be cut."""
 
     model: str
     of: Of
     rank: int
     areas: tuple[Area, ...]
+    is_alone: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -81,6 +82,8 @@ class Treemap:
         whose = f"on rank {self.rank}" if self.of == "local" else "in all"
         if not self.total_bytes:
             return f"{self.model} has no parameters {whose}"
+        if self.is_alone:
+            return f"{total} of parameters {whose}, and no other ranks to cut them for"
         if not self.whole_bytes:
             return f"{total} of parameters {whose}, nothing of it whole on every rank"
         share = self.whole_bytes / self.total_bytes
@@ -129,7 +132,8 @@ def treemap(plan: Plan, of: Of = "local", rank: int = 0) -> Treemap:
         for (_, spelled, is_whole), alike in groups.items()
     ]
     areas.sort(key=lambda area: (-area.num_bytes, area.name))
-    return Treemap(model=plan.graph.name, of=of, rank=rank, areas=tuple(areas))
+    return Treemap(model=plan.graph.name, of=of, rank=rank, areas=tuple(areas),
+                   is_alone=not _could_be_cut(plan))  # fmt: skip
 
 
 def _could_be_cut(plan: Plan) -> bool:

@@ -48,7 +48,7 @@ svg {{ width: 100%; min-width: 44rem; height: auto; }}
 """
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Picture:
     """One question about a plan, answered.
 
@@ -118,6 +118,9 @@ class Picture:
         return _PAGE.format(
             title=html.escape(self.title), figure=self.inline(), paper=paper, ink=ink
         )
+
+    def __repr__(self) -> str:
+        return f"<Picture of {self.what}: {self.title}>"
 
     def _repr_html_(self) -> str:
         return self.inline()

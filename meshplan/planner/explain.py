@@ -25,7 +25,7 @@ from meshplan.planner.space import STRATEGIES, Freedom, divisors
 from meshplan.spec import STRATEGY_WORDS
 
 FIELDS: Final = (
-    *(f"mesh.{axis}" for axis in AXES if axis != "ep"),
+    *(f"mesh.{axis}" for axis in AXES),
     "strategy", "batch.micro", "activation_checkpointing", "reshard_after_forward",
 )  # fmt: skip
 """What can be asked about."""

@@ -43,6 +43,11 @@ def frontier(
         way = found.measured.result if found.measured is not None else None
         if not isinstance(way, Way) or not found.is_whole:
             break
+        certified = job.certified(way)
+        if certified is None:
+            is_whole = False
+            break
+        way = certified
         out.append(way)
         told(f"{way.seconds:.3f} s within {limit:,} bytes")
         limit = int(way.memory.worst.band[1] * _STEP)

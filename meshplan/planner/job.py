@@ -219,10 +219,6 @@ class Job:
         self.capacity = (limit_bytes - self._driver) / _SHARES
         self._known.clear()
 
-    def bytes_of(self, linear_bytes: float) -> float:
-        """The upper end of the band of a rank that holds so much by the linear figures."""
-        return linear_bytes * _SHARES + self._driver
-
     @property
     def chain(self) -> Chain:
         """The model as it is without tp."""

@@ -57,7 +57,7 @@ class Least:
         numbers = job.usual
         bounds = memory_bounds(numbers)
         rows = least_rows(numbers.grid, bounds, float("inf"))
-        self.lower_bytes = job.bytes_of(float(bounds[rows[0]])) if rows else 0.0
+        self.lower_bytes = job.widened(float(bounds[rows[0]])) if rows else 0.0
         candidates: list[Candidate] = []
         for row in rows:
             if self._is_late(job, deadline):
@@ -65,10 +65,10 @@ class Least:
             candidates.append(Row(numbers, row, float("inf")).smallest())
         candidates.sort(key=_held)
         if candidates and self.is_whole:
-            self.lower_bytes = job.bytes_of(_held(candidates[0]))
+            self.lower_bytes = job.widened(_held(candidates[0]))
         least = float("inf")
         for candidate in candidates:
-            if job.bytes_of(_held(candidate)) >= least or self._is_late(job, deadline):
+            if job.widened(_held(candidate)) >= least or self._is_late(job, deadline):
                 break
             self.num_measured += 1
             timed = replace(candidate, seconds=seconds_of(numbers, candidate))

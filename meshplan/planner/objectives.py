@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -37,6 +38,9 @@ def smallest(question: Question, told: Told = lambda text: None) -> Decision:
     told(f"{len(job.grid):,} configurations")
     least = Least(job, began + limit)
     way = least.way if least.way is not None and least.way.memory.fits else None
+    if way is not None and (way := job.certified(way)) is None:
+        # What its pieces told was too little: the fastest goes by what its model does.
+        return replace(decide(question, told), objective="memory", gap=1.0, is_whole=False)
     samples, gap = 0, 1.0
     if way is not None:
         samples = (way.plan.micro or 0) * way.plan.accumulate * way.plan.num_data_ranks

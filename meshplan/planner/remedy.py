@@ -261,7 +261,10 @@ class _Asking:
             return _Outcome(False, why=error.problems[0].what)
         way = found.measured.result if found.measured is not None else small
         assert isinstance(way, Way)
-        best = min((way, small), key=lambda each: each.seconds)
+        best = job.certified(min((way, small), key=lambda each: each.seconds))
+        if best is None:  # What its pieces told was too little.
+            self._is_whole = False
+            return _Outcome(None)
         return _Outcome(True, best, is_whole=found.is_whole)
 
     def _anything(self, job: Job) -> tuple[Way | None, bool]:

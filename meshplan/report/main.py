@@ -46,6 +46,7 @@ class Known:
     Args:
         name: What the plan is called.
         text: Its file, as it is written; "" where it is none.
+        on_top: What was stated beside it, as "KEY=VALUE".
         states: The textbook's table, where there is no model.
         decision: What the planner says of it; of a plan that leaves nothing open, too.
         trouble: Why there is no plan, and what would help.
@@ -56,6 +57,7 @@ class Known:
 
     name: str
     text: str = ""
+    on_top: tuple[str, ...] = ()
     plan: Plan | None = None
     states: StatesEstimate | None = None
     estimate: MemoryEstimate | None = None
@@ -192,7 +194,7 @@ def _tables(known: Known, left_out: list[tuple[str, str]]) -> Mapping[str, Itera
             of.about_trouble(known.trouble) if known.trouble else (),
             of.about_choice(decision, known.why_not) if decision else (),
         ),
-        "plan": of.about_plan(plan, decision, known.text),
+        "plan": of.about_plan(plan, decision, known.text, known.on_top),
         "rest": of.about_rest(left_out, known.warnings, known.notes),
     }
 

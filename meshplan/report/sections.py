@@ -44,7 +44,9 @@ def key_figures(
     return pairs(found, "figures")
 
 
-def about_plan(plan: Plan | None, decision: Decision | None, text: str) -> Iterator[str]:
+def about_plan(
+    plan: Plan | None, decision: Decision | None, text: str, on_top: Sequence[str]
+) -> Iterator[str]:
     """What it says, and what was chosen in its place."""
     if plan is not None:
         yield pairs([("mesh", str(plan.mesh)), *settings(plan)])
@@ -52,6 +54,9 @@ def about_plan(plan: Plan | None, decision: Decision | None, text: str) -> Itera
     if decision is not None and chosen is not None and decision.spec.free_fields:
         yield heading("Chosen for what the file leaves open")
         yield bullets(statement_lines(chosen.stated))
+    if on_top:
+        yield heading("Stated beside the file, and before it")
+        yield bullets(on_top)
     if text:
         yield heading("The file")
         yield numbered(text)

@@ -138,7 +138,7 @@ def _is_same(
     """
     owner, name = place
     now = owner._buffers[name]
-    if now is None or now is not before:
+    if now is not before or now is None:
         return False
     return _version_of(now) == version if is_pretending() else torch.equal(now, start)
 
