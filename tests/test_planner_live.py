@@ -146,7 +146,6 @@ def test_nothing_that_fits_is_faster(name, ask):
     # What the allocator reserves follows from no figure of blocks, where these are small and many.
     assert decision.best_s <= best * (1.1 if name == "t5" else 1 + 1e-9)
     assert decision.best_s * (1 - decision.gap) <= best * (1 + 1e-9)
-    print("gap", decision.gap)
     assert decision.chosen is not None
     assert decision.chosen.seconds <= decision.best_s * 1.02
 

@@ -9,8 +9,7 @@ blocks so far keep decides for all of them. What stays unproved the search tells
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -21,24 +20,11 @@ from meshplan.planner.numbers import Numbers, time_bounds
 from meshplan.planner.row import Candidate
 from meshplan.planner.search import TOLERANCE, Found
 
-_MOST_ROWS: Final = 12
-_MOST_TRIES: Final = 6
+_MOST_ROWS: Final = 6
+_MOST_TRIES: Final = 4
 """Answers of a row that are measured."""
-_MOST_LABELS: Final = 4000
-
-
-class _Label(NamedTuple):
-    """What the blocks so far take together.
-
-    Attributes:
-        kept: Bytes for backward.
-        most: Bytes at the worst of their moments.
-    """
-
-    seconds: float
-    kept: float
-    most: float
-    options: tuple[int, ...]
+_MOST_LABELS: Final = 2000
+"""Of which each is a way for the blocks so far that no other beats."""
 
 
 def polish(job: Job, numbers: Numbers, found: Found, deadline: float | None = None) -> None:
@@ -88,64 +74,57 @@ def _solve(
     job: Job, numbers: Numbers, row: int, back: int, room: float, below: float
 ) -> tuple[Candidate, float] | None:
     """The fastest options of all blocks that keep every moment within so many bytes; the most."""
-    config = numbers.grid[row]
+    config, turns = numbers.grid[row], job.chain.turns
     micro, microbatches = float(config["micro"]), float(config["microbatches"])
     seconds, saved, resident = (a[row] for a in (numbers.seconds, numbers.saved, numbers.resident))
-    fixed, base = float(numbers.top[row]), 0.0
-    labels = [_Label(0.0, 0.0, 0.0, ())]
+    offered = []
+    fixed = float(numbers.top[row])
     for place, kind in enumerate(numbers.order):
-        turns = job.chain.turns[place]
-        offered = [o for o in map(int, np.flatnonzero(np.isfinite(seconds[kind])))
-                   if not turns or OPTIONS[o][1] == back]  # fmt: skip
-        if not offered:
+        may = [o for o in map(int, np.flatnonzero(np.isfinite(seconds[kind])))
+               if not turns[place] or OPTIONS[o][1] == back]  # fmt: skip
+        if not may:
             return None
-        fixed += min(float(resident[kind, option]) for option in offered)
-        if not turns:
-            base += float(saved[kind, offered[0]])
-        labels = _best(
-            [
-                _Label(
-                    label.seconds + float(seconds[kind, option]),
-                    label.kept + (float(saved[kind, option]) if turns else 0.0),
-                    max(label.most, label.kept + micro * turns[OPTIONS[option][0]])
-                    if turns
-                    else label.most,
-                    (*label.options, option),
-                )
-                for label in labels
-                for option in offered
-            ],
-            room,
+        offered.append(may)
+        fixed += float(resident[kind, may].min())
+        fixed += 0.0 if turns[place] else float(saved[kind, may[0]])
+    taken, kept, most = np.zeros(1), np.zeros(1), np.zeros(1)
+    layers: list[tuple[Counts, Counts]] = []
+    """By place, of each label: the one before it, and its option."""
+    for place, kind in enumerate(numbers.order):
+        options = np.array(offered[place], dtype=np.int64)
+        own = (
+            np.array([turns[place][OPTIONS[o][0]] if turns[place] else 0.0 for o in options])
+            * micro
         )
-    fit = [each for each in labels if fixed + max(each.most, each.kept + base) <= room]
-    if not fit:
+        more = saved[kind, options] if turns[place] else np.zeros(len(options))
+        worst = np.maximum(most[:, None], kept[:, None] + own[None])
+        at = np.flatnonzero((fixed + worst <= room).ravel())
+        time_s = (taken[:, None] + seconds[kind, options][None]).ravel()[at]
+        held = (kept[:, None] + more[None]).ravel()[at]
+        order = np.lexsort((held, time_s))
+        least = np.minimum.accumulate(held[order]) if len(order) else held
+        order = order[np.append(True, held[order][1:] < least[:-1])] if len(order) else order
+        if len(order) > _MOST_LABELS:
+            order = order[np.linspace(0, len(order) - 1, _MOST_LABELS).astype(np.int64)]
+        if not len(order):
+            return None
+        at = at[order]
+        taken, kept, most = time_s[order], held[order], worst.ravel()[at]
+        parents: Counts = (at // len(options)).astype(np.int64)
+        layers.append((parents, options[at % len(options)]))
+    fit = np.flatnonzero(fixed + np.maximum(most, kept) <= room)
+    if not len(fit):
         return None
-    best = min(fit, key=lambda each: each.seconds)
-    step = microbatches * best.seconds + float(numbers.once_s[row])
+    label = int(fit[0])
+    step = microbatches * float(taken[label]) + float(numbers.once_s[row])
     if step >= below:
         return None
+    peak = fixed + float(max(most[label], kept[label]))
     takes = np.zeros(seconds.shape, dtype=np.int64)
-    for kind, option in zip(numbers.order, best.options, strict=True):
-        takes[kind, option] += 1
-    held = fixed + max(best.most, best.kept + base)
+    for kind, (before, took) in reversed([*zip(numbers.order, layers, strict=True)]):
+        takes[kind, took[label]] += 1
+        label = int(before[label])
     chosen = takes > 0
     linear = float((takes[chosen] * numbers.menu(row, 1.0).memory[chosen]).sum()) + numbers.top[row]
-    ends = (0, len(numbers.order))
-    return Candidate(row, step, ends, (_rows(takes),), (float(linear),)), held
-
-
-def _rows(takes: Counts) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(map(int, counts)) for counts in takes)
-
-
-def _best(labels: Sequence[_Label], room: float) -> list[_Label]:
-    """Those that no other beats in time and in what is kept, as long as they may fit."""
-    out: list[_Label] = []
-    least = float("inf")
-    for label in sorted(each for each in labels if each.most <= room):
-        if label.kept < least:
-            least = label.kept
-            out.append(label)
-    if len(out) > _MOST_LABELS:
-        out = [out[n] for n in np.linspace(0, len(out) - 1, _MOST_LABELS).astype(int)]
-    return out
+    rows = tuple(tuple(map(int, counts)) for counts in takes)
+    return Candidate(row, step, (0, len(numbers.order)), (rows,), (float(linear),)), peak
