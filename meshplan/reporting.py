@@ -158,7 +158,8 @@ class _Gather:
         if chosen is not None and chosen.plan.digest() != checked.plan.digest():
             more = "the lock says otherwise than a search now: this report is of the lock's plan, "
             more += "but times, candidates and what was chosen are of the search"
-            self._learn(notes=(*notes, more))
+            notes = (*notes, more)
+            self._learn(notes=notes)
         try:
             estimate = api.estimate_memory(
                 self._plan, self._overrides, **self._model, **self._machine, fixes=False,

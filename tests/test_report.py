@@ -178,6 +178,8 @@ def test_a_report_goes_by_the_lock_and_says_where_a_search_differs(tmp_path):
     found = Page(make_report(path).html)
     assert any("otherwise than a search" in text for text in found.texts)
     assert any("zero2; applied" in text for text in found.texts)
+    # Seconds of another plan are none of this one's.
+    assert "MFU" not in found.texts
 
 
 def test_without_a_model_it_tells_what_is_left_out(tmp_path):
@@ -300,6 +302,16 @@ def test_a_browser_shows_it_whole_and_complains_of_nothing(report, folder, shown
     # The paper of a picture is the page's, in both.
     drawn = "document.querySelector('#picture-mesh svg path')"
     assert shown.ask(f"getComputedStyle({drawn}).fill") == paper
+
+
+@needs_browser
+def test_long_and_strange_names_do_not_widen_the_page(folder, shown):
+    plan = plan_of(strange(), mesh={"dp_shard": 2}, strategy="full_shard")
+    known = Known(name="n" * 200, text=f"a: {'x' * 300}", plan=plan, notes=("y" * 300,))
+    report_of(known).save(folder / "strange.html")
+    shown.open(folder / "strange.html", width=375)
+    assert shown.ask("document.documentElement.scrollWidth") == 375
+    assert shown.complaints == []
 
 
 @needs_browser

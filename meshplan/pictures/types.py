@@ -6,6 +6,7 @@ import html
 import io
 import os
 import re
+import warnings
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,7 +93,9 @@ class Picture:
     def svg(self) -> str:
         """As svg, its texts as text."""
         out = io.StringIO()
-        with _settings():
+        with _settings(), warnings.catch_warnings():
+            # Whoever shows it has fonts of their own.
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")
             self.figure.savefig(
                 out, format="svg", facecolor=self.figure.get_facecolor(),
                 metadata={"Date": None, "Creator": "meshplan", "Title": self.title,

@@ -70,6 +70,14 @@ class Known:
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def of_plan(self) -> Decision | None:
+        """What the planner says of this very plan, and not of one that it would choose now."""
+        chosen = self.decision.chosen if self.decision else None
+        if self.plan is None or chosen is None or chosen.plan.digest() != self.plan.digest():
+            return None
+        return self.decision
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
@@ -144,7 +152,7 @@ def report_of(known: Known) -> Report:
     for key, more in _tables(known, left_out).items():
         parts[key] += filter(None, more)
     top = f"<p class='quiet'>{html.escape(_about(known))}</p><h1>{html.escape(verdict)}</h1>"
-    top += of.key_figures(known.plan, known.estimate, known.decision)
+    top += of.key_figures(known.plan, known.estimate, known.of_plan)
     foot = f"meshplan {__version__}" + (f", plan {known.plan.digest()[:16]}" if known.plan else "")
     titles = {
         "memory": "Does it fit?",
@@ -194,7 +202,7 @@ def _tables(known: Known, left_out: list[tuple[str, str]]) -> Mapping[str, Itera
             of.about_trouble(known.trouble) if known.trouble else (),
             of.about_choice(decision, known.why_not) if decision else (),
         ),
-        "plan": of.about_plan(plan, decision, known.text, known.on_top),
+        "plan": of.about_plan(plan, known.of_plan, known.text, known.on_top),
         "rest": of.about_rest(left_out, known.warnings, known.notes),
     }
 

@@ -223,7 +223,7 @@ def _candidates(decision: Decision, ways: Sequence[Way]) -> str:
     rows = []
     for way in sorted(ways, key=lambda each: each.seconds):
         is_over = way.memory.fits is False
-        name = "this plan" if way is decision.chosen else "does not fit" if is_over else "fits"
+        name = "chosen" if way is decision.chosen else "does not fit" if is_over else "fits"
         slower = Cell("") if base is None else share(way.seconds / base - 1, signed=True)
         rows.append([Cell(words_of(way)), seconds(way.seconds), slower,
                      gib(way.memory.worst.band[1]), Cell(name, mark="bad" if is_over else "good"),
