@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshplan.planner.numbers import Numbers, memory_bounds, priced_bounds, time_bounds
 from meshplan.planner.row import Candidate, Row, solve_row
@@ -208,25 +209,45 @@ class _Search:
     def _seed(self) -> None:
         """Find any answer where the fastest rows fail: one that keeps well clear of the limit."""
         for share in _SHARES:
-            room = self._capacity * share
-            rows = np.flatnonzero((self._bytes <= room) & np.isfinite(self._times))
-            if not len(rows):
+            if self._try(self._capacity * share):
                 return
-            order = np.argsort(priced_bounds(self._numbers, rows, room), kind="stable")
-            asked = 0
-            for row in map(int, rows[order[:_LOOKED_AT]]):
-                if self._is_late() or asked == _ASKED:
-                    break
-                if self._is_over(row):
-                    continue
-                candidate = solve_row(self._numbers, row, room)
-                if candidate is None:
-                    continue
-                measured, asked = self._measured(candidate), asked + 1
-                if measured.fits:
-                    self.found.excess[row] = max(measured.excess_bytes, 0.0)
-                    self._take(candidate, measured)
-                    return
+        # Where all of these fail: blocks in the most parts come and go the smallest.
+        there = np.flatnonzero(np.isfinite(self._times) & (self._bytes <= self._capacity))
+        least = there[np.argsort(self._bytes[there], kind="stable")]
+        parts = self._numbers.grid["tp"][least]
+        for row in (int(least[parts == tp][0]) for tp in sorted(set(parts), reverse=True)):
+            if self._is_late():
+                return
+            smallest = Row(self._numbers, row, float("inf")).smallest()
+            measured = self._measured(smallest)
+            if measured.fits:
+                self._take(smallest, measured)
+                same = self._numbers.grid["tp"] == self._numbers.grid["tp"][row]
+                self._try(self._capacity - max(measured.excess_bytes, 0.0), same)
+                return
+
+    def _try(self, room: float, among: NDArray[np.bool_] | None = None) -> bool:
+        """Measure the fastest answers of some rows within so much memory; whether one fits."""
+        can_be = (self._bytes <= room) & np.isfinite(self._times)
+        rows = np.flatnonzero(can_be if among is None else can_be & among)
+        if not len(rows):
+            return False
+        order = np.argsort(priced_bounds(self._numbers, rows, room), kind="stable")
+        asked = 0
+        for row in map(int, rows[order[:_LOOKED_AT]]):
+            if self._is_late() or asked == _ASKED:
+                break
+            if self._is_over(row):
+                continue
+            candidate = solve_row(self._numbers, row, room)
+            if candidate is None:
+                continue
+            measured, asked = self._measured(candidate), asked + 1
+            if measured.fits:
+                self.found.excess[row] = max(measured.excess_bytes, 0.0)
+                self._take(candidate, measured)
+                return True
+        return False
 
     def _by_bound(self) -> Iterator[tuple[float, int]]:
         """(bound, row) of every row that may fit, least first."""
