@@ -28,6 +28,14 @@ STATED: dict[str, Any] = {
 }
 LONG = "block_" + "x" * 190 + "_end"
 
+PIPED = {
+    "mesh": {"pp": 4, "dp_shard": 2, "tp": 2},
+    "strategy": "full_shard",
+    "batch": {"micro": 4, "seq_len": 2048},
+    "pipeline": {"schedule": "1F1B", "microbatches": 4},
+    "tp_plan": "auto",
+}
+
 
 def llama(blocks: int | None = None, **changes: Any) -> Plan:
     """Llama-3.1-8B by its config, on two nodes of eight unless changes say otherwise."""

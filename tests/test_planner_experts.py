@@ -25,7 +25,7 @@ from meshplan.planner.enumeration import enumerate_grid
 from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Candidate, solve_row
-from meshplan.planner.search import _mesh_key, search
+from meshplan.planner.search import mesh_key, search
 from meshplan.planner.space import Freedom, divisors
 from meshplan.planner.spread import experts_of
 from meshplan.planning import search_plan
@@ -169,7 +169,7 @@ def test_what_one_way_to_spread_holds_says_nothing_of_another():
     """Rows of one key are ruled out together."""
     rows = np.zeros(2, GRID)
     rows["ep"] = 1, 2
-    assert _mesh_key(rows[0]) != _mesh_key(rows[1])
+    assert mesh_key(rows[0]) != mesh_key(rows[1])
 
 
 def test_what_is_chosen_is_whole_and_certified(job):

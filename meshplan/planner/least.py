@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +11,8 @@ from meshplan.planner.decision import Way
 from meshplan.planner.job import Job
 from meshplan.planner.knapsack import Floats
 from meshplan.planner.numbers import memory_bounds
-from meshplan.planner.row import Candidate, Row, seconds_of
-
-_NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual", "mode", "schedule")
+from meshplan.planner.row import Candidate, Row
+from meshplan.planner.search import mesh_key
 
 
 def least_rows(grid: NDArray[np.void], bounds: Floats, capacity: float) -> list[int]:
@@ -27,18 +25,8 @@ def least_rows(grid: NDArray[np.void], bounds: Floats, capacity: float) -> list[
     least: dict[tuple[int, ...], int] = {}
     for row in np.argsort(grid["micro"], kind="stable"):
         if bounds[row] <= capacity and np.isfinite(bounds[row]):
-            least.setdefault(_key(grid[row]), int(row))
+            least.setdefault(mesh_key(grid[row]), int(row))
     return sorted(least.values(), key=lambda row: float(bounds[row]))
-
-
-def _key(config: np.void) -> tuple[int, ...]:
-    """Configurations of one key hold the more, the larger their microbatches are.
-
-    A pipeline with fewer microbatches than ranks keeps fewer of them: those are apart.
-    """
-    count = int(config["microbatches"])
-    few = count if count < config["pp"] else 0
-    return (*(int(config[name]) for name in _NAMES), few, int(count > 1))
 
 
 class Least:
@@ -71,8 +59,7 @@ class Least:
             if job.widened(_held(candidate)) >= least or self._is_late(job, deadline):
                 break
             self.num_measured += 1
-            timed = replace(candidate, seconds=seconds_of(numbers, candidate))
-            way = job.measure(numbers, timed).result
+            way = job.measure(numbers, candidate).result
             if isinstance(way, Way) and way.memory.worst.band[1] < least:
                 least, self.way = way.memory.worst.band[1], way
                 job.allow(least)  # What is over that is not told to its end.

@@ -19,7 +19,7 @@ from meshplan.planner.job import Job
 from meshplan.planner.least import least_rows
 from meshplan.planner.lock import overrides
 from meshplan.planner.numbers import memory_bounds
-from meshplan.planner.row import Row, seconds_of
+from meshplan.planner.row import Row
 from meshplan.planner.search import search
 from meshplan.planner.stated import Statement, statements_of, without
 
@@ -281,8 +281,7 @@ class _Asking:
             candidate = Row(numbers, row, float("inf")).smallest()
             if max(candidate.linear_bytes) > job.capacity:
                 continue
-            seconds = seconds_of(numbers, candidate)
-            found = job.measure(numbers, replace(candidate, seconds=seconds))
+            found = job.measure(numbers, candidate)
             if found.fits:
                 assert isinstance(found.result, Way)
                 return found.result, False

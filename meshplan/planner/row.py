@@ -44,15 +44,6 @@ def solve_row(
     return solver.best(below)
 
 
-def seconds_of(numbers: Numbers, candidate: Candidate) -> float:
-    """Of a step, whatever the candidate was looked for."""
-    row = candidate.row
-    a, b = (float(each[0]) for each in weights(numbers.grid[row : row + 1]))
-    takes = np.array(candidate.takes)
-    stages = (takes * np.where(takes > 0, numbers.seconds[row][None], 0.0)).sum(axis=(1, 2))
-    return float(a * stages.max() + b * stages.sum() + numbers.once_s[row])
-
-
 class Row:
     """One configuration."""
 
@@ -118,11 +109,9 @@ class Row:
             float(table[at]) for at in zip(range(self._stages), ends[:-1], ends[1:], strict=True)
         ]
         a, b = (float(each[0]) for each in weights(numbers.grid[row : row + 1]))
-        times = [
-            float(np.where(np.array(take) > 0, menu.seconds, 0.0).ravel() @ np.array(take).ravel())
-            for take, menu in zip(takes, self._menus, strict=True)
-        ]
-        seconds = a * max(times) + b * sum(times) + float(numbers.once_s[row])
+        taken = np.array(takes)
+        stages = (taken * np.where(taken > 0, numbers.seconds[row][None], 0.0)).sum(axis=(1, 2))
+        seconds = float(a * stages.max() + b * stages.sum() + numbers.once_s[row])
         return Candidate(row, seconds, ends, tuple(takes), tuple(linear))
 
     def _is_open(self, stage: int, i: Counts, j: Counts) -> NDArray[np.bool_]:

@@ -349,14 +349,14 @@ class _Search:
                 self._take(smallest, measured)
                 return True
         config = self._numbers.grid[row]
-        key, micro = _mesh_key(config), int(config["micro"])
+        key, micro = mesh_key(config), int(config["micro"])
         self._over[key] = min(micro, self._over.get(key, micro))
         return False
 
     def _is_over(self, row: int) -> bool:
         """Whether a row holds more than one that is over: as much, of larger microbatches."""
         config = self._numbers.grid[row]
-        return int(config["micro"]) >= self._over.get(_mesh_key(config), np.inf)
+        return int(config["micro"]) >= self._over.get(mesh_key(config), np.inf)
 
     def _collect(self) -> None:
         """Every row that may come within the slack of the best."""
@@ -375,7 +375,7 @@ class _Search:
         found.near = sorted(near, key=lambda c: (c.seconds, c.row))
 
 
-def _mesh_key(config: np.void) -> tuple[int, ...]:
+def mesh_key(config: np.void) -> tuple[int, ...]:
     """Rows of one key hold the more, the larger their microbatches are.
 
     A pipeline that has fewer microbatches than ranks keeps fewer of them: those are apart.
