@@ -6,7 +6,9 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from meshplan.memory.told import told_rank
@@ -28,14 +30,19 @@ LLAMA = {
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    hardware = {"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}
+    return job_in(tmp_path, LLAMA, nodes=1)
+
+
+def job_in(folder: Path, config: dict[str, Any], *, nodes: int) -> Job:
+    (folder / "config.json").write_text(json.dumps(config))
+    hardware = {"nodes": nodes, "gpus_per_node": 8, "gpu": "h100-sxm-80gb", "inter": "50GB/s"}
     plan = {
         "version": 1, "model": {"config": "config.json"}, "hardware": hardware, "mesh": "auto",
-        "strategy": "auto", "precision": "bf16-mixed", "batch": {"global": 32, "seq_len": 512},
+        "strategy": "auto", "precision": "bf16-mixed",
+        "batch": {"global": 32 * nodes, "seq_len": 512},
     }  # fmt: skip
-    (tmp_path / "plan.yaml").write_text(json.dumps(plan))
-    return Job(question_of_file(tmp_path / "plan.yaml"))
+    (folder / "plan.yaml").write_text(json.dumps(plan))
+    return Job(question_of_file(folder / "plan.yaml"))
 
 
 def some(job: Job, count: int) -> Iterator[Candidate]:
@@ -93,3 +100,14 @@ def test_what_stands_for_others_keeps_the_ends_of_its_row() -> None:
     assert asked == [11]
     assert shorten(stages[:1], 0, lambda blocks: None).times == {"h.2": 4}  # type: ignore
     assert shorten([stages[0][:5]], 0, lambda blocks: None) is None  # type: ignore
+
+
+def test_a_frame_is_held_by_one_microbatch_alone(tmp_path: Path) -> None:
+    """What a model's own frame holds goes when its forward returns, however many are in flight."""
+    at = job_in(tmp_path, LLAMA | {"num_hidden_layers": 64, "vocab_size": 512}, nodes=8)
+    grid, question = at.grid, at.question
+    row = int(np.flatnonzero((grid["pp"] == 64) & (grid["micro"] == 1))[0])
+    smallest = Row(at.usual, row, float("inf")).smallest()
+    plan = make_plan(question.read(overrides(at.stated(at.usual, smallest))), question.graph)
+    log = told_rank(plan, 0, device=question.device)
+    assert smallest.linear_bytes[0] <= log.peak.live_bytes
