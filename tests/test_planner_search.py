@@ -203,6 +203,26 @@ def test_time_that_is_up_gives_the_best_so_far_and_its_gap():
     assert (found.best, found.is_whole, found.gap) == (None, False, 1.0)
 
 
+def test_an_answer_is_there_soon_though_all_that_is_fast_holds_too_much():
+    """The last rows are far slower, and all that fits: nobody waits for those before them."""
+    numbers, _ = random_numbers(1, num_rows=80)
+    in_parts = np.arange(80) >= 60
+    numbers.grid["tp"] = np.where(in_parts, 8, 1)
+    numbers.seconds[in_parts] *= 100
+    capacity, asked = 1e4, []
+
+    def measure(candidate: Candidate) -> Measured:
+        asked.append(candidate.row)
+        over = 0.0 if in_parts[candidate.row] else 2 * capacity
+        return Measured(fits=not over, excess_bytes=over)
+
+    found = search(numbers, capacity, measure, is_stopped=lambda: len(asked) >= 30)
+    assert found.best is not None
+    assert in_parts[found.best.row]
+    assert not found.is_whole
+    assert found.gap > 0.5
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_knapsack(seed):
     """Against every choice, with correlated and with free figures."""
