@@ -164,6 +164,10 @@ class ModelGraph:
     tp_derived: Mapping[str, str] = field(default_factory=dict, compare=False)
     _owned: Mapping[str, tuple[TensorInfo, ...]] = field(init=False, repr=False, compare=False)
     _first_name: Mapping[str, str] = field(init=False, repr=False, compare=False)
+    _blocks: list[tuple[str, ...]] = field(
+        init=False, repr=False, compare=False, default_factory=list
+    )
+    """What `blocks` found, once it was asked."""
 
     def __post_init__(self) -> None:
         aliases = {alias: m.fqn for m in self.modules.values() for alias in m.aliases}
@@ -206,6 +210,11 @@ class ModelGraph:
         Outermost children of a container that holds at least two modules of one class with
         parameters of their own.
         """
+        if not self._blocks:
+            self._blocks.append(self._find_blocks())
+        return self._blocks[0]
+
+    def _find_blocks(self) -> tuple[str, ...]:
         with_params = {""}
         for tensor in self.parameters:
             for name in tensor.names:

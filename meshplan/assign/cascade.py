@@ -65,11 +65,11 @@ class Cascade:
         self._params: dict[str, dict[str, Stated]] = {}
         self._graph = graph
         self._used: set[int] = set()
-        self._hit: set[int] = set()
         self.problems: list[Problem] = []
         self.hits: dict[int, tuple[str, ...]] = {}
         for rule in spec.rules:
             self._match(rule, graph)
+        self._fields = {field for stated in self._modules.values() for field in stated}
 
     def _match(self, rule: Rule, graph: ModelGraph) -> None:
         stated = fields_of(rule)
@@ -138,6 +138,8 @@ class Cascade:
 
     def inherited(self, module: str, field: str) -> Stated | None:
         """The statement that reaches this module from itself or around it, deepest first."""
+        if field not in self._fields:
+            return None
         for fqn in self._ancestors(module):
             found = self._modules.get(fqn, {}).get(field)
             if found:

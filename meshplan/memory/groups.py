@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshplan.assign import Assignment
 from meshplan.layout import Layout
@@ -19,8 +20,13 @@ def equal_ranks(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
     Assumes: What a rank does depends on the sizes of its parts and on its stage alone. Tokens that
         are routed to experts are taken to be spread evenly.
     """
-    mesh = assignment.mesh
-    uneven = [cut for cut in dict.fromkeys(_cuts(assignment)) if not cut.is_even(mesh)]
+    cuts = dict.fromkeys(_cuts(assignment))
+    return _grouped(assignment.mesh, tuple(cut for cut in cuts if not cut.is_even(assignment.mesh)))
+
+
+@lru_cache(maxsize=64)
+def _grouped(mesh: Mesh, uneven: tuple[_Cut, ...]) -> tuple[tuple[int, ...], ...]:
+    """The groups that these cuts make; the planner asks of many plans that cut the same."""
     full = [cut.num_full(mesh) for cut in uneven]
     sizes: list[dict[int, tuple[tuple[int, ...], int]]] = [{} for _ in uneven]
     spread = dict.fromkeys([("pp",), *(cut.layout.axes for cut in uneven)])

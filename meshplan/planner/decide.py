@@ -48,6 +48,8 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
             numbers,
             job.capacity,
             lambda candidate: job.measure(numbers, candidate),
+            guess=lambda candidate: job.guess(numbers, candidate),
+            taken=job.taken,
             slack=SLACK,
             deadline=deadline,
             is_stopped=job.question.is_stopped,

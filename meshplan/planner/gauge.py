@@ -4,7 +4,8 @@ Alike blocks that do the same hold the same. So of many in a row five are replay
 in the middle holds beyond its own time counts for all that were left out; of a pipeline's other
 stages, one block each. The figure is what the streams' pools would hold of what the whole replay
 requests, and never more: moments in which blocks that were left out would run are left out too. So
-it may rule out, and nothing else.
+it may rule out, and nothing else. Beside it stands a guess of what is really reserved, which tells
+where to look first.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from meshplan.graph import ModelGraph, around
+from meshplan.memory.allocator import reserve
+from meshplan.memory.driver import with_workspaces
 from meshplan.memory.log import Event, EventLog
 from meshplan.planner.settle import Block
 
@@ -93,6 +96,24 @@ def least_bytes(log: EventLog, short: Short) -> int:
         if before not in short.times and after not in short.times:
             most[stream] = max(held, most.get(stream, 0))
     return sum(most.values())
+
+
+def likely_bytes(log: EventLog, short: Short, device: str) -> int:
+    """What the whole model's rank may reserve: a guess, above the truth or below it.
+
+    What blocks that were left out hold when the most is there, beside what the allocator makes of
+    the short log. How memory falls to pieces over many blocks, few do not tell.
+    """
+    block_of = _Blocks(log, {block.name for stage in short.stages for block in stage})
+    lasting = _lasting(log, block_of, short) if short.times else set()
+    live = left_out = most = then = 0
+    for delta, storage, _ in log.events:
+        live += delta
+        if storage in lasting:
+            left_out += delta * (short.times[block_of[storage]] - 1)
+        if live + left_out > most:
+            most, then = live + left_out, left_out
+    return reserve(with_workspaces(log, device)).reserved_bytes + then
 
 
 def _lasting(log: EventLog, block_of: _Blocks, short: Short) -> set[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -13,7 +14,8 @@ from meshplan.cost.chain import chain_of
 from meshplan.cost.profile import Profile, measured_for, profile_of
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem
-from meshplan.memory.driver import driver_bytes
+from meshplan.graph import ModelGraph
+from meshplan.memory.driver import communicators, driver_bytes
 from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
 from meshplan.memory.told import ERROR, OverError, told_estimate, told_rank
 from meshplan.memory.told_works import refusals, styled_of
@@ -21,13 +23,13 @@ from meshplan.plan import Plan, make_plan
 from meshplan.planner.cutting import StagePins, stage_pins_of
 from meshplan.planner.decision import Question, Way
 from meshplan.planner.enumeration import enumerate_grid
-from meshplan.planner.gauge import least_bytes, shorten
+from meshplan.planner.gauge import least_bytes, likely_bytes, shorten
 from meshplan.planner.held import element_bytes_of
 from meshplan.planner.lock import overrides
 from meshplan.planner.numbers import Numbers
 from meshplan.planner.pins import Pins, check_pins, pins_of
 from meshplan.planner.row import Candidate
-from meshplan.planner.search import Measured
+from meshplan.planner.search import Measured, mesh_key
 from meshplan.planner.settle import Block, blocks_of, statements
 from meshplan.planner.space import (
     EmptySpaceError,
@@ -65,6 +67,8 @@ class Job:
         self._driver = driver_bytes(question.device, ()).high
         self.measured: list[Way] = []
         self._known: dict[tuple[object, ...], Measured] = {}
+        self._taken: dict[tuple[int, ...], float] = {}
+        self._short: dict[tuple[object, ...], _InShort | None] = {}
         self.allow(question.limit_bytes)
         if free is not None:
             self.free = free
@@ -218,6 +222,7 @@ class Job:
         """Ranks may hold no more than this."""
         self.capacity = (limit_bytes - self._driver) / _SHARES
         self._known.clear()
+        self._short.clear()
 
     @property
     def chain(self) -> Chain:
@@ -248,14 +253,16 @@ class Job:
 
     def _measure(self, numbers: Numbers, candidate: Candidate, *, to_the_end: bool) -> Measured:
         question, stated = self.question, self.stated(numbers, candidate)
-        if not to_the_end and (excess := self._over(numbers, candidate)) is not None:
-            return Measured(fits=False, excess_bytes=excess)
+        short = self._in_short(numbers, candidate)
+        if not to_the_end and short is not None and short.is_over:
+            return Measured(fits=False, excess_bytes=short.excess_bytes)
         try:
             plan = make_plan(question.read(overrides(stated)), self._graph)
-            memory = self._memory(plan, float("inf") if to_the_end else self.capacity)
+            links = self._links(plan)
+            memory = self._memory(plan, float("inf") if to_the_end else self.capacity - links)
         except OverError as over:
             held = candidate.linear_bytes[_place(plan, over.rank)]
-            excess = over.reserved_bytes - held
+            excess = over.reserved_bytes + links - held
             return Measured(fits=False, excess_bytes=excess, is_of_row=self._is_of_row)
         except MeshplanError as error:
             return Measured(fits=False, why=error.problems[0].what)
@@ -293,8 +300,45 @@ class Job:
         memory = self._traced.certify(way.plan)
         return replace(way, memory=memory) if memory.fits else None
 
-    def _over(self, numbers: Numbers, candidate: Candidate) -> float | None:
-        """What a rank that is over holds above the linear figure, if a short model tells so."""
+    def guess(self, numbers: Numbers, candidate: Candidate) -> float | None:
+        """What some rank may hold above its linear figure, if a short model tells so."""
+        short = self._in_short(numbers, candidate)
+        return None if short is None else short.likely_bytes
+
+    def _links(self, plan: Plan) -> float:
+        """What a plan's communicators take of the capacity."""
+        per_node = self.question.cluster.gpus_per_node
+        opened = communicators(plan.assignment, gpus_per_node=per_node)
+        return (driver_bytes(self.question.device, opened).high - self._driver) / _SHARES
+
+    def taken(self, row: int) -> float:
+        """What a row's communicators take of the capacity, whatever its blocks do."""
+        r, shorter = self.grid[row], self.question.shorter
+        key = mesh_key(r)
+        if key not in self._taken:
+            try:
+                self._taken[key] = 0.0 if shorter is None else self._links(self._least(r, shorter))
+            except MeshplanError:
+                self._taken[key] = 0.0  # What is measured tells why.
+        return self._taken[key]
+
+    def _least(self, r: np.void, shorter: Callable[[int], ModelGraph]) -> Plan:
+        """A row's plan for a model with one block a stage, or two."""
+        pp = int(r["pp"])
+        graph = shorter(max(2, pp))
+        blocks = [Block(name, 0, 0) for name in graph.blocks()]
+        stages = [blocks] if pp == 1 else [[block] for block in blocks]
+        stated = statements(self.spec, self.free, r, stages, self._pins)
+        return make_plan(self.question.read(overrides(stated)), graph)
+
+    def _in_short(self, numbers: Numbers, candidate: Candidate) -> _InShort | None:
+        """What a short model tells of a candidate."""
+        key = candidate.row, candidate.ends, candidate.takes
+        if key not in self._short:
+            self._short[key] = self._look_short(numbers, candidate)
+        return self._short[key]
+
+    def _look_short(self, numbers: Numbers, candidate: Candidate) -> _InShort | None:
         shorter = self.question.shorter
         kinds = {numbers.order[n] for n, name in enumerate(numbers.names) if name}
         if shorter is None or self.spec.rules or len(kinds) > 1:
@@ -302,6 +346,7 @@ class Job:
         stages = self.blocks(numbers, candidate)
         linear = candidate.linear_bytes
         fullest = max(range(len(stages)), key=linear.__getitem__)
+        likely = None
         for place in dict.fromkeys((fullest, 0, len(stages) - 1)):
             short = shorten(stages, place, shorter)
             if short is None:
@@ -314,10 +359,13 @@ class Job:
                 log = told_rank(plan, rank, device=self.question.device)
             except MeshplanError:
                 return None  # The model itself tells why.
-            held = least_bytes(log, short)
-            if held > self.capacity:
-                return held - linear[place]
-        return None
+            links = self._links(plan)
+            least = least_bytes(log, short) + links
+            guess = likely_bytes(log, short, self.question.device) + links - linear[place]
+            if least > self.capacity:
+                return _InShort(least - linear[place], max(guess, least - linear[place]), True)
+            likely = guess if likely is None else max(guess, likely)
+        return None if likely is None else _InShort(0.0, likely, False)
 
     def _at_worst(self, way: Way) -> Way:
         """The same, saying what the worst routing would need."""
@@ -330,6 +378,21 @@ class Job:
             tells_worst=True,
         )
         return replace(way, memory=memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _InShort:
+    """What a short model tells.
+
+    Attributes:
+        excess_bytes: Above the linear figure at the least, where a rank is over.
+        likely_bytes: The same by a guess, of the rank that is worst off.
+        is_over: Whether a rank surely holds more than it may.
+    """
+
+    excess_bytes: float
+    likely_bytes: float
+    is_over: bool
 
 
 def _place(plan: Plan, rank: int) -> int:

@@ -70,7 +70,7 @@ class Near:
         """The fastest way of a row within the slack, as far as is known what it really holds."""
         found = self._found
         assert found.best is not None
-        room = self._job.capacity - found.excess.get(row, 0.0)
+        room = self._job.capacity - found.excess.get(row, self._job.taken(row))
         limit = found.best.seconds * (1 + SLACK)
         one = solve_row(self._numbers.only(row, options), 0, room, limit)
         return replace(one, row=row) if one is not None else None
@@ -83,6 +83,10 @@ class Near:
                 one = self._solve(row, options)
                 if one is None:
                     break
+                guess = self._job.guess(self._numbers, one) if row not in found.excess else None
+                if guess and max(one.linear_bytes) + guess > self._job.capacity:
+                    found.excess[row] = max(guess, 1.0)
+                    continue
                 measured = self._job.measure(self._numbers, one)
                 found.num_measured += 1
                 most -= 1

@@ -33,6 +33,11 @@ _MOST_TRIES: Final = 12
 """Answers of one row that are measured before it is given up, which `Found.given_up` tells."""
 
 
+_AHEAD: Final = (1.02, 1.25)
+"""Before there is an answer, how far above its bound a row is solved at first, and then: what is
+slower need not be known exactly yet, and to rule it out is cheap."""
+_MOST_GUESSES: Final = 4
+"""How often a row's memory is guessed before something of it is measured."""
 _MOST_HALVED: Final = 12
 """How often what lies between an answer that fits and one that does not is looked at."""
 
@@ -93,6 +98,8 @@ def search(
     capacity: float,
     measure: Callable[[Candidate], Measured],
     *,
+    guess: Callable[[Candidate], float | None] = lambda candidate: None,
+    taken: Callable[[int], float] = lambda row: 0.0,
     slack: float = 0.0,
     tolerance: float = TOLERANCE,
     deadline: float | None = None,
@@ -104,13 +111,16 @@ def search(
     Args:
         capacity: Bytes that a rank may hold by the linear figures.
         measure: Asks the memory room.
+        guess: What a candidate may hold above its linear figures, cheaply; None where nobody knows.
+            It tells what to measure first, and rules nothing out.
+        taken: Bytes that ranks of a row hold above their linear figures, whatever blocks do.
         slack: Rows this much slower than the best are told too, as a share.
         deadline: `time.monotonic()` at which to end with what is there.
         is_stopped: Whether somebody wants it to end with that now.
         told: Is told of each better answer.
     """
     found = _Search(numbers, capacity, measure, slack, tolerance, deadline, told)
-    found.is_stopped = is_stopped
+    found.is_stopped, found.guess, found.taken = is_stopped, guess, taken
     return found.run()
 
 
@@ -123,7 +133,10 @@ class _State:
         fits_up_to, over_from: What fitted and what did not, likewise.
         seconds: Of the last answer that failed.
         halved: How often what lies between was looked at.
+        looks: How often nothing of the row was nearly as fast as its bound.
         is_of_row: Whether what answers held more is the same for all.
+        sure_capacity: Where `capacity` rests on a guess, the one that does not.
+        guesses: How many there were.
     """
 
     capacity: float
@@ -132,7 +145,10 @@ class _State:
     tries: int = 0
     seconds: float = 0.0
     halved: int = 0
+    looks: int = 0
     is_of_row: bool = True
+    sure_capacity: float | None = None
+    guesses: int = 0
 
 
 class _Search:
@@ -152,9 +168,13 @@ class _Search:
         self._slack, self._tolerance = slack, tolerance
         self._deadline, self._told = deadline, told
         self.is_stopped: Callable[[], bool] = lambda: False
+        self.guess: Callable[[Candidate], float | None] = lambda candidate: None
+        self.taken: Callable[[int], float] = lambda row: 0.0
         self.found = Found()
         self._waiting: list[tuple[float, int]] = []
         """(seconds that it takes at the least, row)."""
+        self._guessed: list[tuple[float, int]] = []
+        """Likewise, of rows that wait with another time, which rests on a guess."""
         self._states: dict[int, _State] = {}
         self._failures = 0
         self._unproved = float("inf")
@@ -175,12 +195,12 @@ class _Search:
             while waiting and waiting[0][0] <= bound:
                 if self._is_done():
                     break
-                self._look_closer(heapq.heappop(waiting)[1], bound)
+                self._look_closer(*heapq.heappop(waiting), bound)
             if self._is_done(bound):
                 break
             heapq.heappush(waiting, (bound, row))
-        while waiting and not self._is_done():
-            self._look_closer(heapq.heappop(waiting)[1])
+        while (waiting or self._doubt()) and not self._is_done():
+            self._look_closer(*heapq.heappop(waiting))
         if found.is_whole:
             found.lower_s = found.best.seconds if found.best else float("inf")
             if waiting:
@@ -195,12 +215,34 @@ class _Search:
         found = self.found
         least = min(bound, self._waiting[0][0]) if self._waiting else bound
         if found.best and least >= found.best.seconds * (1 - self._tolerance):
-            return True
+            return not self._doubt()
         if self._is_late():
             found.is_whole = False
+            least = min([least, *(s for s, row in self._guessed if self._rests_on_guess(row))])
             found.lower_s = min(least, found.best.seconds) if found.best else least
             return True
         return False
+
+    def _doubt(self) -> bool:
+        """Let rows wait with what is sure of them, if that may be faster than the best."""
+        limit = self.found.best.seconds * (1 - self._tolerance) if self.found.best else np.inf
+        is_any = False
+        while self._guessed and self._guessed[0][0] < limit:
+            seconds, row = heapq.heappop(self._guessed)
+            if self._rests_on_guess(row):
+                self._be_sure(self._states[row])
+                heapq.heappush(self._waiting, (seconds, row))
+                is_any = True
+        return is_any
+
+    def _rests_on_guess(self, row: int) -> bool:
+        return self._states[row].sure_capacity is not None
+
+    def _be_sure(self, state: _State) -> None:
+        """What the row is given is measured from now on."""
+        if state.sure_capacity is not None:
+            state.capacity, state.sure_capacity = state.sure_capacity, None
+        state.guesses = _MOST_GUESSES
 
     def _is_late(self) -> bool:
         late = self._deadline is not None and time.monotonic() > self._deadline
@@ -266,18 +308,29 @@ class _Search:
                 continue
             yield heapq.heappop(heap)
 
-    def _look_closer(self, row: int, following: float = float("inf")) -> None:
+    def _look_closer(self, bound: float, row: int, following: float = float("inf")) -> None:
         """Solve one row; measure its answer if no other row may be faster, else let it wait.
 
         Args:
+            bound: What the row takes at the least.
             following: What the rows that are not waiting yet take at the least.
         """
-        found, state = self.found, self._states.setdefault(row, _State(self._capacity))
-        limit = (found.best.seconds if found.best else float("inf")) * (1 - self._tolerance)
+        found = self.found
         if self._is_over(row):
             return
+        if (state := self._states.get(row)) is None:
+            state = self._states[row] = _State(self._capacity - self.taken(row))
+        limit = (found.best.seconds if found.best else float("inf")) * (1 - self._tolerance)
+        is_far = state.looks == len(_AHEAD)
+        ahead = limit if found.best or is_far else bound * _AHEAD[state.looks]
         found.num_solved += 1
-        candidate = solve_row(self._numbers, row, state.capacity, limit)
+        candidate = solve_row(self._numbers, row, state.capacity, ahead)
+        if candidate is None and ahead < limit:
+            state.looks += 1
+            heapq.heappush(self._waiting, (ahead, row))
+            return
+        if candidate is None and state.sure_capacity is not None:
+            return  # It is looked at again if what is sure of it is fast.
         if candidate is None or max(candidate.linear_bytes) <= state.fits_up_to:
             self._halve(row, state)
             return
@@ -289,7 +342,11 @@ class _Search:
             found.given_up += 1
             self._unproved = min(self._unproved, candidate.seconds)
             return
-        state.tries += 1
+        if self._is_likely_over(row, state, candidate):
+            heapq.heappush(self._waiting, (candidate.seconds, row))
+            return
+        state.sure_capacity = None
+        state.tries, state.guesses = state.tries + 1, _MOST_GUESSES
         measured = self._measured(candidate)
         if measured.why:
             found.refused[row] = measured.why
@@ -311,6 +368,20 @@ class _Search:
         heapq.heappush(self._waiting, (candidate.seconds if not measured.fits else 0.0, row))
         if self._failures == _FAILURES and found.best is None:
             self._seed()
+
+    def _is_likely_over(self, row: int, state: _State, candidate: Candidate) -> bool:
+        """Whether a guess says so; the row's next answer is then one that the guess lets fit."""
+        if state.guesses == _MOST_GUESSES:
+            return False
+        state.guesses += 1
+        excess = self.guess(candidate)
+        if excess is None or max(candidate.linear_bytes) + excess <= self._capacity:
+            return False
+        if state.sure_capacity is None:
+            state.sure_capacity = state.capacity
+            heapq.heappush(self._guessed, (candidate.seconds, row))
+        state.capacity = self._capacity - excess
+        return True
 
     def _halve(self, row: int, state: _State) -> None:
         """Look between what fits and what does not, where nothing is left within the capacity.
@@ -368,7 +439,7 @@ class _Search:
             if bound > limit:
                 break
             if row not in found.refused and not self._is_over(row):
-                room = self._capacity - found.excess.get(row, 0.0)
+                room = self._capacity - found.excess.get(row, self.taken(row))
                 candidate = solve_row(self._numbers, row, room, limit * (1 + _EPS))
                 if candidate is not None:
                     near.append(candidate)
