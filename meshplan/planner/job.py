@@ -63,7 +63,7 @@ class Job:
         check_pins(self.spec)
         self._graph = question.graph
         self._few = question.few or question.graph
-        self._chains: dict[tuple[int, int], Chain] = {}
+        self._chains: dict[tuple[int, int, bool], Chain] = {}
         self._driver = driver_bytes(question.device, ()).high
         self.measured: list[Way] = []
         self._known: dict[tuple[object, ...], Measured] = {}
@@ -130,24 +130,27 @@ class Job:
     def _chain(self, tp: int, ep: int = 1) -> Chain:
         if self._traced is not None:
             return self._traced.chain()
-        if (tp, ep) not in self._chains:
-            cuts = tp > 1 and self.free.sequence_parallel[tp]
+        cuts = tp > 1 and self.free.sequence_parallel[tp]
+        if (tp, ep, cuts) not in self._chains:
             trial = with_axes(self.spec, {"tp": tp}, sequence_parallel=cuts)
-            self._chains[tp, ep] = self._chain_of(make_plan(trial, self._few), ep)
-        return self._chains[tp, ep]
+            return self._chain_of(make_plan(trial, self._few), ep)
+        return self._chains[tp, ep, cuts]
 
     def _chain_of(self, plan: Plan, ep: int = 1) -> Chain:
         """The model as one rank of the plan's tp, and of ep, computes it."""
         length, tp = self.spec.batch.seq_len, plan.mesh.size("tp")
         assert length is not None
-        return chain_of(
-            self._graph,
-            seq_len=length,
-            element_bytes=element_bytes_of(self._trial).computed,
-            tp=tp,
-            ep=ep,
-            styled=styled_of(plan) if tp > 1 else None,
-        )
+        key = tp, ep, tp > 1 and plan.spec.sequence_parallel
+        if key not in self._chains:
+            self._chains[key] = chain_of(
+                self._graph,
+                seq_len=length,
+                element_bytes=element_bytes_of(self._trial).computed,
+                tp=tp,
+                ep=ep,
+                styled=styled_of(plan) if tp > 1 else None,
+            )
+        return self._chains[key]
 
     @cached_property
     def grid(self) -> NDArray[np.void]:
