@@ -22,10 +22,11 @@ from meshplan.cli import main
 from meshplan.cost.grid import GRID, MODES, OPTIONS
 from meshplan.planner.asking import question_of
 from meshplan.planner.enumeration import enumerate_grid
+from meshplan.planner.found import mesh_key
 from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Candidate, solve_row
-from meshplan.planner.search import mesh_key, search
+from meshplan.planner.search import search
 from meshplan.planner.space import Freedom, divisors
 from meshplan.planner.spread import experts_of
 from meshplan.planning import search_plan

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshplan.memory.driver import communicators, driver_bytes
 from meshplan.memory.told import told_rank
 from meshplan.plan import make_plan
 from meshplan.planner.asking import question_of_file
@@ -111,3 +112,33 @@ def test_a_frame_is_held_by_one_microbatch_alone(tmp_path: Path) -> None:
     plan = make_plan(question.read(overrides(at.stated(at.usual, smallest))), question.graph)
     log = told_rank(plan, 0, device=question.device)
     assert smallest.linear_bytes[0] <= log.peak.live_bytes
+
+
+def test_what_communicators_take_is_known_from_the_mesh(job: Job) -> None:
+    """The same of a model with few blocks as of the plan itself, and more with more axes."""
+    question, numbers = job.question, job.usual
+    by_axes: dict[int, set[float]] = {}
+    for candidate in some(job, 25):
+        row = job.grid[candidate.row]
+        plan = make_plan(question.read(overrides(job.stated(numbers, candidate))), question.graph)
+        taken = job.taken(candidate.row)
+        opened = communicators(plan.assignment, gpus_per_node=8)
+        device = question.device
+        more = driver_bytes(device, opened).high - driver_bytes(device, ()).high
+        assert 0 < taken <= more < taken * 1.1
+        axes = sum(int(row[axis] > 1) for axis in ("pp", "dp_replicate", "dp_shard", "tp"))
+        by_axes.setdefault(axes, set()).add(taken)
+    assert max(by_axes[1]) < min(by_axes[max(by_axes)])
+
+
+def test_a_guess_of_what_is_reserved_is_near(job: Job) -> None:
+    """Where a short model shows no rank over, it shows about what the whole one reserves."""
+    numbers, shares = job.usual, []
+    for candidate in some(job, 12):
+        guess = job.guess(numbers, candidate)
+        measured = job.measure(numbers, candidate, to_the_end=True)
+        if guess is not None and measured.result is not None:
+            linear = max(candidate.linear_bytes)
+            shares.append((linear + guess) / (linear + measured.excess_bytes))
+    assert len(shares) > 6
+    assert 0.9 < float(np.median(shares)) < 1.1

@@ -10,6 +10,7 @@ import pytest
 
 from meshplan.cost.grid import GRID, OPTIONS, SCHEDULE_WORDS
 from meshplan.planner.cuts import cut
+from meshplan.planner.found import Measured
 from meshplan.planner.knapsack import Menu, solve
 from meshplan.planner.numbers import (
     Numbers,
@@ -20,7 +21,7 @@ from meshplan.planner.numbers import (
     weights,
 )
 from meshplan.planner.row import Candidate
-from meshplan.planner.search import Measured, search
+from meshplan.planner.search import search
 
 NUM_OPTIONS = len(OPTIONS)
 
@@ -135,6 +136,51 @@ def test_what_is_really_held_decides(block):
         seconds = found.best.seconds if found.best else float("inf")
         assert seconds == pytest.approx(expected, rel=1e-9), seed
         assert not found.given_up
+
+
+@pytest.mark.parametrize("wrong", [(-1.0, 0.0), (0.0, 0.0), (0.0, 2.0), (-0.5, 0.5)])
+def test_a_guess_tells_where_to_look_and_never_what_is_found(wrong):
+    """Guesses too low, right, too high: the answer is that of whoever guesses nothing."""
+    for seed in range(40):
+        numbers, capacity = random_numbers(seed)
+        rng = np.random.default_rng(seed)
+        extra = rng.uniform(0, capacity / 3, len(numbers.grid))
+        guesses = np.maximum(extra + rng.uniform(*wrong, len(extra)) * capacity / 2, 0.0)
+        surely = extra * rng.uniform(0, 1, len(extra))
+
+        def measure(candidate: Candidate, extra: Any = extra, room: float = capacity) -> Measured:
+            excess = float(extra[candidate.row])
+            fits = max(candidate.linear_bytes) + excess <= room * (1 + 1e-12)
+            return Measured(fits=fits, excess_bytes=excess)
+
+        def guess(candidate: Candidate, guesses: Any = guesses) -> float:
+            return float(guesses[candidate.row])
+
+        rows = range(len(numbers.grid))
+        expected = min(fastest(numbers, row, capacity - extra[row]) for row in rows)
+        found = search(
+            numbers, capacity, measure, guess=guess, taken=surely.__getitem__, tolerance=0.0
+        )
+        seconds = found.best.seconds if found.best else float("inf")
+        assert seconds == pytest.approx(expected, rel=1e-9), seed
+
+
+def test_a_good_guess_spares_measures():
+    measured = [0, 0]
+    for seed in range(30):
+        numbers, capacity = random_numbers(seed)
+        extra = np.random.default_rng(seed).uniform(0, capacity / 3, len(numbers.grid))
+
+        def measure(candidate: Candidate, extra: Any = extra, room: float = capacity) -> Measured:
+            excess = float(extra[candidate.row])
+            return Measured(max(candidate.linear_bytes) + excess <= room, excess)
+
+        def guess(candidate: Candidate, extra: Any = extra) -> float:
+            return float(extra[candidate.row])
+
+        measured[0] += search(numbers, capacity, measure).num_measured
+        measured[1] += search(numbers, capacity, measure, guess=guess).num_measured
+    assert measured[1] < 0.8 * measured[0], measured
 
 
 def test_bounds_are_below_and_not_far():

@@ -17,13 +17,13 @@ from meshplan.errors import SpecError
 from meshplan.planner.asking import question_of_file
 from meshplan.planner.decide import decide
 from meshplan.planner.decision import Way
+from meshplan.planner.found import Measured
 from meshplan.planner.frontier import frontier, undominated
 from meshplan.planner.job import Job
 from meshplan.planner.least import Least, least_rows
 from meshplan.planner.lock import lock_path, overrides, read
 from meshplan.planner.numbers import memory_bounds
 from meshplan.planner.row import Candidate, Row, solve_row
-from meshplan.planner.search import Measured
 from meshplan.planner.sizes import Size, _Fewest, fewest, positive, with_nodes
 from meshplan.planning import fewest_devices, search_plan
 from meshplan.render.sizing import frontier_to_text

@@ -15,12 +15,13 @@ import numpy as np
 from meshplan.cost.profile import without
 from meshplan.mesh import AXES
 from meshplan.planner.decision import Bound, Decision, Ladder, Question
+from meshplan.planner.found import Found, Measured
 from meshplan.planner.job import Job
 from meshplan.planner.near import SLACK, Near
 from meshplan.planner.numbers import Numbers, memory_bounds, time_bounds
 from meshplan.planner.polish import polish
 from meshplan.planner.row import Candidate
-from meshplan.planner.search import Found, Measured, search
+from meshplan.planner.search import search
 from meshplan.planner.space import Rejected
 
 _MOST_CHOICES: Final = 8

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -14,22 +13,21 @@ from meshplan.cost.chain import chain_of
 from meshplan.cost.profile import Profile, measured_for, profile_of
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem
-from meshplan.graph import ModelGraph
-from meshplan.memory.driver import communicators, driver_bytes
+from meshplan.memory.driver import driver_bytes
 from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
-from meshplan.memory.told import ERROR, OverError, told_estimate, told_rank
+from meshplan.memory.told import ERROR, OverError, told_estimate
 from meshplan.memory.told_works import refusals, styled_of
 from meshplan.plan import Plan, make_plan
+from meshplan.planner.brief import Brief, Glance, Stages
 from meshplan.planner.cutting import StagePins, stage_pins_of
 from meshplan.planner.decision import Question, Way
 from meshplan.planner.enumeration import enumerate_grid
-from meshplan.planner.gauge import least_bytes, likely_bytes, shorten
+from meshplan.planner.found import Measured
 from meshplan.planner.held import element_bytes_of
 from meshplan.planner.lock import overrides
 from meshplan.planner.numbers import Numbers
 from meshplan.planner.pins import Pins, check_pins, pins_of
 from meshplan.planner.row import Candidate
-from meshplan.planner.search import Measured, mesh_key
 from meshplan.planner.settle import Block, blocks_of, statements
 from meshplan.planner.space import (
     EmptySpaceError,
@@ -67,8 +65,6 @@ class Job:
         self._driver = driver_bytes(question.device, ()).high
         self.measured: list[Way] = []
         self._known: dict[tuple[object, ...], Measured] = {}
-        self._taken: dict[tuple[int, ...], float] = {}
-        self._short: dict[tuple[object, ...], _InShort | None] = {}
         self.allow(question.limit_bytes)
         if free is not None:
             self.free = free
@@ -225,7 +221,6 @@ class Job:
         """Ranks may hold no more than this."""
         self.capacity = (limit_bytes - self._driver) / _SHARES
         self._known.clear()
-        self._short.clear()
 
     @property
     def chain(self) -> Chain:
@@ -238,8 +233,7 @@ class Job:
 
     def stated(self, numbers: Numbers, candidate: Candidate) -> dict[str, Any]:
         """What the plan file would have to say."""
-        row, blocks = self.grid[candidate.row], self.blocks(numbers, candidate)
-        return statements(self.spec, self.free, row, blocks, self._pins)
+        return self._stated(self.grid[candidate.row], self.blocks(numbers, candidate))
 
     def measure(
         self, numbers: Numbers, candidate: Candidate, *, to_the_end: bool = False
@@ -256,12 +250,12 @@ class Job:
 
     def _measure(self, numbers: Numbers, candidate: Candidate, *, to_the_end: bool) -> Measured:
         question, stated = self.question, self.stated(numbers, candidate)
-        short = self._in_short(numbers, candidate)
-        if not to_the_end and short is not None and short.is_over:
-            return Measured(fits=False, excess_bytes=short.excess_bytes)
+        glance = self._glance(numbers, candidate)
+        if not to_the_end and glance is not None and glance.is_over:
+            return Measured(fits=False, excess_bytes=glance.least_bytes)
         try:
             plan = make_plan(question.read(overrides(stated)), self._graph)
-            links = self._links(plan)
+            links = self._brief.links(plan)
             memory = self._memory(plan, float("inf") if to_the_end else self.capacity - links)
         except OverError as over:
             held = candidate.linear_bytes[_place(plan, over.rank)]
@@ -305,70 +299,26 @@ class Job:
 
     def guess(self, numbers: Numbers, candidate: Candidate) -> float | None:
         """What some rank may hold above its linear figure, if a short model tells so."""
-        short = self._in_short(numbers, candidate)
-        return None if short is None else short.likely_bytes
-
-    def _links(self, plan: Plan) -> float:
-        """What a plan's communicators take of the capacity."""
-        per_node = self.question.cluster.gpus_per_node
-        opened = communicators(plan.assignment, gpus_per_node=per_node)
-        return (driver_bytes(self.question.device, opened).high - self._driver) / _SHARES
+        glance = self._glance(numbers, candidate)
+        return None if glance is None else glance.likely_bytes
 
     def taken(self, row: int) -> float:
         """What a row's communicators take of the capacity, whatever its blocks do."""
-        r, shorter = self.grid[row], self.question.shorter
-        key = mesh_key(r)
-        if key not in self._taken:
-            try:
-                self._taken[key] = 0.0 if shorter is None else self._links(self._least(r, shorter))
-            except MeshplanError:
-                self._taken[key] = 0.0  # What is measured tells why.
-        return self._taken[key]
+        return self._brief.taken(self.grid[row])
 
-    def _least(self, r: np.void, shorter: Callable[[int], ModelGraph]) -> Plan:
-        """A row's plan for a model with one block a stage, or two."""
-        pp = int(r["pp"])
-        graph = shorter(max(2, pp))
-        blocks = [Block(name, 0, 0) for name in graph.blocks()]
-        stages = [blocks] if pp == 1 else [[block] for block in blocks]
-        stated = statements(self.spec, self.free, r, stages, self._pins)
-        return make_plan(self.question.read(overrides(stated)), graph)
+    @cached_property
+    def _brief(self) -> Brief:
+        return Brief(self.question, self._stated, _SHARES)
 
-    def _in_short(self, numbers: Numbers, candidate: Candidate) -> _InShort | None:
-        """What a short model tells of a candidate."""
-        key = candidate.row, candidate.ends, candidate.takes
-        if key not in self._short:
-            self._short[key] = self._look_short(numbers, candidate)
-        return self._short[key]
+    def _stated(self, row: np.void, stages: Stages) -> dict[str, Any]:
+        return statements(self.spec, self.free, row, stages, self._pins)
 
-    def _look_short(self, numbers: Numbers, candidate: Candidate) -> _InShort | None:
-        shorter = self.question.shorter
+    def _glance(self, numbers: Numbers, candidate: Candidate) -> Glance | None:
         kinds = {numbers.order[n] for n, name in enumerate(numbers.names) if name}
-        if shorter is None or self.spec.rules or len(kinds) > 1:
+        if self.question.shorter is None or self.spec.rules or len(kinds) > 1:
             return None
-        stages = self.blocks(numbers, candidate)
-        linear = candidate.linear_bytes
-        fullest = max(range(len(stages)), key=linear.__getitem__)
-        likely = None
-        for place in dict.fromkeys((fullest, 0, len(stages) - 1)):
-            short = shorten(stages, place, shorter)
-            if short is None:
-                continue
-            row = self.grid[candidate.row]
-            stated = statements(self.spec, self.free, row, short.stages, self._pins)
-            try:
-                plan = make_plan(self.question.read(overrides(stated)), short.graph)
-                rank = place * (plan.mesh.world_size // len(stages))  # pp goes outermost.
-                log = told_rank(plan, rank, device=self.question.device)
-            except MeshplanError:
-                return None  # The model itself tells why.
-            links = self._links(plan)
-            least = least_bytes(log, short) + links
-            guess = likely_bytes(log, short, self.question.device) + links - linear[place]
-            if least > self.capacity:
-                return _InShort(least - linear[place], max(guess, least - linear[place]), True)
-            likely = guess if likely is None else max(guess, likely)
-        return None if likely is None else _InShort(0.0, likely, False)
+        stages, row = self.blocks(numbers, candidate), self.grid[candidate.row]
+        return self._brief.glance(row, stages, candidate, self.capacity)
 
     def _at_worst(self, way: Way) -> Way:
         """The same, saying what the worst routing would need."""
@@ -381,21 +331,6 @@ class Job:
             tells_worst=True,
         )
         return replace(way, memory=memory)
-
-
-@dataclass(frozen=True, slots=True)
-class _InShort:
-    """What a short model tells.
-
-    Attributes:
-        excess_bytes: Above the linear figure at the least, where a rank is over.
-        likely_bytes: The same by a guess, of the rank that is worst off.
-        is_over: Whether a rank surely holds more than it may.
-    """
-
-    excess_bytes: float
-    likely_bytes: float
-    is_over: bool
 
 
 def _place(plan: Plan, rank: int) -> int:

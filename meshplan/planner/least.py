@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.planner.decision import Way
+from meshplan.planner.found import mesh_key
 from meshplan.planner.job import Job
 from meshplan.planner.knapsack import Floats
 from meshplan.planner.numbers import memory_bounds
 from meshplan.planner.row import Candidate, Row
-from meshplan.planner.search import mesh_key
 
 
 def least_rows(grid: NDArray[np.void], bounds: Floats, capacity: float) -> list[int]:

@@ -14,10 +14,10 @@ from typing import Final
 from meshplan.cost.grid import OPTIONS, RECOMPUTE
 from meshplan.mesh import AXES
 from meshplan.planner.decision import Way
+from meshplan.planner.found import Found
 from meshplan.planner.job import Job
 from meshplan.planner.numbers import Numbers
 from meshplan.planner.row import Candidate, solve_row
-from meshplan.planner.search import Found
 
 SLACK: Final = 0.02
 """How much slower a simpler plan may be, as a share."""

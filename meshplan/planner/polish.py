@@ -14,11 +14,12 @@ from typing import Final
 import numpy as np
 
 from meshplan.cost.grid import OPTIONS
+from meshplan.planner.found import Found
 from meshplan.planner.job import Job
 from meshplan.planner.knapsack import Counts
 from meshplan.planner.numbers import Numbers, time_bounds
 from meshplan.planner.row import Candidate
-from meshplan.planner.search import TOLERANCE, Found
+from meshplan.planner.search import TOLERANCE
 
 _MOST_ROWS: Final = 6
 _MOST_TRIES: Final = 4

@@ -11,12 +11,12 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshplan.planner.found import Found, Measured, State, mesh_key
 from meshplan.planner.numbers import Numbers, memory_bounds, priced_bounds, time_bounds
 from meshplan.planner.row import Candidate, Row, solve_row
 
@@ -40,57 +40,6 @@ _MOST_GUESSES: Final = 4
 """How often a row's memory is guessed before something of it is measured."""
 _MOST_HALVED: Final = 12
 """How often what lies between an answer that fits and one that does not is looked at."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What the memory room says of a candidate.
-
-    Attributes:
-        fits: Whether all ranks do.
-        excess_bytes: What the stage that is worst off holds above `linear_bytes`.
-        why: Why it cannot be, where it cannot; it then does not fit.
-        result: Whatever the measuring made, for those who asked for it.
-        is_of_row: Whether other answers of the row hold as much above their linear figures.
-    """
-
-    fits: bool
-    excess_bytes: float = 0.0
-    why: str = ""
-    result: object = None
-    is_of_row: bool = True
-
-
-@dataclass(slots=True)
-class Found:
-    """What a search came to.
-
-    Attributes:
-        best: The fastest that fits; None where nothing does.
-        lower_s: No row is faster than this.
-        near: Candidates of all rows that may come within the slack, not measured, fastest first.
-        refused: By row, why the memory room could not tell it.
-        excess: By row, what its last answer really held above the linear figures.
-        num_solved, num_measured: How much work it was.
-        given_up: Rows whose answers were measured too often.
-        is_whole: Whether the search came to its end, and was not ended.
-    """
-
-    best: Candidate | None = None
-    measured: Measured | None = None
-    lower_s: float = 0.0
-    near: list[Candidate] = field(default_factory=list)
-    refused: dict[int, str] = field(default_factory=dict)
-    excess: dict[int, float] = field(default_factory=dict)
-    num_solved: int = 0
-    num_measured: int = 0
-    given_up: int = 0
-    is_whole: bool = True
-
-    @property
-    def gap(self) -> float:
-        """How much faster something in the space may be, as a share of the answer."""
-        return 1.0 if self.best is None else max(0.0, 1 - self.lower_s / self.best.seconds)
 
 
 def search(
@@ -124,33 +73,6 @@ def search(
     return found.run()
 
 
-@dataclass(slots=True)
-class _State:
-    """What is known of a row.
-
-    Attributes:
-        capacity: Bytes for its next answer, by the linear figures.
-        fits_up_to, over_from: What fitted and what did not, likewise.
-        seconds: Of the last answer that failed.
-        halved: How often what lies between was looked at.
-        looks: How often nothing of the row was nearly as fast as its bound.
-        is_of_row: Whether what answers held more is the same for all.
-        sure_capacity: Where `capacity` rests on a guess, the one that does not.
-        guesses: How many there were.
-    """
-
-    capacity: float
-    fits_up_to: float = -1.0
-    over_from: float = float("inf")
-    tries: int = 0
-    seconds: float = 0.0
-    halved: int = 0
-    looks: int = 0
-    is_of_row: bool = True
-    sure_capacity: float | None = None
-    guesses: int = 0
-
-
 class _Search:
     """One search."""
 
@@ -175,7 +97,7 @@ class _Search:
         """(seconds that it takes at the least, row)."""
         self._guessed: list[tuple[float, int]] = []
         """Likewise, of rows that wait with another time, which rests on a guess."""
-        self._states: dict[int, _State] = {}
+        self._states: dict[int, State] = {}
         self._failures = 0
         self._unproved = float("inf")
         """Seconds of the fastest row that was given up."""
@@ -238,7 +160,7 @@ class _Search:
     def _rests_on_guess(self, row: int) -> bool:
         return self._states[row].sure_capacity is not None
 
-    def _be_sure(self, state: _State) -> None:
+    def _be_sure(self, state: State) -> None:
         """What the row is given is measured from now on."""
         if state.sure_capacity is not None:
             state.capacity, state.sure_capacity = state.sure_capacity, None
@@ -319,7 +241,7 @@ class _Search:
         if self._is_over(row):
             return
         if (state := self._states.get(row)) is None:
-            state = self._states[row] = _State(self._capacity - self.taken(row))
+            state = self._states[row] = State(self._capacity - self.taken(row))
         limit = (found.best.seconds if found.best else float("inf")) * (1 - self._tolerance)
         is_far = state.looks == len(_AHEAD)
         ahead = limit if found.best or is_far else bound * _AHEAD[state.looks]
@@ -369,7 +291,7 @@ class _Search:
         if self._failures == _FAILURES and found.best is None:
             self._seed()
 
-    def _is_likely_over(self, row: int, state: _State, candidate: Candidate) -> bool:
+    def _is_likely_over(self, row: int, state: State, candidate: Candidate) -> bool:
         """Whether a guess says so; the row's next answer is then one that the guess lets fit."""
         if state.guesses == _MOST_GUESSES:
             return False
@@ -383,7 +305,7 @@ class _Search:
         state.capacity = self._capacity - excess
         return True
 
-    def _halve(self, row: int, state: _State) -> None:
+    def _halve(self, row: int, state: State) -> None:
         """Look between what fits and what does not, where nothing is left within the capacity.
 
         What failed held more above its linear figure than smaller answers may: its worst moment
@@ -444,13 +366,3 @@ class _Search:
                 if candidate is not None:
                     near.append(candidate)
         found.near = sorted(near, key=lambda c: (c.seconds, c.row))
-
-
-def mesh_key(config: np.void) -> tuple[int, ...]:
-    """Rows of one key hold the more, the larger their microbatches are.
-
-    A pipeline that has fewer microbatches than ranks keeps fewer of them: those are apart.
-    """
-    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual", "mode", "schedule")
-    few = int(config["microbatches"]) if config["microbatches"] < config["pp"] else 0
-    return (*(int(config[name]) for name in names), few, int(config["microbatches"] > 1))

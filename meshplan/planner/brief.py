@@ -1,0 +1,129 @@
+"""What short models tell of long ones, before anything is measured: cheap, and most of the answer.
+
+A rank that is over already with what a few blocks show is over. What its communicators take is
+known from the mesh alone. And what is likely reserved says where to look first, which is all that
+it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshplan.errors import MeshplanError
+from meshplan.graph import ModelGraph
+from meshplan.memory.driver import communicators, driver_bytes
+from meshplan.memory.told import told_rank
+from meshplan.plan import Plan, make_plan
+from meshplan.planner.decision import Question
+from meshplan.planner.found import mesh_key
+from meshplan.planner.gauge import least_bytes, likely_bytes, shorten
+from meshplan.planner.lock import overrides
+from meshplan.planner.row import Candidate
+from meshplan.planner.settle import Block
+
+Stages = Sequence[Sequence[Block]]
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """What a short model tells of a candidate.
+
+    Attributes:
+        least_bytes: Above the linear figure, where a rank is surely over.
+        likely_bytes: The same by a guess, of the rank that is worst off.
+        is_over: Whether a rank surely holds more than it may.
+    """
+
+    least_bytes: float
+    likely_bytes: float
+    is_over: bool
+
+
+class Brief:
+    """Short models of one question.
+
+    Args:
+        stated: What the plan file would have to say, of a row of the grid and what blocks do.
+        widening: By how much the memory room widens what it reserves.
+    """
+
+    def __init__(
+        self,
+        question: Question,
+        stated: Callable[[np.void, Stages], dict[str, Any]],
+        widening: float,
+    ) -> None:
+        self._question, self._stated, self._widening = question, stated, widening
+        self._alone = driver_bytes(question.device, ()).high
+        self._taken: dict[tuple[int, ...], float] = {}
+        self._seen: dict[tuple[object, ...], Glance | None] = {}
+
+    def links(self, plan: Plan) -> float:
+        """What a plan's communicators take of the capacity."""
+        per_node = self._question.cluster.gpus_per_node
+        opened = communicators(plan.assignment, gpus_per_node=per_node)
+        return (driver_bytes(self._question.device, opened).high - self._alone) / self._widening
+
+    def taken(self, row: np.void) -> float:
+        """The same of a row of the grid, whatever its blocks do; 0 where nothing tells."""
+        key, shorter = mesh_key(row), self._question.shorter
+        if key not in self._taken:
+            try:
+                self._taken[key] = 0.0 if shorter is None else self.links(self._least(row, shorter))
+            except MeshplanError:
+                self._taken[key] = 0.0  # What is measured tells why.
+        return self._taken[key]
+
+    def _least(self, row: np.void, shorter: Callable[[int], ModelGraph]) -> Plan:
+        """A row's plan for a model with one block a stage, or two."""
+        num_stages = int(row["pp"] * row["virtual"])
+        graph = shorter(max(2, num_stages))
+        blocks = [Block(name, 0, 0) for name in graph.blocks()]
+        stages = [blocks] if num_stages == 1 else [[block] for block in blocks]
+        return self._plan(row, stages, graph)
+
+    def glance(
+        self, row: np.void, stages: Stages, candidate: Candidate, capacity: float
+    ) -> Glance | None:
+        """What a short model tells of a candidate; None where none does.
+
+        Args:
+            row, stages: The candidate's, all blocks being alike.
+            capacity: Bytes that a rank may hold by the linear figures.
+        """
+        key = candidate.row, candidate.ends, candidate.takes, capacity
+        if key not in self._seen:
+            self._seen[key] = self._look(row, stages, candidate.linear_bytes, capacity)
+        return self._seen[key]
+
+    def _look(
+        self, row: np.void, stages: Stages, linear: Sequence[float], capacity: float
+    ) -> Glance | None:
+        shorter, device = self._question.shorter, self._question.device
+        assert shorter is not None
+        fullest = max(range(len(stages)), key=linear.__getitem__)
+        likely = None
+        for place in dict.fromkeys((fullest, 0, len(stages) - 1)):
+            short = shorten(stages, place, shorter)
+            if short is None:
+                continue
+            try:
+                plan = self._plan(row, short.stages, short.graph)
+                rank = place * (plan.mesh.world_size // len(stages))  # pp goes outermost.
+                log = told_rank(plan, rank, device=device)
+            except MeshplanError:
+                return None  # The model itself tells why.
+            on_top = self.links(plan) - linear[place]
+            least = least_bytes(log, short) + on_top
+            guess = max(likely_bytes(log, short, device) + on_top, least)
+            if least + linear[place] > capacity:
+                return Glance(least, guess, True)
+            likely = guess if likely is None else max(guess, likely)
+        return None if likely is None else Glance(0.0, likely, False)
+
+    def _plan(self, row: np.void, stages: Stages, graph: ModelGraph) -> Plan:
+        return make_plan(self._question.read(overrides(self._stated(row, stages))), graph)
