@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+PLANS: Final = Path(__file__).parents[2] / "plans"
+
 
 def _llama(
     hidden: int, inner: int, layers: int, heads: int, *, tied: bool = False
@@ -35,20 +37,36 @@ MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
     "Llama-3.1-8B": _llama(4096, 14336, 32, 32),
     "Llama-3.1-70B": _llama(8192, 28672, 80, 64),
     "Llama-3.1-405B": _llama(16384, 53248, 126, 128),
+    "Mixtral-8x7B": json.loads((PLANS / "models" / "mixtral-8x7b.json").read_text()),
 }
 """By name, a Hugging Face config: the fields that say how large it is."""
 
 
+LIVE: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
+    "ViT-H/14": ("vit_h", {}),
+    "T5-11B": ("t5_11b", {}),
+    "Llama-3.1-8B, live": ("llama_8b", {}),
+    "UNet, 98 blocks": ("unet", {"input": {"shape": [1, 4, 64, 64], "dtype": "fp32"}}),
+}
+"""By name, the function of `tests.bench.planned_live` that builds it, and what a plan must add."""
+
+
 def write_plan(folder: Path, model: str, **fields: Any) -> Path:
-    """A plan file that leaves everything open, with its model beside it; gives its path.
+    """A plan file that leaves everything open, with its model or its builder; gives its path.
 
     Args:
         fields: Top-level keys of the plan.
     """
-    (folder / "config.json").write_text(json.dumps(dict(MODELS[model])))
     path = folder / "plan.yaml"
+    if model in LIVE:
+        function, more = LIVE[model]
+        source = {"entry": f"tests.bench.planned_live:{function}"}
+        fields = {**more, **fields}
+    else:
+        (folder / "config.json").write_text(json.dumps(dict(MODELS[model])))
+        source = {"config": "config.json"}
     plan = {
-        "version": 1, "model": {"config": "config.json"}, "mesh": "auto", "strategy": "auto",
+        "version": 1, "model": source, "mesh": "auto", "strategy": "auto",
         "precision": "bf16-mixed", "activation_checkpointing": "auto",
     }  # fmt: skip
     path.write_text(json.dumps(plan | fields))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from meshplan.errors import MeshplanError
+from meshplan.planner.decision import Decision, Way
 from meshplan.planning import search_plan
 from meshplan.render.text import columns
 from meshplan.units import format_gib
@@ -35,8 +36,8 @@ class Case:
     """A model with its batch.
 
     Args:
-        tokens: Of a step, in samples, by number of GPUs: so many for each, but no fewer than
-            `least` and no more than `most`.
+        seq_len: Of one sample; 0 where samples are no sequences.
+        each: Samples of a step for each GPU, but no fewer than `least` and no more than `most`.
     """
 
     model: str
@@ -50,10 +51,14 @@ class Case:
 
 
 CASES: Final = (
+    Case("ViT-H/14", 0, 64, 512, 2**17),
+    Case("UNet, 98 blocks", 0, 8, 64, 2**14),
+    Case("T5-11B", 512, 8, 128, 2**13),
     Case("GPT-2 XL", 1024, 8, 64, 2**17),
     Case("Llama-3.1-8B", 8192, 2, 16, 2048),
     Case("Llama-3.1-70B", 8192, 2, 64, 2048),
     Case("Llama-3.1-405B", 8192, 2, 256, 2048),
+    Case("Mixtral-8x7B", 4096, 4, 64, 2**13),
 )
 
 
@@ -107,7 +112,8 @@ def rows(device: str, limit_s: float) -> Iterator[tuple[str, ...]]:
                     case.model,
                     hardware={"nodes": nodes, "gpus_per_node": each, "gpu": device,
                               "inter": DEVICES[device]},
-                    batch={"global": case.samples(gpus), "seq_len": case.seq_len},
+                    batch={"global": case.samples(gpus)}
+                    | ({"seq_len": case.seq_len} if case.seq_len else {}),
                     solve={"time_limit": f"{limit_s:g}s"},
                 )  # fmt: skip
                 picked = _picked(path)
@@ -139,11 +145,19 @@ def _picked(path: Path) -> tuple[str, ...]:
         f"{strategy} {mesh}".strip(),
         blocks or "none",
         f"{way.seconds:.3f} s",
-        f"{decision.tokens_per_s(way):,.0f}",
+        _speed(decision, way),
         f"{decision.mfu(way):.1%}",
         format_gib(way.memory.worst.band[1]),
         f"{decision.gap:.2%}" + ("" if decision.is_whole else ", time was up"),
     )
+
+
+def _speed(decision: Decision, way: Way) -> str:
+    """Of one GPU, in tokens, or in samples where those are no sequences."""
+    if decision.tokens:
+        return f"{decision.tokens_per_s(way):,.0f}"
+    each = decision.samples / way.seconds / way.plan.mesh.world_size
+    return f"{each:,.1f} samples"
 
 
 def main() -> None:

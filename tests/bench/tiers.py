@@ -56,7 +56,7 @@ def _of_config(kind: str, config: str, **values: Any) -> nn.Module:
     return model
 
 
-def _llama(hidden: int, ffn: int, layers: int, heads: int, vocab: int = 128256) -> nn.Module:
+def llama(hidden: int, ffn: int, layers: int, heads: int, vocab: int = 128256) -> nn.Module:
     return _of_config(
         "LlamaForCausalLM", "LlamaConfig", hidden_size=hidden, intermediate_size=ffn,
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
@@ -124,10 +124,10 @@ class UNet(nn.Module):
 FULL: Final = {"version": 1, "strategy": "full_shard", "precision": "bf16-mixed"}
 RECOMPUTED: Final = FULL | {"activation_checkpointing": "full"}
 CASES: Final[Mapping[str, Case]] = {
-    "8B": Case(lambda: _llama(4096, 14336, 32, 32), lambda: _tokens(1, 8192), RECOMPUTED, 8),
-    "8B, kept": Case(lambda: _llama(4096, 14336, 32, 32), lambda: _tokens(1, 2048), FULL, 8),
-    "70B": Case(lambda: _llama(8192, 28672, 80, 64), lambda: _tokens(1, 8192), RECOMPUTED, 64),
-    "405B": Case(lambda: _llama(16384, 53248, 126, 128), lambda: _tokens(1, 8192), RECOMPUTED,
+    "8B": Case(lambda: llama(4096, 14336, 32, 32), lambda: _tokens(1, 8192), RECOMPUTED, 8),
+    "8B, kept": Case(lambda: llama(4096, 14336, 32, 32), lambda: _tokens(1, 2048), FULL, 8),
+    "70B": Case(lambda: llama(8192, 28672, 80, 64), lambda: _tokens(1, 8192), RECOMPUTED, 64),
+    "405B": Case(lambda: llama(16384, 53248, 126, 128), lambda: _tokens(1, 8192), RECOMPUTED,
                  512),
     "UNet": Case(
         UNet,
