@@ -34,12 +34,12 @@ class Glance:
 
     Attributes:
         least_bytes: Above the linear figure, where a rank is surely over.
-        likely_bytes: The same by a guess, of the rank that is worst off.
+        likely_bytes: The same by a guess, of the rank that is worst off; None if nobody asked.
         is_over: Whether a rank surely holds more than it may.
     """
 
     least_bytes: float
-    likely_bytes: float
+    likely_bytes: float | None
     is_over: bool
 
 
@@ -87,26 +87,42 @@ class Brief:
         return self._plan(row, stages, graph)
 
     def glance(
-        self, row: np.void, stages: Stages, candidate: Candidate, capacity: float
+        self,
+        row: np.void,
+        stages: Stages,
+        candidate: Candidate,
+        capacity: float,
+        *,
+        guesses: bool,
     ) -> Glance | None:
         """What a short model tells of a candidate; None where none does.
 
         Args:
             row, stages: The candidate's, all blocks being alike.
             capacity: Bytes that a rank may hold by the linear figures.
+            guesses: Whether what is likely is of interest.
         """
         key = candidate.row, candidate.ends, candidate.takes, capacity
-        if key not in self._seen:
-            self._seen[key] = self._look(row, stages, candidate.linear_bytes, capacity)
+        seen = self._seen.get(key)
+        if key not in self._seen or (guesses and seen is not None and seen.likely_bytes is None):
+            linear = candidate.linear_bytes
+            self._seen[key] = self._look(row, stages, linear, capacity, guesses=guesses)
         return self._seen[key]
 
     def _look(
-        self, row: np.void, stages: Stages, linear: Sequence[float], capacity: float
+        self,
+        row: np.void,
+        stages: Stages,
+        linear: Sequence[float],
+        capacity: float,
+        *,
+        guesses: bool,
     ) -> Glance | None:
         shorter, device = self._question.shorter, self._question.device
         assert shorter is not None
         fullest = max(range(len(stages)), key=linear.__getitem__)
-        likely = None
+        likely: float | None = None
+        is_known = False
         for place in dict.fromkeys((fullest, 0, len(stages) - 1)):
             short = shorten(stages, place, shorter)
             if short is None:
@@ -119,11 +135,13 @@ class Brief:
                 return None  # The model itself tells why.
             on_top = self.links(plan) - linear[place]
             least = least_bytes(log, short) + on_top
-            guess = max(likely_bytes(log, short, device) + on_top, least)
+            guess = max(likely_bytes(log, short, device) + on_top, least) if guesses else None
             if least + linear[place] > capacity:
                 return Glance(least, guess, True)
-            likely = guess if likely is None else max(guess, likely)
-        return None if likely is None else Glance(0.0, likely, False)
+            is_known = True
+            if guess is not None:
+                likely = guess if likely is None else max(guess, likely)
+        return Glance(0.0, likely, False) if is_known else None
 
     def _plan(self, row: np.void, stages: Stages, graph: ModelGraph) -> Plan:
         return make_plan(self._question.read(overrides(self._stated(row, stages))), graph)

@@ -250,7 +250,7 @@ class Job:
 
     def _measure(self, numbers: Numbers, candidate: Candidate, *, to_the_end: bool) -> Measured:
         question, stated = self.question, self.stated(numbers, candidate)
-        glance = self._glance(numbers, candidate)
+        glance = self._glance(numbers, candidate, guesses=False)
         if not to_the_end and glance is not None and glance.is_over:
             return Measured(fits=False, excess_bytes=glance.least_bytes)
         try:
@@ -299,7 +299,7 @@ class Job:
 
     def guess(self, numbers: Numbers, candidate: Candidate) -> float | None:
         """What some rank may hold above its linear figure, if a short model tells so."""
-        glance = self._glance(numbers, candidate)
+        glance = self._glance(numbers, candidate, guesses=True)
         return None if glance is None else glance.likely_bytes
 
     def taken(self, row: int) -> float:
@@ -313,12 +313,12 @@ class Job:
     def _stated(self, row: np.void, stages: Stages) -> dict[str, Any]:
         return statements(self.spec, self.free, row, stages, self._pins)
 
-    def _glance(self, numbers: Numbers, candidate: Candidate) -> Glance | None:
+    def _glance(self, numbers: Numbers, candidate: Candidate, *, guesses: bool) -> Glance | None:
         kinds = {numbers.order[n] for n, name in enumerate(numbers.names) if name}
         if self.question.shorter is None or self.spec.rules or len(kinds) > 1:
             return None
         stages, row = self.blocks(numbers, candidate), self.grid[candidate.row]
-        return self._brief.glance(row, stages, candidate, self.capacity)
+        return self._brief.glance(row, stages, candidate, self.capacity, guesses=guesses)
 
     def _at_worst(self, way: Way) -> Way:
         """The same, saying what the worst routing would need."""
