@@ -15,7 +15,7 @@ from meshplan.memory.driver import communicators, driver_bytes
 from meshplan.memory.told import told_rank
 from meshplan.plan import make_plan
 from meshplan.planner.asking import question_of_file
-from meshplan.planner.gauge import least_bytes, shorten
+from meshplan.planner.gauge import Gauge, shorten
 from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Candidate, Row, solve_row
@@ -74,7 +74,8 @@ def test_few_blocks_never_say_more_than_all_and_hardly_less(job: Job) -> None:
             stated = statements(job.spec, job.free, row, short.stages, {})
             few = make_plan(question.read(overrides(stated)), short.graph)
             rank = place * (plan.mesh.world_size // len(stages))
-            least = least_bytes(told_rank(few, rank, device=question.device), short)
+            log = told_rank(few, rank, device=question.device)
+            least = Gauge(log, short).least_bytes
             whole = told_rank(plan, rank, device=question.device).pooled_bytes
             assert least <= whole, (row, place)
             shares.append(least / whole)

@@ -20,7 +20,7 @@ from meshplan.memory.told import told_rank
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.decision import Question
 from meshplan.planner.found import mesh_key
-from meshplan.planner.gauge import least_bytes, likely_bytes, shorten
+from meshplan.planner.gauge import Gauge, shorten
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Candidate
 from meshplan.planner.settle import Block
@@ -130,12 +130,12 @@ class Brief:
             try:
                 plan = self._plan(row, short.stages, short.graph)
                 rank = place * (plan.mesh.world_size // len(stages))  # pp goes outermost.
-                log = told_rank(plan, rank, device=device)
+                gauge = Gauge(told_rank(plan, rank, device=device), short)
             except MeshplanError:
                 return None  # The model itself tells why.
             on_top = self.links(plan) - linear[place]
-            least = least_bytes(log, short) + on_top
-            guess = max(likely_bytes(log, short, device) + on_top, least) if guesses else None
+            least = gauge.least_bytes + on_top
+            guess = max(gauge.likely_bytes(device) + on_top, least) if guesses else None
             if least + linear[place] > capacity:
                 return Glance(least, guess, True)
             is_known = True

@@ -11,8 +11,9 @@ where to look first.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 from meshplan.graph import ModelGraph, around
@@ -80,68 +81,81 @@ def shorten(
     return Short(graph_of(count), tuple(short), times)
 
 
-def least_bytes(log: EventLog, short: Short) -> int:
-    """What the whole model's rank reserves at the least, so far as the short one's log tells it."""
-    if not short.times:
-        return log.pooled_bytes
-    blocks = {block.name for stage in short.stages for block in stage}
-    block_of = _Blocks(log, blocks)
-    lasting = _lasting(log, block_of, short)
-    live: dict[int, int] = {}
-    most: dict[int, int] = {}
-    for (delta, storage, _), (before, after) in zip(log.events, block_of.running(), strict=True):
-        times = short.times.get(block_of[storage], 1) if storage in lasting else 1
-        stream = log.storages[storage].stream
-        live[stream] = held = live.get(stream, 0) + delta * times
-        if before not in short.times and after not in short.times:
-            most[stream] = max(held, most.get(stream, 0))
-    return sum(most.values())
+class Gauge:
+    """What a short model's log tells of the rank of the whole one.
 
-
-def likely_bytes(log: EventLog, short: Short, device: str) -> int:
-    """What the whole model's rank may reserve: a guess, above the truth or below it.
-
-    What blocks that were left out hold when the most is there, beside what the allocator makes of
-    the short log. How memory falls to pieces over many blocks, few do not tell.
+    Args:
+        log: Of a rank of the short model.
     """
-    block_of = _Blocks(log, {block.name for stage in short.stages for block in stage})
-    lasting = _lasting(log, block_of, short) if short.times else set()
-    live = left_out = most = then = 0
-    for delta, storage, _ in log.events:
-        live += delta
-        if storage in lasting:
-            left_out += delta * (short.times[block_of[storage]] - 1)
-        if live + left_out > most:
-            most, then = live + left_out, left_out
-    return reserve(with_workspaces(log, device)).reserved_bytes + then
 
+    def __init__(self, log: EventLog, short: Short) -> None:
+        self._log, self._short = log, short
+        self._block_of = _Blocks(log, {block.name for stage in short.stages for block in stage})
 
-def _lasting(log: EventLog, block_of: _Blocks, short: Short) -> set[int]:
-    """Storages of blocks that stand for many, which are there when none near them runs.
+    @cached_property
+    def least_bytes(self) -> int:
+        """What is reserved at the least."""
+        log, times, block_of = self._log, self._short.times, self._block_of
+        if not times:
+            return log.pooled_bytes
+        live: dict[int, int] = {}
+        most: dict[int, int] = {}
+        for (delta, storage, _), (before, after) in zip(log.events, block_of.running, strict=True):
+            many = times.get(block_of[storage], 1) if storage in self._lasting else 1
+            stream = log.storages[storage].stream
+            live[stream] = held = live.get(stream, 0) + delta * many
+            if before not in times and after not in times and held > most.get(stream, 0):
+                most[stream] = held
+        return sum(most.values())
 
-    What a unit gathers before its turn, or reduces after it, is there once, however many there are.
-    """
-    order = [block.name for stage in short.stages for block in stage]
-    near = {
-        name: {*order[max(at - 1, 0) : at + 2]}
-        for at, name in enumerate(order)
-        if name in short.times
-    }
-    waiting: set[int] = set()
-    lasting: set[int] = set()
-    sizes: dict[int, int] = {}
-    for (delta, storage, _), running in zip(log.events, block_of.running(), strict=True):
-        name = block_of[storage]
-        if name in near:
-            sizes[storage] = sizes.get(storage, 0) + delta
-            if sizes[storage]:
-                waiting.add(storage)
-            else:
-                waiting.discard(storage)
-        done = [each for each in waiting if near[block_of[each]].isdisjoint(running)]
-        lasting.update(done)
-        waiting.difference_update(done)
-    return lasting
+    def likely_bytes(self, device: str) -> int:
+        """What may be reserved: a guess, above the truth or below it.
+
+        What blocks that were left out hold when the most is there, beside what the allocator makes
+        of the short log. How memory falls to pieces over many blocks, few do not tell.
+        """
+        live = left_out = most = then = 0
+        for delta, storage, _ in self._log.events:
+            live += delta
+            if storage in self._lasting:
+                left_out += delta * (self._short.times[self._block_of[storage]] - 1)
+            if live + left_out > most:
+                most, then = live + left_out, left_out
+        return reserve(with_workspaces(self._log, device)).reserved_bytes + then
+
+    @cached_property
+    def _lasting(self) -> set[int]:
+        """Storages of blocks that stand for many, which are there when none near them runs.
+
+        What a unit gathers before its turn, or reduces after it, is there once, however many there
+        are.
+        """
+        block_of, times = self._block_of, self._short.times
+        order = [block.name for stage in self._short.stages for block in stage]
+        near = {
+            name: {*order[max(at - 1, 0) : at + 2]}
+            for at, name in enumerate(order)
+            if name in times
+        }
+        waiting: set[int] = set()
+        lasting: set[int] = set()
+        sizes: dict[int, int] = {}
+        ran: tuple[str, str] | None = None
+        for (delta, storage, _), running in zip(self._log.events, block_of.running, strict=True):
+            name = block_of[storage]
+            looked_at: Iterable[int] = waiting if running != ran else ()
+            if name in near:
+                sizes[storage] = size = sizes.get(storage, 0) + delta
+                if not size:
+                    waiting.discard(storage)
+                elif storage not in waiting:
+                    waiting.add(storage)
+                    looked_at = looked_at or (storage,)
+            done = [each for each in looked_at if near[block_of[each]].isdisjoint(running)]
+            lasting.update(done)
+            waiting.difference_update(done)
+            ran = running
+        return lasting
 
 
 class _Blocks:
@@ -159,11 +173,12 @@ class _Blocks:
     def __getitem__(self, storage: int) -> str:
         return self._of[storage]
 
-    def running(self) -> Iterator[tuple[str, str]]:
+    @cached_property
+    def running(self) -> Sequence[tuple[str, str]]:
         """By event, the blocks whose operators made something last, and will next; "" for none."""
         events = self._log.events
         after = [*self._last(events[::-1])]
-        return zip(self._last(events), reversed(after), strict=True)
+        return [*zip(self._last(events), reversed(after), strict=True)]
 
     def _last(self, events: Sequence[Event]) -> Iterator[str]:
         """By event, the block whose operator was the last of its phase to make something."""

@@ -26,6 +26,8 @@ _BATCH: Final = 256
 _EPS: Final = 1e-12
 _FAILURES: Final = 6
 """Answers that may fail before something that surely fits is looked for."""
+_GUESSES: Final = 24
+"""Answers that a guess may pass over before that."""
 _SHARES: Final = (0.8, 0.65, 0.5, 0.35)
 _LOOKED_AT, _ASKED = 40, 3
 """Rows that are tried at each share of the memory, and those that are measured."""
@@ -98,7 +100,7 @@ class _Search:
         self._guessed: list[tuple[float, int]] = []
         """Likewise, of rows that wait with another time, which rests on a guess."""
         self._states: dict[int, State] = {}
-        self._failures = 0
+        self._failures = self._passed_over = 0
         self._unproved = float("inf")
         """Seconds of the fastest row that was given up."""
         self._times, self._bytes = time_bounds(numbers), memory_bounds(numbers)
@@ -204,7 +206,7 @@ class _Search:
             if self._is_over(row):
                 continue
             candidate = solve_row(self._numbers, row, room)
-            if candidate is None:
+            if candidate is None or self._likely_excess(candidate) is not None:
                 continue
             measured, asked = self._measured(candidate), asked + 1
             if measured.fits:
@@ -266,6 +268,9 @@ class _Search:
             return
         if self._is_likely_over(row, state, candidate):
             heapq.heappush(self._waiting, (candidate.seconds, row))
+            self._passed_over += 1
+            if self._passed_over == _GUESSES and found.best is None:
+                self._seed()
             return
         state.sure_capacity = None
         state.tries, state.guesses = state.tries + 1, _MOST_GUESSES
@@ -296,14 +301,21 @@ class _Search:
         if state.guesses == _MOST_GUESSES:
             return False
         state.guesses += 1
-        excess = self.guess(candidate)
-        if excess is None or max(candidate.linear_bytes) + excess <= self._capacity:
+        excess = self._likely_excess(candidate)
+        if excess is None:
             return False
         if state.sure_capacity is None:
             state.sure_capacity = state.capacity
             heapq.heappush(self._guessed, (candidate.seconds, row))
         state.capacity = self._capacity - excess
         return True
+
+    def _likely_excess(self, candidate: Candidate) -> float | None:
+        """What a candidate holds above its linear figures, where a guess says that it is over."""
+        excess = self.guess(candidate)
+        if excess is None or max(candidate.linear_bytes) + excess <= self._capacity:
+            return None
+        return excess
 
     def _halve(self, row: int, state: State) -> None:
         """Look between what fits and what does not, where nothing is left within the capacity.
