@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from meshplan.pictures.links import Lane, Links, links_of, machine_of, strides
 from meshplan.pictures.palette import COLLECTIVES, GREY, Ink, Theme, ink_on, shard_ink
-from meshplan.pictures.sheet import EDGE, SMALL, TEXT, WIDTH, Sheet, box, fitted, width_of, write
+from meshplan.pictures.sheet import (
+    EDGE,
+    SMALL,
+    TEXT,
+    WIDTH,
+    Plane,
+    Sheet,
+    box,
+    fitted,
+    width_of,
+    write,
+)
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import at_in_words, counted, in_short, speed
 from meshplan.plan import Plan
 from meshplan.units import format_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _MOST_LARGE: Final = 4
 _MOST_NODES: Final = 12
@@ -249,7 +257,7 @@ def _notes(facts: MeshMap) -> list[str]:
 
 
 def _node(
-    plane: Axes,
+    plane: Plane,
     facts: MeshMap,
     node: Node,
     x: float,
@@ -286,7 +294,7 @@ def _shared(node: Node) -> tuple[str, ...]:
 
 
 def _tile(
-    plane: Axes,
+    plane: Plane,
     facts: MeshMap,
     node: Node,
     tile: Tile | None,
@@ -315,7 +323,7 @@ def _tile(
         )  # fmt: skip
 
 
-def _lanes(plane: Axes, lanes: Sequence[Lane], y: float, theme: Theme) -> None:
+def _lanes(plane: Plane, lanes: Sequence[Lane], y: float, theme: Theme) -> None:
     """A line for each, with its letter."""
     for number, lane in enumerate(lanes):
         y -= 0.3 if number else 0.0
@@ -330,7 +338,7 @@ def _lanes(plane: Axes, lanes: Sequence[Lane], y: float, theme: Theme) -> None:
         )  # fmt: skip
 
 
-def _badge(plane: Axes, x: float, y: float, number: int, lane: Lane, theme: Theme) -> None:
+def _badge(plane: Plane, x: float, y: float, number: int, lane: Lane, theme: Theme) -> None:
     colour = COLLECTIVES.get(lane.kind, GREY)
     plane.plot(
         [x], [y], marker="o", markersize=13, color=colour, markeredgecolor=theme.ink,
@@ -343,7 +351,7 @@ def _badge(plane: Axes, x: float, y: float, number: int, lane: Lane, theme: Them
 
 
 def _arrows(
-    plane: Axes,
+    plane: Plane,
     facts: MeshMap,
     lanes: Sequence[Lane],
     corners: dict[int, tuple[float, float]],

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from meshplan.graph import ModelGraph
 from meshplan.match import fold
 from meshplan.pictures.palette import PLACEMENTS, STAGES, WHOLE, Ink, Theme
-from meshplan.pictures.sheet import EDGE, SMALL, TEXT, WIDTH, Sheet, box, fitted, width_of, write
+from meshplan.pictures.sheet import (
+    EDGE,
+    SMALL,
+    TEXT,
+    WIDTH,
+    Plane,
+    Sheet,
+    box,
+    fitted,
+    width_of,
+    write,
+)
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import counted
 from meshplan.plan import Plan
 from meshplan.units import format_count
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _MOST_ROWS: Final = 48
 _ROW: Final = 0.27
@@ -261,7 +269,7 @@ def draw_graph(facts: Tree, theme: Theme) -> Picture:
     return Picture("graph", facts.title, facts.alt, sheet.figure)
 
 
-def _row_words(plane: Axes, row: Row, x: float, y: float, theme: Theme) -> None:
+def _row_words(plane: Plane, row: Row, x: float, y: float, theme: Theme) -> None:
     """Name, class, how it lies, and how large it is, each in a column of its own."""
     size = format_count(row.num_params) if row.num_params else ""
     group = fitted(row.group, 2.5, SMALL)

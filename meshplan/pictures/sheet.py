@@ -71,10 +71,7 @@ class Sheet:
             figsize=(width, self.bottom + body + top), facecolor=theme.paper
         )
         FigureCanvasAgg(self.figure)
-        self._all = self.figure.add_axes((0, 0, 1, 1), zorder=-1)
-        self._all.set_xlim(0, width)
-        self._all.set_ylim(0, self.total)
-        self._all.axis("off")
+        self._all = Plane(self.figure)
         y = self.total - EDGE
         for line in titles:
             y -= _line(TITLE)
@@ -127,14 +124,51 @@ class Sheet:
         axes.set_axisbelow(True)
         return axes
 
-    def plane(self) -> Axes:
+    def plane(self) -> Plane:
         """The body as a plane whose units are inches, its corner below on the left."""
-        at = (0, self.bottom / self.total, 1, self.height / self.total)
-        axes = self.figure.add_axes(at)
-        axes.set_xlim(0, self.width)
-        axes.set_ylim(0, self.height)
-        axes.axis("off")
-        return axes
+        return Plane(self.figure, self.bottom)
+
+
+class Plane:
+    """A part of a figure to draw on in inches, with the methods of matplotlib's axes that it takes.
+
+    Real axes would be as slow as all that is drawn on them: they make ticks before they are told
+    that none are wanted.
+
+    Args:
+        bottom: How far its corner is above the figure's.
+    """
+
+    def __init__(self, figure: Figure, bottom: float = 0.0) -> None:
+        from matplotlib.transforms import Affine2D
+
+        self.figure = figure
+        self._at = Affine2D().translate(0.0, bottom) + figure.dpi_scale_trans
+
+    def text(self, x: float, y: float, text: str, **style: Any) -> Any:
+        """A text."""
+        return self.figure.text(x, y, text, transform=self._at, **style)
+
+    def add_patch(self, patch: Any) -> Any:
+        """A patch that is not yet of any figure."""
+        patch.set_transform(self._at)
+        return self.figure.add_artist(patch)
+
+    def plot(self, xs: Sequence[float], ys: Sequence[float], **style: Any) -> Any:
+        """A line through points."""
+        from matplotlib.lines import Line2D
+
+        return self.figure.add_artist(Line2D(xs, ys, transform=self._at, **style))
+
+    def annotate(
+        self, text: str, to: tuple[float, float], at: tuple[float, float], **style: Any
+    ) -> Any:
+        """A text, and an arrow from it."""
+        from matplotlib.text import Annotation
+
+        return self.figure.add_artist(
+            Annotation(text, to, at, xycoords=self._at, textcoords=self._at, **style)
+        )
 
 
 def ticks_up_to(axes: Axes, most: float) -> None:
@@ -146,7 +180,7 @@ def ticks_up_to(axes: Axes, most: float) -> None:
 
 
 def write(
-    axes: Axes,
+    axes: Axes | Plane,
     x: float,
     y: float,
     text: str,
@@ -167,7 +201,7 @@ def write(
 
 
 def box(
-    axes: Axes,
+    axes: Axes | Plane,
     x: float,
     y: float,
     width: float,
