@@ -96,7 +96,7 @@ def told_estimate(
         def write(number: int, *, in_brief: bool) -> None:
             rank = groups[number][0]
             log = told[number] = _log_of(works, plan, rank, in_brief=in_brief)
-            if most_bytes < float("inf") and log.pooled_bytes > most_bytes:
+            if log.pooled_bytes > most_bytes:
                 raise OverError(rank, log.pooled_bytes)
             found = held[number] = reserve(with_workspaces(log, device))
             if found.reserved_bytes > most_bytes and (works.only_in_brief or not in_brief):

@@ -208,9 +208,13 @@ def _some(count: int, most: int) -> Sequence[int | None]:
     return [*range(most - 2), None, count - 1]
 
 
-def draw_mesh(facts: MeshMap, theme: Theme) -> Picture:
-    """The map."""
-    is_large = len(facts.nodes) <= _MOST_LARGE and facts.per_node <= _PER_ROW
+def draw_mesh(facts: MeshMap, theme: Theme, *, is_small: bool = False) -> Picture:
+    """The map.
+
+    Args:
+        is_small: Whether tiles have their numbers only, however few there are.
+    """
+    is_large = not is_small and len(facts.nodes) <= _MOST_LARGE and facts.per_node <= _PER_ROW
     lines = max((len(t.at) for n in facts.nodes for t in n.tiles if t), default=0)
     tall = 0.42 + 0.19 * lines if is_large else 0.34
     rows_in = -(-min(facts.per_node, _MOST_TILES) // _PER_ROW)
