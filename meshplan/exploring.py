@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
@@ -166,10 +167,17 @@ class Explorer:
     def _show(self, knobs: Knobs) -> None:
         if knobs == self.scene.knobs:
             return
-        self.scene = self._scene_at(knobs)
+        is_collected = gc.isenabled()
+        gc.disable()  # It would go through all of matplotlib, for as long as a picture takes.
+        try:
+            self.scene = self._scene_at(knobs)
+            if self.widget is not None:
+                self._shown.value = self.scene.html()
+        finally:
+            if is_collected:
+                gc.enable()
         if self.widget is None:
             return
-        self._shown.value = self.scene.html()
         for name, control in self.controls.items():
             value = getattr(knobs, name)
             if hasattr(control, "max"):

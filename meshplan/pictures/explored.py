@@ -19,7 +19,7 @@ from meshplan.errors import MeshplanError, Origin, Problem
 from meshplan.mesh import DATA_AXES
 from meshplan.pictures.main import facts_of
 from meshplan.pictures.memory_bars import draw_memory
-from meshplan.pictures.mesh_map import draw_mesh
+from meshplan.pictures.mesh_map import draw_mesh, mesh_map
 from meshplan.pictures.palette import Theme, theme_of
 from meshplan.pictures.sheet import EDGE, TEXT, WIDTH, Sheet, wrapped, write
 from meshplan.pictures.types import Picture
@@ -32,6 +32,8 @@ __all__ = ["Knobs", "Scene", "knobs_of", "png_of", "scene_of", "spec_at"]
 
 _ORIGIN: Final = Origin("what was set by hand")
 _LINE: Final = 0.22
+_MOST_NODES: Final = 4
+"""That are drawn: pictures that are turned are drawn anew many times a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +170,7 @@ def scene_of(
     try:
         spec = spec_at(plan, knobs)
         turned = plan if spec is plan.spec else make_plan(spec, plan.graph)
-        mesh = facts_of(turned, "mesh")
+        mesh = mesh_map(turned, most_nodes=_MOST_NODES)
         bars = facts_of(turned, "memory", gpu=gpu, memory=memory)
     except MeshplanError as error:
         said = [_in_words(problem) for problem in error.problems]

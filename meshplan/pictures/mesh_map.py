@@ -147,8 +147,8 @@ def lane_in_words(lane: Lane) -> str:
     return f"{lane.kind} along {along}: each rank sends {sent} a step to {to}, {link}"
 
 
-def mesh_map(plan: Plan) -> MeshMap:
-    """The facts."""
+def mesh_map(plan: Plan, *, most_nodes: int = _MOST_NODES) -> MeshMap:
+    """The facts; of more nodes than so many some are left out."""
     mesh, machine = plan.mesh, machine_of(plan)
     world = mesh.world_size
     per_node = machine.per_node
@@ -178,7 +178,7 @@ def mesh_map(plan: Plan) -> MeshMap:
 
     def node(number: int | None) -> Node:
         if number is None:
-            return Node(num_nodes - _MOST_NODES + 1, ())
+            return Node(num_nodes - most_nodes + 1, ())
         tiles = tuple(
             None if col is None else tile(number * per_node + col)
             for col in columns
@@ -190,7 +190,7 @@ def mesh_map(plan: Plan) -> MeshMap:
     return MeshMap(
         mesh=str(mesh),
         noun="node" if machine.per_node is not None else "row",
-        nodes=tuple(node(number) for number in _some(num_nodes, _MOST_NODES)),
+        nodes=tuple(node(number) for number in _some(num_nodes, most_nodes)),
         num_nodes=num_nodes,
         num_ranks=world,
         per_node=per_node,
@@ -274,7 +274,7 @@ def _node(
 ) -> None:
     box(plane, x, y, wide, frame, Ink(theme.panel), edge=theme.line, gid="node")
     if not node.tiles:
-        first = (_MOST_NODES - 2) * facts.per_node
+        first = (len(facts.nodes) - 2) * facts.per_node
         last = (facts.num_nodes - 1) * facts.per_node - 1
         text = f"… {node.number:,} more {facts.noun}s, ranks {first:,}–{last:,}"
         write(plane, x + wide / 2, y + frame / 2, text, theme, across="center", up="center")
