@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+from meshplan.pictures.fonts import drawable, families_of, font_of
 from meshplan.pictures.palette import Ink, Theme, between, ink_on
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def write(
     """A text, as it is: no name of a module is taken for mathematics."""
     return axes.text(
         x, y, text, fontsize=size, color=colour or theme.ink, fontweight=weight, ha=across, va=up,
-        parse_math=False, fontfamily="DejaVu Sans", **more,
+        parse_math=False, fontfamily=families_of(text), **more,
     )  # fmt: skip
 
 
@@ -266,12 +267,9 @@ def _advance(character: str, bold: bool) -> float:
 
     What no font has is written by its number.
     """
-    from matplotlib.font_manager import FontProperties, findfont, get_font
-
-    weight = "bold" if bold else "normal"
-    font = get_font(findfont(FontProperties(family="DejaVu Sans", weight=weight)))
-    if not font.get_char_index(ord(character)):
-        return sum(_advance(c, bold) for c in f"\\u{ord(character):04x}")
+    font = font_of(character, bold=bold)
+    if font is None:
+        return sum(_advance(c, bold) for c in drawable(character))
     font.set_size(_LARGE, _POINTS)
     return font.load_char(ord(character)).linearHoriAdvance / 65536 / _LARGE / _POINTS
 
