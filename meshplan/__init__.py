@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from meshplan.errors import MeshplanError as MeshplanError
     from meshplan.errors import PlanError as PlanError
     from meshplan.errors import SpecError as SpecError
+    from meshplan.exploring import explore as explore
     from meshplan.layout import Layout as Layout
     from meshplan.mesh import Mesh as Mesh
     from meshplan.plan import Plan as Plan
@@ -59,6 +60,7 @@ _ROOMS = {
     "load_spec": "meshplan.reader",
     "make_plan": "meshplan.plan",
     "make_report": "meshplan.reporting",
+    "explore": "meshplan.exploring",
     # the values that pass between them
     "Spec": "meshplan.spec",
     "Plan": "meshplan.plan",

@@ -70,6 +70,7 @@ def _in_terminal(path: str, args: argparse.Namespace) -> int:
     from meshplan.pictures.main import facts_of
     from meshplan.render.drawn import (
         gantt_lines,
+        graph_lines,
         layout_lines,
         memory_lines,
         mesh_lines,
@@ -78,6 +79,7 @@ def _in_terminal(path: str, args: argparse.Namespace) -> int:
 
     twins: dict[str, Callable[[Any], Any]] = {
         "mesh": mesh_lines, "layout": layout_lines, "memory": memory_lines, "gantt": gantt_lines,
+        "graph": graph_lines,
     }  # fmt: skip
     if args.what not in twins or args.json:
         what = f"a picture of {args.what} needs a file to be in"

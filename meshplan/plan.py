@@ -135,6 +135,11 @@ def make_plan(
         spec, graph, world_size=world_size, gpus_per_node=gpus_per_node, rehearse=rehearse
     )
     accumulate, micro, problems = split_batch(spec, assignment.mesh.size(*DATA_AXES))
+    stages = assignment.stages
+    if stages is not None and micro is not None and micro % stages.microbatches:
+        what = f"{micro} samples do not divide into {stages.microbatches} microbatches"
+        fix = f"let batch.micro be a multiple of {stages.microbatches}, or say other microbatches"
+        problems.append(Problem(what, spec.origin("batch.micro"), fix))
     if problems:
         raise PlanError(problems)
     return Plan(spec=spec, graph=graph, assignment=assignment, accumulate=accumulate, micro=micro)

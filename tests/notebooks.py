@@ -61,6 +61,8 @@ def cleaned(notebook: Any) -> Any:
         for out in cell.outputs:
             if "data" in out:
                 out.metadata = nbformat.from_dict({})
+                # Widgets live as long as their kernel; what is kept is their still.
+                out.data.pop("application/vnd.jupyter.widget-view+json", None)
                 if "image/png" in out.data:
                     out.data.pop("text/html", None)
                     out.data["image/png"] = _small(out.data["image/png"])

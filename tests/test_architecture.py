@@ -42,7 +42,7 @@ LEVELS = [
         render runtime
         report
         interop api planning verbs
-        reporting
+        reporting exploring
         cli_planning cli_draw cli_report
         cli __init__
         __main__
@@ -68,6 +68,8 @@ LATE_BETWEEN = {
     ("api", "runtime"),
     ("api", "verdict"),
     ("api", "interop"),
+    ("exploring", "ipywidgets"),  # an extra
+    ("exploring", "runtime"),
     ("runtime", "planner"),
     ("planning", "runtime"),
     ("cli_planning", "planning"),  # numpy

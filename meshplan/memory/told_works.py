@@ -5,9 +5,10 @@ What has no rule is refused by name.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import DTYPE_BYTES
@@ -16,7 +17,7 @@ from meshplan.memory.experts import Spread
 from meshplan.memory.fused import is_fused
 from meshplan.memory.replay import Prepared
 from meshplan.memory.rows import PRODUCTS
-from meshplan.memory.shape import shape_of
+from meshplan.memory.shape import Shape, shape_of
 from meshplan.memory.styled import Styled
 from meshplan.memory.tape import play
 from meshplan.memory.told_stages import StageWorks
@@ -86,10 +87,24 @@ def told_works(
         lays_itself=frozenset(f for f, p in plan.assignment.tensors.items() if p.unit is None),
         spread=spread or spread_of(plan),
     )
-    tape = tape_of(shape_of(plan.graph), run)
+    shape = shape_of(plan.graph)
     if stages is not None:
-        return StageWorks(tape, plan, in_place=in_place)
-    return _Same(Prepared(play(tape, sums_in_place=in_place)))
+        return StageWorks(tape_of(shape, run), plan, in_place=in_place)
+    return _Same(_played(shape, run, in_place=in_place))
+
+
+_PLAYED: Final[deque[tuple[Shape, Run, bool, Prepared]]] = deque(maxlen=2)
+"""The last ones: plans that differ in nodes or strategy alone do the same operations."""
+
+
+def _played(shape: Shape, run: Run, *, in_place: bool) -> Prepared:
+    """One microbatch, which nobody who replays it changes."""
+    for *asked, prepared in tuple(_PLAYED):
+        if asked == [shape, run, in_place]:
+            return prepared
+    prepared = Prepared(play(tape_of(shape, run), sums_in_place=in_place))
+    _PLAYED.append((shape, run, in_place, prepared))
+    return prepared
 
 
 def spread_of(plan: Plan) -> Spread:

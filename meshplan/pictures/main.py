@@ -16,10 +16,12 @@ from meshplan.memory.log import EventLog
 from meshplan.memory.told import told_estimate
 from meshplan.pictures.comm import comm, draw_comm
 from meshplan.pictures.gantt import Gantt, draw_gantt, gantt
+from meshplan.pictures.graph_drawn import draw_graph
 from meshplan.pictures.ladder import draw_ladder, ladder
 from meshplan.pictures.memory_bars import MemoryBars, draw_memory, memory_bars, states_alone
 from meshplan.pictures.mesh_map import MeshMap, draw_mesh, mesh_map
-from meshplan.pictures.module_tree import draw_graph, module_tree
+from meshplan.pictures.module_graph import module_graph
+from meshplan.pictures.module_tree import Tree, module_tree
 from meshplan.pictures.palette import Theme, theme_of
 from meshplan.pictures.pareto import draw_pareto, pareto
 from meshplan.pictures.tensor import TensorLayout, draw_layout, tensor_layout
@@ -170,7 +172,12 @@ def _ladder(asked: Asked) -> Picture:
 
 
 def _graph(asked: Asked) -> Picture:
-    return draw_graph(module_tree(asked.plan), asked.theme)
+    return draw_graph(module_graph(asked.plan), asked.theme)
+
+
+def _graph_facts(asked: Asked) -> Tree:
+    """Of the twin, a tree: lines below each other have no room for arrows."""
+    return module_tree(asked.plan)
 
 
 _DRAWN: Final[Mapping[str, Callable[[Asked], Picture]]] = MappingProxyType(
@@ -194,6 +201,7 @@ _FACTS: Final[Mapping[str, Callable[[Asked], Any]]] = MappingProxyType(
         "layout": _layout_facts,
         "memory": memory_facts,
         "gantt": gantt_facts,
+        "graph": _graph_facts,
     }
 )
 """Of those that have a twin in the terminal."""
@@ -235,7 +243,7 @@ def draw(plan: Plan, what: str, *, theme: str = "light", **given: Any) -> Pictur
 
 
 def facts_of(plan: Plan, what: str, **given: Any) -> Any:
-    """What a picture shows, before it is drawn: for mesh, layout, memory and gantt.
+    """What a picture shows, before it is drawn: for those with a twin in the terminal.
 
     Args:
         given: As of `draw`.

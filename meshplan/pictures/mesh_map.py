@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from meshplan.pictures.links import Lane, Links, links_of, machine_of, strides
 from meshplan.pictures.palette import COLLECTIVES, GREY, Ink, Theme, ink_on, shard_ink
-from meshplan.pictures.sheet import EDGE, SMALL, TEXT, WIDTH, Sheet, box, fitted, width_of, write
+from meshplan.pictures.sheet import (
+    EDGE,
+    SMALL,
+    TEXT,
+    WIDTH,
+    Plane,
+    Sheet,
+    box,
+    fitted,
+    width_of,
+    write,
+)
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import at_in_words, counted, in_short, speed
 from meshplan.plan import Plan
 from meshplan.units import format_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _MOST_LARGE: Final = 4
 _MOST_NODES: Final = 12
@@ -139,8 +147,8 @@ def lane_in_words(lane: Lane) -> str:
     return f"{lane.kind} along {along}: each rank sends {sent} a step to {to}, {link}"
 
 
-def mesh_map(plan: Plan) -> MeshMap:
-    """The facts."""
+def mesh_map(plan: Plan, *, most_nodes: int = _MOST_NODES) -> MeshMap:
+    """The facts; of more nodes than so many some are left out."""
     mesh, machine = plan.mesh, machine_of(plan)
     world = mesh.world_size
     per_node = machine.per_node
@@ -170,7 +178,7 @@ def mesh_map(plan: Plan) -> MeshMap:
 
     def node(number: int | None) -> Node:
         if number is None:
-            return Node(num_nodes - _MOST_NODES + 1, ())
+            return Node(num_nodes - most_nodes + 1, ())
         tiles = tuple(
             None if col is None else tile(number * per_node + col)
             for col in columns
@@ -182,7 +190,7 @@ def mesh_map(plan: Plan) -> MeshMap:
     return MeshMap(
         mesh=str(mesh),
         noun="node" if machine.per_node is not None else "row",
-        nodes=tuple(node(number) for number in _some(num_nodes, _MOST_NODES)),
+        nodes=tuple(node(number) for number in _some(num_nodes, most_nodes)),
         num_nodes=num_nodes,
         num_ranks=world,
         per_node=per_node,
@@ -200,9 +208,13 @@ def _some(count: int, most: int) -> Sequence[int | None]:
     return [*range(most - 2), None, count - 1]
 
 
-def draw_mesh(facts: MeshMap, theme: Theme) -> Picture:
-    """The map."""
-    is_large = len(facts.nodes) <= _MOST_LARGE and facts.per_node <= _PER_ROW
+def draw_mesh(facts: MeshMap, theme: Theme, *, is_small: bool = False) -> Picture:
+    """The map.
+
+    Args:
+        is_small: Whether tiles have their numbers only, however few there are.
+    """
+    is_large = not is_small and len(facts.nodes) <= _MOST_LARGE and facts.per_node <= _PER_ROW
     lines = max((len(t.at) for n in facts.nodes for t in n.tiles if t), default=0)
     tall = 0.42 + 0.19 * lines if is_large else 0.34
     rows_in = -(-min(facts.per_node, _MOST_TILES) // _PER_ROW)
@@ -249,7 +261,7 @@ def _notes(facts: MeshMap) -> list[str]:
 
 
 def _node(
-    plane: Axes,
+    plane: Plane,
     facts: MeshMap,
     node: Node,
     x: float,
@@ -262,7 +274,7 @@ def _node(
 ) -> None:
     box(plane, x, y, wide, frame, Ink(theme.panel), edge=theme.line, gid="node")
     if not node.tiles:
-        first = (_MOST_NODES - 2) * facts.per_node
+        first = (len(facts.nodes) - 2) * facts.per_node
         last = (facts.num_nodes - 1) * facts.per_node - 1
         text = f"… {node.number:,} more {facts.noun}s, ranks {first:,}–{last:,}"
         write(plane, x + wide / 2, y + frame / 2, text, theme, across="center", up="center")
@@ -286,7 +298,7 @@ def _shared(node: Node) -> tuple[str, ...]:
 
 
 def _tile(
-    plane: Axes,
+    plane: Plane,
     facts: MeshMap,
     node: Node,
     tile: Tile | None,
@@ -315,7 +327,7 @@ def _tile(
         )  # fmt: skip
 
 
-def _lanes(plane: Axes, lanes: Sequence[Lane], y: float, theme: Theme) -> None:
+def _lanes(plane: Plane, lanes: Sequence[Lane], y: float, theme: Theme) -> None:
     """A line for each, with its letter."""
     for number, lane in enumerate(lanes):
         y -= 0.3 if number else 0.0
@@ -330,7 +342,7 @@ def _lanes(plane: Axes, lanes: Sequence[Lane], y: float, theme: Theme) -> None:
         )  # fmt: skip
 
 
-def _badge(plane: Axes, x: float, y: float, number: int, lane: Lane, theme: Theme) -> None:
+def _badge(plane: Plane, x: float, y: float, number: int, lane: Lane, theme: Theme) -> None:
     colour = COLLECTIVES.get(lane.kind, GREY)
     plane.plot(
         [x], [y], marker="o", markersize=13, color=colour, markeredgecolor=theme.ink,
@@ -343,7 +355,7 @@ def _badge(plane: Axes, x: float, y: float, number: int, lane: Lane, theme: Them
 
 
 def _arrows(
-    plane: Axes,
+    plane: Plane,
     facts: MeshMap,
     lanes: Sequence[Lane],
     corners: dict[int, tuple[float, float]],

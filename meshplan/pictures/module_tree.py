@@ -1,26 +1,19 @@
-"""The model's modules as a tree, alike ones folded, coloured by where they run or how they lie."""
+"""The model's modules as a tree, alike ones folded, with where they run or how they lie."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from meshplan.graph import ModelGraph
 from meshplan.match import fold
-from meshplan.pictures.palette import PLACEMENTS, STAGES, WHOLE, Ink, Theme
-from meshplan.pictures.sheet import EDGE, SMALL, TEXT, WIDTH, Sheet, box, fitted, width_of, write
-from meshplan.pictures.types import Picture
 from meshplan.pictures.words import counted
 from meshplan.plan import Plan
 from meshplan.units import format_count
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 _MOST_ROWS: Final = 48
-_ROW: Final = 0.27
-_NOTHING: Final = "no parameters of its own"
+NOTHING: Final = "no parameters of its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +76,12 @@ class Tree:
 
 
 @dataclass(slots=True)
-class _Node:
-    """Alike modules while the tree is folded."""
+class Folded:
+    """Alike modules: at one place of the tree, or at one place of each of several alike ones."""
 
     fqns: list[str]
     types: list[str]
-    children: list[_Node] = field(default_factory=list)
+    children: list[Folded] = field(default_factory=list)
     shape: tuple[object, ...] = ()
 
 
@@ -96,13 +89,9 @@ def module_tree(plan: Plan) -> Tree:
     """The facts."""
     graph, stages = plan.graph, plan.assignment.stages
     by = "stage" if stages is not None else "layout"
-    own = {fqn: _group(plan, fqn) for fqn in graph.modules}
-    sizes = _sizes(graph)
-    kids: dict[str, list[str]] = {}
-    for fqn in graph.modules:
-        if fqn:
-            kids.setdefault(fqn.rpartition(".")[0], []).append(fqn)
-    root = _fold([""], graph, kids, own)
+    own = {fqn: group_of(plan, fqn) for fqn in graph.modules}
+    sizes = sizes_of(graph)
+    root = folded(plan, own)
     rows = _cut(list(_rows(root, graph, own, sizes)))
     groups = dict.fromkeys(row.group for row in rows if row.group)
     return Tree(
@@ -116,7 +105,20 @@ def module_tree(plan: Plan) -> Tree:
     )
 
 
-def _group(plan: Plan, fqn: str) -> str:
+def folded(plan: Plan, own: Mapping[str, str]) -> Folded:
+    """The model's tree.
+
+    Args:
+        own: What modules have to have in common to be alike, beside class and place.
+    """
+    kids: dict[str, list[str]] = {}
+    for fqn in plan.graph.modules:
+        if fqn:
+            kids.setdefault(fqn.rpartition(".")[0], []).append(fqn)
+    return fold_tree([""], plan.graph, kids, own)
+
+
+def group_of(plan: Plan, fqn: str) -> str:
     """The stages of a module, or how its own parameters lie."""
     stages = plan.assignment.stages
     held = [plan.assignment.tensors[t.fqn] for t in plan.graph.owned(fqn) if not t.is_buffer]
@@ -127,7 +129,7 @@ def _group(plan: Plan, fqn: str) -> str:
     return "stage " + " and ".join(map(str, places)) if places else ""
 
 
-def _sizes(graph: ModelGraph) -> Mapping[str, int]:
+def sizes_of(graph: ModelGraph) -> Mapping[str, int]:
     """Parameters of each module with what is below, each once."""
     out = dict.fromkeys(graph.modules, 0)
     for tensor in graph.parameters:
@@ -140,15 +142,15 @@ def _sizes(graph: ModelGraph) -> Mapping[str, int]:
     return out
 
 
-def _fold(
+def fold_tree(
     fqns: list[str],
     graph: ModelGraph,
     kids: Mapping[str, Sequence[str]],
     own: Mapping[str, str],
-) -> _Node:
+) -> Folded:
     """Modules that are alike, and below them again."""
     first = fqns[0]
-    node = _Node(fqns, list(dict.fromkeys(graph.modules[fqn].type for fqn in fqns)))
+    node = Folded(fqns, list(dict.fromkeys(graph.modules[fqn].type for fqn in fqns)))
     rows = list(zip(*(kids.get(fqn, ()) for fqn in fqns), strict=False)) if first in kids else []
     run: list[tuple[str, ...]] = []
     keys: list[object] = []
@@ -160,7 +162,7 @@ def _fold(
             continue
         run.append(tuple(row))
         keys.append(key if is_number else object())
-    node.children = [_fold(list(names), graph, kids, own) for names in run]
+    node.children = [fold_tree(list(names), graph, kids, own) for names in run]
     return node
 
 
@@ -175,7 +177,7 @@ def _key(
 
 
 def _rows(
-    node: _Node,
+    node: Folded,
     graph: ModelGraph,
     own: Mapping[str, str],
     sizes: Mapping[str, int],
@@ -230,60 +232,3 @@ def _cut(rows: list[Row]) -> list[Row]:
         more = len(rows) - _MOST_ROWS + 1
         rows = [*rows[: _MOST_ROWS - 1], Row(f"… {more:,} more", 1, "", more, 0, "", 0)]
     return rows
-
-
-def draw_graph(facts: Tree, theme: Theme) -> Picture:
-    """Rows from above, each below and right of what it is in."""
-    inks = _inks(facts)
-    legend = [(name, ink) for name, ink in list(inks.items())[: len(PLACEMENTS)]]
-    legend.append((_NOTHING, Ink(theme.panel)))
-    notes = [
-        f"Colour is the {facts.by} of a module's own parameters, and of rows left out below it. "
-        "{0..31} stands for so many alike modules; numbers are parameters with all that is below."
-    ]
-    tall = _ROW * len(facts.rows) + 0.1
-    sheet = Sheet(theme, facts.title, tall, legend=legend, notes=notes)
-    plane = sheet.plane()
-    deepest = max((row.depth for row in facts.rows), default=0)
-    indent = min(0.42, 3.2 / max(deepest, 1))
-    for number, row in enumerate(facts.rows):
-        y = tall - _ROW * (number + 1)
-        x = EDGE + row.depth * indent
-        if row.parent >= 0:
-            above = tall - _ROW * (row.parent + 1) + 0.04
-            line = EDGE + (row.depth - 1) * indent + 0.09
-            plane.plot([line, line, x], [above, y + 0.12, y + 0.12], color=theme.line, lw=1.0,
-                       zorder=0.5)  # fmt: skip
-        ink = inks.get(row.group, Ink(theme.panel))
-        box(plane, x, y + 0.04, 0.18, 0.17, ink, edge=theme.quiet, line=0.7,
-            gid=f"module {number}: {row.group or _NOTHING}")  # fmt: skip
-        _row_words(plane, row, x + 0.25, y + 0.075, theme)
-    return Picture("graph", facts.title, facts.alt, sheet.figure)
-
-
-def _row_words(plane: Axes, row: Row, x: float, y: float, theme: Theme) -> None:
-    """Name, class, how it lies, and how large it is, each in a column of its own."""
-    size = format_count(row.num_params) if row.num_params else ""
-    group = fitted(row.group, 2.5, SMALL)
-    write(plane, WIDTH - EDGE, y, size, theme, size=SMALL, across="right")
-    write(plane, WIDTH - EDGE - 0.75, y, group, theme, size=SMALL, across="right")
-    room = WIDTH - EDGE - 0.75 - 2.6 - x
-    name = fitted(row.name, room * 0.62, TEXT)
-    write(plane, x, y, name, theme, size=TEXT)
-    after = x + width_of(name, TEXT) + 0.12
-    hidden = f" (+{row.num_hidden:,} rows below)" if row.num_hidden else ""
-    text = fitted(f"{row.type}{hidden}", max(x + room - after, 0.0), SMALL)
-    write(plane, after, y, text, theme, size=SMALL, colour=theme.quiet)
-
-
-def _inks(facts: Tree) -> dict[str, Ink]:
-    table = STAGES if facts.by == "stage" else PLACEMENTS
-    out: dict[str, Ink] = {}
-    number = 0
-    for name in facts.groups:
-        if name == "whole":
-            out[name] = WHOLE
-            continue
-        out[name] = table[min(number, len(table) - 1)]
-        number += 1
-    return out

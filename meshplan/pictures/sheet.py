@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+from meshplan.pictures.fonts import drawable, families_of, font_of
 from meshplan.pictures.palette import Ink, Theme, between, ink_on
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ SMALL: Final = 9.0
 _LEADING: Final = 1.35
 _SWATCH: Final = 0.26
 _POINTS: Final = 72.0
+_LARGE: Final = 72.0
+"""Size at which characters are measured: so large that whole pixels do not matter."""
 _HINTED: Final = 1.06
 """How much wider a line may be where its letters are set on whole pixels. [Empirical]: between 0.94
 and 1.06 of most lines at 100 dots per inch."""
@@ -71,10 +74,7 @@ class Sheet:
             figsize=(width, self.bottom + body + top), facecolor=theme.paper
         )
         FigureCanvasAgg(self.figure)
-        self._all = self.figure.add_axes((0, 0, 1, 1), zorder=-1)
-        self._all.set_xlim(0, width)
-        self._all.set_ylim(0, self.total)
-        self._all.axis("off")
+        self._all = Plane(self.figure)
         y = self.total - EDGE
         for line in titles:
             y -= _line(TITLE)
@@ -127,14 +127,51 @@ class Sheet:
         axes.set_axisbelow(True)
         return axes
 
-    def plane(self) -> Axes:
+    def plane(self) -> Plane:
         """The body as a plane whose units are inches, its corner below on the left."""
-        at = (0, self.bottom / self.total, 1, self.height / self.total)
-        axes = self.figure.add_axes(at)
-        axes.set_xlim(0, self.width)
-        axes.set_ylim(0, self.height)
-        axes.axis("off")
-        return axes
+        return Plane(self.figure, self.bottom)
+
+
+class Plane:
+    """A part of a figure to draw on in inches, with the methods of matplotlib's axes that it takes.
+
+    Real axes would be as slow as all that is drawn on them: they make ticks before they are told
+    that none are wanted.
+
+    Args:
+        bottom: How far its corner is above the figure's.
+    """
+
+    def __init__(self, figure: Figure, bottom: float = 0.0) -> None:
+        from matplotlib.transforms import Affine2D
+
+        self.figure = figure
+        self._at = Affine2D().translate(0.0, bottom) + figure.dpi_scale_trans
+
+    def text(self, x: float, y: float, text: str, **style: Any) -> Any:
+        """A text."""
+        return self.figure.text(x, y, text, transform=self._at, **style)
+
+    def add_patch(self, patch: Any) -> Any:
+        """A patch that is not yet of any figure."""
+        patch.set_transform(self._at)
+        return self.figure.add_artist(patch)
+
+    def plot(self, xs: Sequence[float], ys: Sequence[float], **style: Any) -> Any:
+        """A line through points."""
+        from matplotlib.lines import Line2D
+
+        return self.figure.add_artist(Line2D(xs, ys, transform=self._at, **style))
+
+    def annotate(
+        self, text: str, to: tuple[float, float], at: tuple[float, float], **style: Any
+    ) -> Any:
+        """A text, and an arrow from it."""
+        from matplotlib.text import Annotation
+
+        return self.figure.add_artist(
+            Annotation(text, to, at, xycoords=self._at, textcoords=self._at, **style)
+        )
 
 
 def ticks_up_to(axes: Axes, most: float) -> None:
@@ -146,7 +183,7 @@ def ticks_up_to(axes: Axes, most: float) -> None:
 
 
 def write(
-    axes: Axes,
+    axes: Axes | Plane,
     x: float,
     y: float,
     text: str,
@@ -162,12 +199,12 @@ def write(
     """A text, as it is: no name of a module is taken for mathematics."""
     return axes.text(
         x, y, text, fontsize=size, color=colour or theme.ink, fontweight=weight, ha=across, va=up,
-        parse_math=False, fontfamily="DejaVu Sans", **more,
+        parse_math=False, fontfamily=families_of(text), **more,
     )  # fmt: skip
 
 
 def box(
-    axes: Axes,
+    axes: Axes | Plane,
     x: float,
     y: float,
     width: float,
@@ -220,16 +257,21 @@ def _line(size: float) -> float:
     return size * _LEADING / _POINTS
 
 
-@lru_cache(maxsize=20_000)
 def _measured(line: str, size: float, bold: bool) -> float:
-    from matplotlib.font_manager import FontProperties, findfont, get_font
+    return sum(_advance(c, bold) for c in line) * size * _HINTED
 
-    weight = "bold" if bold else "normal"
-    font = get_font(findfont(FontProperties(family="DejaVu Sans", weight=weight)))
-    font.set_size(size, 288)
-    known = "".join(c if font.get_char_index(ord(c)) else f"\\u{ord(c):04x}" for c in line)
-    font.set_text(known, 0.0)
-    return float(font.get_width_height()[0]) / 64 / 288 * _HINTED
+
+@lru_cache(maxsize=4096)
+def _advance(character: str, bold: bool) -> float:
+    """How far a character goes, for each point of size: without kerning, which mostly draws near.
+
+    What no font has is written by its number.
+    """
+    font = font_of(character, bold=bold)
+    if font is None:
+        return sum(_advance(c, bold) for c in drawable(character))
+    font.set_size(_LARGE, _POINTS)
+    return font.load_char(ord(character)).linearHoriAdvance / 65536 / _LARGE / _POINTS
 
 
 def fitted(text: str, room: float, size: float = TEXT, *, bold: bool = False) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from meshplan.assign import Placed
 from meshplan.errors import Origin, Problem, SpecError
@@ -15,14 +15,22 @@ from meshplan.match import nearest
 from meshplan.mesh import SHARD_AXES, Mesh
 from meshplan.pictures.links import members, strides
 from meshplan.pictures.palette import Ink, Theme, ink_on, shard_ink
-from meshplan.pictures.sheet import EDGE, SMALL, TEXT, WIDTH, Sheet, box, fitted, width_of, write
+from meshplan.pictures.sheet import (
+    EDGE,
+    SMALL,
+    TEXT,
+    WIDTH,
+    Plane,
+    Sheet,
+    box,
+    fitted,
+    width_of,
+    write,
+)
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import ranks_in_words
 from meshplan.plan import Plan
 from meshplan.units import format_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _MOST: Final = 10
 _TALL: Final = 3.4
@@ -289,7 +297,7 @@ def _notes(facts: TensorLayout) -> list[str]:
 
 
 def _panel(
-    plane: Axes,
+    plane: Plane,
     facts: TensorLayout,
     face: Face,
     x: float,
@@ -334,7 +342,7 @@ def _panel(
 
 
 def _cell(
-    plane: Axes,
+    plane: Plane,
     face: Face,
     row: Piece | None,
     column: Piece | None,

@@ -7,20 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from meshplan.assign import Placed
 from meshplan.graph import DTYPE_BYTES, pattern_of
 from meshplan.match import fold
 from meshplan.pictures.palette import PLACEMENTS, WHOLE, Ink, Theme, ink_on
-from meshplan.pictures.sheet import EDGE, TEXT, WIDTH, Sheet, box, fitted_name, width_of, write
+from meshplan.pictures.sheet import (
+    EDGE,
+    TEXT,
+    WIDTH,
+    Plane,
+    Sheet,
+    box,
+    fitted_name,
+    width_of,
+    write,
+)
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import counted
 from meshplan.plan import Plan
 from meshplan.units import format_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Of = Literal["local", "global"]
 
@@ -242,7 +249,7 @@ def _joined(facts: Treemap) -> list[Area]:
 
 
 def _words(
-    plane: Axes, area: Area, ink: Ink, at: tuple[float, float, float, float], theme: Theme
+    plane: Plane, area: Area, ink: Ink, at: tuple[float, float, float, float], theme: Theme
 ) -> None:
     """What an area is, in as many lines as there is room for."""
     x, y, wide, tall = at

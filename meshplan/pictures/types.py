@@ -15,6 +15,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
 from meshplan.errors import Origin, Problem, SpecError
+from meshplan.pictures.fonts import drawable, families_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -182,29 +183,23 @@ def _settings() -> Iterator[None]:
 
 @contextmanager
 def _known_glyphs(figure: Figure) -> Iterator[None]:
-    """What no font here can draw is written by its number, not as an empty box."""
+    """Letters are of fonts that have them; what none has is a number, not an empty box."""
     from matplotlib.text import Text
 
-    from_before: list[tuple[Any, str]] = []
+    before: list[tuple[Any, str]] = []
     for each in figure.findobj(Text):
         text = each.get_text()
-        if not text.isascii() and (known := _drawable(text)) != text:
-            from_before.append((each, text))
+        if text.isascii():
+            continue
+        each.set_fontfamily(families_of(text))
+        if (known := drawable(text)) != text:
+            before.append((each, text))
             each.set_text(known)
     try:
         yield
     finally:
-        for each, text in from_before:
+        for each, text in before:
             each.set_text(text)
-
-
-def _drawable(text: str) -> str:
-    from matplotlib.font_manager import findfont, get_font
-
-    font = get_font(findfont("DejaVu Sans"))
-    return "".join(
-        c if c == "\n" or font.get_char_index(ord(c)) else f"\\u{ord(c):04x}" for c in text
-    )
 
 
 def _latin(text: str) -> str:

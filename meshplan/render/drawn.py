@@ -1,4 +1,4 @@
-"""Pictures in the terminal: mesh, layout, memory and pipeline as lines of coloured characters.
+"""Pictures in the terminal: mesh, layout, memory, pipeline and modules as lines of characters.
 
 Every line reads the same without colour, so that what is piped loses nothing.
 """
@@ -12,10 +12,11 @@ from meshplan.pictures.gantt import Gantt
 from meshplan.pictures.links import Links
 from meshplan.pictures.memory_bars import INKS, MemoryBars
 from meshplan.pictures.mesh_map import MeshMap, lane_in_words
+from meshplan.pictures.module_tree import Tree
 from meshplan.pictures.palette import PASSES, Ink, ink_on, shard_ink
 from meshplan.pictures.tensor import Face, Piece, TensorLayout, span_in_words
 from meshplan.pictures.words import in_short, ranks_in_words
-from meshplan.units import format_gib
+from meshplan.units import format_count, format_gib
 
 Run = tuple[str, str]
 """A text and the style that rich gives it, "" for none."""
@@ -190,3 +191,18 @@ def gantt_lines(facts: Gantt, wide: int = 96) -> list[Line]:
 def _on(ink: Ink) -> str:
     """Rich's words for a text on a colour."""
     return f"{ink_on(ink.colour)} on {ink.colour}"
+
+
+def graph_lines(facts: Tree) -> list[Line]:
+    """A row for each place of the tree; what stands for many says how many."""
+    lines: list[Line] = [[(facts.title, "bold")], []]
+    names = [f"{'  ' * (row.depth + 1)}{row.name}" for row in facts.rows]
+    wide = min(max(map(len, names)), _WIDE)
+    for name, row in zip(names, facts.rows, strict=True):
+        size = format_count(row.num_params) if row.num_params else ""
+        hidden = f" (+{row.num_hidden:,} rows below)" if row.num_hidden else ""
+        lines.append(
+            [(f"{name:<{wide}}  ", ""), (f"{row.type}{hidden}  ", "dim"), (f"{size}  ", ""),
+             (row.group, "")]
+        )  # fmt: skip
+    return lines

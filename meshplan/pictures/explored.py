@@ -1,0 +1,237 @@
+"""A plan with a few settings turned: what sliders ask for, and what is shown of it.
+
+Everything is decided anew, by the rooms that decide plans; nothing here knows of widgets, of torch,
+or of a search. What cannot be is said in the words of whoever refuses it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Any, Final
+
+import numpy as np
+
+from meshplan.errors import MeshplanError, Origin, Problem
+from meshplan.mesh import DATA_AXES
+from meshplan.pictures.main import facts_of
+from meshplan.pictures.memory_bars import draw_memory
+from meshplan.pictures.mesh_map import draw_mesh, mesh_map
+from meshplan.pictures.palette import Theme, theme_of
+from meshplan.pictures.sheet import EDGE, TEXT, WIDTH, Sheet, wrapped, write
+from meshplan.pictures.types import Picture
+from meshplan.pictures.words import counted
+from meshplan.plan import Plan, make_plan
+from meshplan.spec import AUTO, Auto, Borrow, HardwareSpec, Spec
+from meshplan.strategies import STRATEGIES
+
+__all__ = ["Knobs", "Scene", "knobs_of", "png_of", "scene_of", "spec_at"]
+
+_ORIGIN: Final = Origin("what was set by hand")
+_LINE: Final = 0.22
+_MOST_NODES: Final = 4
+"""That are drawn: pictures that are turned are drawn anew many times a second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """What can be turned; in samples, ranks and nodes."""
+
+    nodes: int
+    gpus_per_node: int
+    micro: int
+    strategy: str
+    tp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What is shown of some settings.
+
+    Args:
+        knobs: The settings.
+        verdict: What becomes of them, in a sentence; why nothing, where they cannot be.
+        words: The rest that is to be said, a line each.
+        is_possible: Whether there is such a plan.
+        pictures: None where there is none.
+    """
+
+    knobs: Knobs
+    verdict: str
+    words: tuple[str, ...]
+    is_possible: bool
+    pictures: tuple[Picture, ...]
+
+    def html(self) -> str:
+        """As an element of a page; whoever hears it is told the verdict when it changes."""
+        mark = "" if self.is_possible else "border-left:4px solid #C8102E;padding-left:.6em;"
+        said = "".join(f"<div>{escape(line)}</div>" for line in self.words)
+        role = "status" if self.is_possible else "alert"
+        head = f'<div role="{role}" style="{mark}line-height:1.5"><b>{escape(self.verdict)}</b>'
+        drawn = "".join(
+            f'<div style="flex:1 1 34em;min-width:0">{each.inline()}</div>'
+            for each in self.pictures
+        )
+        row = '<div style="display:flex;flex-wrap:wrap;gap:1em">'
+        return f"{head}{said}</div>{row}{drawn}</div>"
+
+
+def knobs_of(plan: Plan) -> Knobs:
+    """The settings of a plan."""
+    hardware, mesh = plan.spec.hardware, plan.mesh
+    return Knobs(
+        nodes=hardware.nodes if hardware is not None else 1,
+        gpus_per_node=hardware.gpus_per_node if hardware is not None else mesh.world_size,
+        micro=plan.micro or 1,
+        strategy=plan.assignment.strategy.name,
+        tp=mesh.size("tp"),
+        pp=mesh.size("pp"),
+    )
+
+
+def spec_at(plan: Plan, knobs: Knobs) -> Spec:
+    """What one would declare for other settings; nothing else of the plan changes.
+
+    The samples of a step stay where they are stated; else how often gradients accumulate does.
+    """
+    spec, now = plan.spec, knobs_of(plan)
+    if knobs == now and spec.hardware is not None and plan.micro is not None:
+        return spec
+    batch = replace(spec.batch, micro=knobs.micro)
+    if batch.global_ is not None:
+        batch = replace(batch, accumulate=None)
+    hardware = spec.hardware or HardwareSpec(gpus_per_node=knobs.gpus_per_node)
+    more: dict[str, Any] = {}
+    if knobs.tp > 1 and now.tp == 1 and not _places_tp(spec):
+        more["tp_plan"] = AUTO
+    is_same = replace(knobs, micro=now.micro) == now
+    return replace(
+        spec,
+        hardware=replace(hardware, nodes=knobs.nodes, gpus_per_node=knobs.gpus_per_node),
+        strategy=knobs.strategy,
+        mesh=_stated(plan) if is_same else _mesh(plan, knobs),
+        batch=batch,
+        origins={
+            **spec.origins,
+            **dict.fromkeys(("hardware", "strategy", "mesh", "batch.micro"), _ORIGIN),
+        },
+        **more,
+    )
+
+
+def _places_tp(spec: Spec) -> bool:
+    return spec.tp_plan != "none" or any("tp" in rule.place for rule in spec.rules)
+
+
+def _stated(plan: Plan) -> dict[str, int | Auto | Borrow]:
+    """The axes that the plan has."""
+    lent: dict[str, int | Auto | Borrow] = {
+        loan.name: Borrow(loan.size, loan.within) for loan in plan.mesh.loans
+    }
+    return {**{axis.name: axis.size for axis in plan.mesh}, **lent}
+
+
+def _mesh(plan: Plan, knobs: Knobs) -> dict[str, int | Auto | Borrow]:
+    """The axes for other settings: data axes take what is left, shards of a copy in one node."""
+    old = _stated(plan)
+    data = STRATEGIES[knobs.strategy].axes
+    inner = plan.mesh.size("cp") * knobs.tp
+    mesh: dict[str, int | Auto | Borrow] = {"pp": knobs.pp} if knobs.pp > 1 else {}
+    mesh |= dict.fromkeys(data, AUTO)
+    if len(data) > 1:
+        ranks = knobs.nodes * knobs.gpus_per_node // (inner * knobs.pp)
+        mesh[data[-1]] = max(math.gcd(knobs.gpus_per_node // inner, ranks), 1)
+    mesh |= {
+        axis: size for axis, size in old.items() if axis not in (*mesh, "tp", "pp", *DATA_AXES)
+    }
+    if knobs.tp > 1:
+        mesh["tp"] = knobs.tp
+    return mesh
+
+
+def scene_of(
+    plan: Plan,
+    knobs: Knobs,
+    *,
+    theme: str = "light",
+    gpu: str | None = None,
+    memory: str | int | None = None,
+) -> Scene:
+    """What is shown of a plan with other settings.
+
+    Args:
+        plan: What is not turned is as it says.
+        gpu, memory: As of `estimate_memory`.
+    """
+    try:
+        spec = spec_at(plan, knobs)
+        turned = plan if spec is plan.spec else make_plan(spec, plan.graph)
+        mesh = mesh_map(turned, most_nodes=_MOST_NODES)
+        bars = facts_of(turned, "memory", gpu=gpu, memory=memory)
+    except MeshplanError as error:
+        said = [_in_words(problem) for problem in error.problems]
+        what = f"{_asked(knobs)}: this cannot be"
+        return Scene(knobs=knobs, verdict=what, words=tuple(said), is_possible=False, pictures=())
+    look = theme_of(theme)
+    return Scene(
+        knobs=knobs,
+        verdict=bars.title,
+        words=(mesh.title, _settings(turned, plan)),
+        is_possible=True,
+        pictures=(draw_mesh(mesh, look, is_small=True), draw_memory(bars, look)),
+    )
+
+
+def _asked(knobs: Knobs) -> str:
+    many = f"{counted(knobs.nodes, 'node')} of {counted(knobs.gpus_per_node, 'GPU')}"
+    cuts = "".join(f", {axis} {n}" for axis, n in (("tp", knobs.tp), ("pp", knobs.pp)) if n > 1)
+    return f"{many}, {knobs.strategy}{cuts}, micro batch {knobs.micro}"
+
+
+def _in_words(problem: Problem) -> str:
+    return f"{problem.what} ({problem.fix})" if problem.fix else problem.what
+
+
+def _settings(turned: Plan, start: Plan) -> str:
+    """The lines of the plan file that would say so."""
+    axes = ", ".join(f"{axis.name}: {axis.size}" for axis in turned.mesh)
+    said = [f"mesh: {{{axes}}}", f"strategy: {turned.assignment.strategy.name}"]
+    if turned.micro is not None:
+        samples = turned.micro * turned.accumulate * turned.num_data_ranks
+        times = f", {turned.accumulate} times" if turned.accumulate > 1 else ""
+        said.append(f"{counted(turned.micro, 'sample')} a rank at once{times}: "
+                    f"{samples:,} a step")  # fmt: skip
+    if turned.spec.tp_plan != start.spec.tp_plan:
+        said.append(f"tp_plan: {turned.spec.tp_plan}")
+    return "; ".join(said)
+
+
+def png_of(scene: Scene, notes: Sequence[str] = (), *, theme: str = "light") -> bytes:
+    """Words and pictures of a scene below each other, for where nothing can be turned.
+
+    Args:
+        notes: What else is to be said.
+    """
+    import matplotlib.image
+
+    pictures = [_still(scene, notes, theme_of(theme)), *scene.pictures]
+    rows = [matplotlib.image.imread(io.BytesIO(each._repr_png_())) for each in pictures]
+    wide = min(row.shape[1] for row in rows)
+    out = io.BytesIO()
+    whole = np.concatenate([row[:, :wide, :3] for row in rows])
+    matplotlib.image.imsave(out, whole, format="png", metadata={"Software": "meshplan"})
+    return out.getvalue()
+
+
+def _still(scene: Scene, notes: Sequence[str], theme: Theme) -> Picture:
+    """The words of a scene."""
+    lines = [line for words in scene.words for line in wrapped(words, WIDTH - 2 * EDGE, TEXT)]
+    sheet = Sheet(theme, scene.verdict, _LINE * len(lines) + 0.05, notes=notes)
+    plane = sheet.plane()
+    for number, line in enumerate(lines):
+        write(plane, EDGE, sheet.height - _LINE * (number + 1), line, theme)
+    return Picture("explore", scene.verdict, " ".join(scene.words), sheet.figure)

@@ -1,0 +1,251 @@
+"""The graph of a model's modules, drawn: boxes in rows, arrows between, frames around repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from meshplan.pictures.layered import Key, Laid, Link, Point, lay_out
+from meshplan.pictures.module_arrows import ENTRY, EXIT, Box
+from meshplan.pictures.module_graph import SEVERAL, Graph
+from meshplan.pictures.module_tree import NOTHING
+from meshplan.pictures.palette import GREY, PLACEMENTS, STAGES, WHOLE, Ink, Theme, ink_on
+from meshplan.pictures.sheet import (
+    EDGE,
+    SMALL,
+    TEXT,
+    WIDTH,
+    Item,
+    Plane,
+    Sheet,
+    box,
+    fitted,
+    fitted_name,
+    width_of,
+    write,
+)
+from meshplan.pictures.types import Picture
+from meshplan.units import format_count
+
+_TALL: Final = 0.5
+_MEETING: Final = 0.24
+_LEAST: Final = 1.15
+_MOST: Final = 2.7
+_GAP: Final = 0.2
+_BETWEEN: Final = 0.3
+_IN_ROW: Final = 5
+_HEAD: Final = 0.34
+"""Room for the words of a frame."""
+_EDGE: Final = 0.16
+_ROOM: Final = WIDTH - 2 * EDGE
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """Boxes that are in one frame, or in none.
+
+    Args:
+        laid: Where they are, in inches.
+        inside: By frame among them, what is in it.
+    """
+
+    laid: Laid
+    inside: Mapping[int, _Level]
+
+    @property
+    def width(self) -> float:
+        return self.laid.width
+
+    @property
+    def height(self) -> float:
+        return self.laid.height
+
+
+def draw_graph(facts: Graph, theme: Theme) -> Picture:
+    """Rows from above, in the order of running."""
+    inks = _inks(facts)
+    level = _level(facts, -1, _ROOM)
+    legend: list[Item] = list(inks.items())
+    if any(not each.group and not each.is_meeting and not each.is_frame for each in facts.boxes):
+        legend.append((NOTHING, Ink(theme.panel)))
+    sheet = Sheet(theme, facts.title, level.height + 0.15, legend=legend, notes=_notes(facts))
+    plane = sheet.plane()
+    _draw(plane, facts, level, (EDGE + (_ROOM - level.width) / 2, 0.05), inks, theme)
+    return Picture("graph", facts.title, facts.alt, sheet.figure)
+
+
+def _notes(facts: Graph) -> list[str]:
+    notes = [
+        f"Colour is the {facts.by} of a box's parameters; {{0..31}} stands for so many alike "
+        "modules, of which a frame shows one; numbers are parameters of all of them."
+    ]
+    if facts.source == "recorded":
+        notes.append("Arrows: what one gives another, by a recorded forward; a sign is where code "
+                     "between modules joins values.")  # fmt: skip
+    elif facts.source:
+        notes.append("Arrows: what one gives another. Within a frame without arrows the order is "
+                     "that of definition: the config does not tell more.")  # fmt: skip
+    else:
+        notes.append("In order of definition: no forward was recorded, so nothing tells what goes "
+                     "between them.")  # fmt: skip
+    return notes
+
+
+def _level(facts: Graph, frame: int, room: float) -> _Level:
+    """What is in one frame, within so much width."""
+    own = {n: each for n, each in enumerate(facts.boxes) if each.frame == frame}
+    links: list[Link] = list(facts.links.get(frame, ()))
+    inside = {n: _level(facts, n, room - 2 * _EDGE - 0.3)
+              for n, each in own.items() if each.is_frame}  # fmt: skip
+    if not links:
+        return _Level(_in_order(facts, own, inside, room), inside)
+    most, in_row = _MOST, _IN_ROW
+    while True:
+        sizes: dict[Key, tuple[float, float]] = {}
+        if any(a == ENTRY for a, _ in links):
+            sizes[ENTRY] = (0.02, 0.0)
+        sizes |= {n: _size(each, inside.get(n), most) for n, each in own.items()}
+        if any(b == EXIT for _, b in links):
+            sizes[EXIT] = (0.02, 0.0)
+        laid = lay_out(sizes, links, most_in_row=in_row, gap=_GAP, between=_BETWEEN)
+        if laid.width <= room or (most <= _LEAST and in_row == 1):
+            return _Level(laid, inside)
+        if most > _LEAST:
+            most = max(most - 0.3, _LEAST)
+        else:
+            in_row -= 1
+
+
+def _in_order(
+    facts: Graph, own: Mapping[int, Box], inside: Mapping[int, _Level], room: float
+) -> Laid:
+    """Without arrows: as lines of a text."""
+    rows: list[list[int]] = [[]]
+    wide: dict[Key, tuple[float, float]] = {
+        n: _size(each, inside.get(n), _MOST) for n, each in own.items()
+    }
+    for n in own:
+        taken = sum(wide[k][0] + _GAP for k in rows[-1])
+        if rows[-1] and (taken + wide[n][0] > room or inside.get(n) or inside.get(rows[-1][-1])):
+            rows.append([])
+        rows[-1].append(n)
+    height = sum(max((wide[n][1] for n in row), default=0.0) + 0.16 for row in rows) - 0.16
+    at: dict[Key, Point] = {}
+    y, most = height, 0.0
+    for row in rows:
+        x = 0.0
+        tall = max((wide[n][1] for n in row), default=0.0)
+        for n in row:
+            at[n] = (x, y - tall)
+            x += wide[n][0] + _GAP
+        most = max(most, x - _GAP)
+        y -= tall + 0.16
+    return Laid(max(most, 0.0), max(height, 0.0), at, wide, {})
+
+
+def _size(each: Box, inside: _Level | None, most: float) -> tuple[float, float]:
+    if each.is_meeting:
+        return max(width_of(each.name, SMALL) + 0.16, 0.3), _MEETING
+    if inside is not None:
+        head = min(width_of(_head(each), SMALL, bold=True) + 0.3, _MOST * 2)
+        return max(inside.width + 2 * _EDGE, head), inside.height + _HEAD + _EDGE
+    wanted = max(width_of(each.name, TEXT, bold=True), width_of(_words(each), SMALL)) + 0.2
+    return min(max(wanted, _LEAST), most), _TALL
+
+
+def _words(each: Box, room: float = 99.0) -> str:
+    """Class and numbers; where there is little room, as much of the class as there is."""
+    size = f" · {format_count(each.num_params)}" if each.num_params else ""
+    times = f" · {each.num_modules:,} times" if each.num_modules > 1 and each.frame < 0 else ""
+    below = f" · {each.num_below:,} inside" if each.num_below else ""
+    for more in (f"{size}{times}{below}", f"{size}{times}", size):
+        kind = fitted(each.type, room - width_of(more, SMALL), SMALL)
+        if kind:
+            return f"{kind}{more}"
+    return fitted(each.type, room, SMALL)
+
+
+def _head(each: Box) -> str:
+    return f"{each.name} · {each.type} · {each.num_modules:,} times · " + format_count(
+        each.num_params
+    )
+
+
+def _draw(
+    plane: Plane,
+    facts: Graph,
+    level: _Level,
+    corner: Point,
+    inks: Mapping[str, Ink],
+    theme: Theme,
+) -> None:
+    x0, y0 = corner
+    for (begin, end), points in level.laid.ways.items():
+        xs, ys = [x0 + x for x, _ in points], [y0 + y for _, y in points]
+        plane.plot(xs, ys, color=theme.quiet, lw=1.1, zorder=0.9, gid=f"link {begin} {end}")
+        if end != EXIT:
+            plane.plot(
+                [xs[-1]], [ys[-1] + 0.045], marker="v", markersize=5, color=theme.quiet, zorder=1.5
+            )
+    for number, at in level.laid.at.items():
+        if not isinstance(number, int) or number < 0:
+            continue
+        each = facts.boxes[number]
+        x, y = x0 + at[0], y0 + at[1]
+        wide, tall = level.laid.sizes[number]
+        if each.is_frame:
+            box(plane, x, y, wide, tall, Ink(theme.panel), edge=theme.quiet, zorder=0.5,
+                gid=f"frame {number}")  # fmt: skip
+            head = fitted(_head(each), wide - 0.2, SMALL, bold=True)
+            write(plane, x + 0.1, y + tall - 0.2, head, theme, size=SMALL, weight="bold")
+            inner = level.inside[number]
+            left = x + (wide - inner.width) / 2
+            _draw(plane, facts, inner, (left, y + _EDGE), inks, theme)
+        elif each.is_meeting:
+            box(plane, x, y, wide, tall, Ink(theme.paper), edge=theme.quiet,
+                gid=f"meeting {number}")  # fmt: skip
+            write(plane, x + wide / 2, y + tall / 2, each.name, theme, size=SMALL,
+                  across="center", up="center")  # fmt: skip
+        else:
+            _module(plane, number, each, (x, y, wide), inks, theme)
+
+
+def _module(
+    plane: Plane,
+    number: int,
+    each: Box,
+    at: tuple[float, float, float],
+    inks: Mapping[str, Ink],
+    theme: Theme,
+) -> None:
+    x, y, wide = at
+    ink = inks.get(each.group, Ink(theme.panel))
+    gid = f"module {number}: {each.group or NOTHING}"
+    box(plane, x, y, wide, _TALL, ink, edge=theme.quiet, gid=gid)
+    colour = ink_on(ink.colour)
+    behind = {"facecolor": ink.colour, "edgecolor": "none", "pad": 0.8} if ink.hatch else None
+    name = fitted_name(each.name, wide - 0.14, TEXT)
+    if width_of(name, TEXT, bold=True) > wide - 0.12:
+        name = fitted(name, wide - 0.14, TEXT, bold=True)
+    for text, up, size, weight in (
+        (name, 0.27, TEXT, "bold"),
+        (_words(each, wide - 0.12), 0.09, SMALL, "normal"),
+    ):
+        write(plane, x + wide / 2, y + up, text, theme, size=size, weight=weight, colour=colour,
+              across="center", bbox=behind)  # fmt: skip
+
+
+def _inks(facts: Graph) -> dict[str, Ink]:
+    table: Sequence[Ink] = STAGES if facts.by == "stage" else PLACEMENTS
+    shown = {each.group for each in facts.boxes if not each.is_frame}
+    out: dict[str, Ink] = {}
+    number = 0
+    for name in facts.groups:
+        if name == "whole":
+            out[name] = WHOLE
+            continue
+        out[name] = table[min(number, len(table) - 1)]
+        number += 1
+    out[SEVERAL] = Ink(GREY, "++")
+    return {name: ink for name, ink in out.items() if name in shown}

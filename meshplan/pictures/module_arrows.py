@@ -1,0 +1,211 @@
+"""What modules give each other, by a forward: arrows between boxes that stand for many modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from meshplan.flow import Flow, Op
+from meshplan.graph import around
+from meshplan.pictures.module_tree import Folded
+
+ENTRY: Final = -1
+"""In the links of a frame: what comes from outside of it."""
+EXIT: Final = -2
+"""And what goes there."""
+
+Links = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """Alike modules at one place, or where several values meet.
+
+    Args:
+        name: Dotted, within the frame that it is in; a sign where values meet.
+        type: Class names; "" where values meet.
+        num_modules: Alike ones, of all repeats.
+        num_params: Of all of them, with what is below.
+        group: What colours it: its stage or its layout; "" for what has no parameters.
+        frame: The number of the frame that it is in; -1 for none.
+        is_frame: Whether others are in it.
+        num_below: Modules in it that are not shown.
+    """
+
+    name: str
+    type: str
+    num_modules: int = 1
+    num_params: int = 0
+    group: str = ""
+    frame: int = -1
+    is_frame: bool = False
+    num_below: int = 0
+
+    @property
+    def is_meeting(self) -> bool:
+        """Whether it is no module."""
+        return not self.type
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """A box while it is chosen what is shown."""
+
+    node: Folded
+    name: str
+    depth: int
+    frame: Item | None = None
+    is_frame: bool = False
+    kids: list[Item] = field(default_factory=list)
+    is_itself: bool = False
+    """Whether it stands for tensors of its own only: what is below has boxes."""
+
+
+_Origin = tuple[int, int]
+"""(number of a box, which of its repeats)."""
+
+
+class Reader:
+    """Goes through a forward, and tells which box gives to which."""
+
+    def __init__(self, flow: Flow, items: Sequence[Item], boxes: Sequence[Box]) -> None:
+        self._flow, self._boxes = flow, list(boxes)
+        self._box_of: dict[str, int] = {}
+        self._frame_of: dict[str, tuple[int, int]] = {}
+        self._itself: dict[str, int] = {}
+        called = {above for call in flow.calls for above in around(call.module)}
+        for number, item in enumerate(items):
+            shown = any(fqn in called for kid in item.node.children for fqn in kid.fqns)
+            for repeat, fqn in enumerate(item.node.fqns):
+                if item.is_itself:
+                    self._itself[fqn] = number
+                elif item.is_frame and shown:
+                    self._frame_of[fqn] = (number, repeat)
+                else:
+                    self._box_of[fqn] = number
+        self._links: dict[int, dict[tuple[int, int], None]] = {}
+        self._meetings: dict[tuple[int, frozenset[int]], int] = {}
+        self._first: dict[int, int] = {}
+
+    def read(self) -> tuple[list[Box], Mapping[int, Links]]:
+        """The boxes with those where values meet, in order of running, and the links."""
+        origins: dict[int, frozenset[_Origin]] = {}
+        for number, op in enumerate(self._flow.ops):
+            given: frozenset[_Origin] = frozenset().union(
+                *(origins.get(value, frozenset()) for value in op.inputs)
+            )
+            frame, repeat, box = self._place(op)
+            if box is None:
+                made = self._glue(op, given, frame, repeat)
+            else:
+                for each in given:
+                    self._link(each, (box, repeat), frame)
+                made = frozenset({(box, repeat)})
+            for each in made:
+                self._first.setdefault(each[0], number)
+                if frame >= 0:
+                    self._first.setdefault(frame, number)
+            origins.update(dict.fromkeys(op.outputs, made))
+        return self._in_order()
+
+    def _place(self, op: Op) -> tuple[int, int, int | None]:
+        """(frame or -1, which repeat, box or None) that an operation runs in."""
+        box, frame, repeat = None, -1, 0
+        for call in self._flow.around(op.call):
+            for fqn in around(call.module):
+                if box is None:
+                    box = self._box_of.get(fqn)
+                if frame < 0:
+                    frame, repeat = self._frame_of.get(fqn, (-1, 0))
+            if frame >= 0 or box is not None:
+                break
+        if box is None:
+            held = {name.rpartition(".")[0] for name in self._flow.parameters_of(op)}
+            box = next((self._itself[fqn] for fqn in held if fqn in self._itself), None)
+        return frame, repeat, box
+
+    def _seen(self, origin: _Origin, frame: int, repeat: int) -> int:
+        """An origin as it is met at a place: within a frame, what is outside has no name."""
+        box, its = origin
+        inside = self._boxes[box].frame
+        if frame >= 0:
+            return box if (inside, its) == (frame, repeat) else ENTRY
+        return inside if inside >= 0 else box
+
+    def _glue(
+        self, op: Op, given: frozenset[_Origin], frame: int, repeat: int
+    ) -> frozenset[_Origin]:
+        """What code between modules makes: what it is given, or where several values meet."""
+        sign = _sign(op.name)
+        seen = frozenset(self._seen(each, frame, repeat) for each in given)
+        if ENTRY in seen and sign not in ("+", "join"):
+            seen -= {ENTRY}  # Angles, masks and the like.
+            given = frozenset(e for e in given if self._seen(e, frame, repeat) in seen) or given
+        if len(seen) < 2 or not sign:
+            return given
+        known = [n for n in seen if n >= 0 and self._boxes[n].is_meeting]
+        for meeting in known:
+            into = {a for a, b in self._links.get(frame, ()) if b == meeting}
+            if seen - {meeting} <= into:
+                return frozenset({(meeting, repeat)})
+        key = (frame, seen)
+        if key not in self._meetings:
+            self._meetings[key] = len(self._boxes)
+            self._boxes.append(Box(name=sign, type="", frame=frame))
+        meeting = self._meetings[key]
+        for each in given:
+            self._link(each, (meeting, repeat), frame)
+        return frozenset({(meeting, repeat)})
+
+    def _link(self, origin: _Origin, to: _Origin, frame: int) -> None:
+        begin = self._seen(origin, frame, to[1])
+        if frame < 0:
+            if self._boxes[origin[0]].frame >= 0:
+                self._add(begin, origin[0], EXIT)
+            self._add(-1, begin, to[0])
+            return
+        self._add(frame, begin, to[0])
+        if begin == ENTRY:
+            inside = self._boxes[origin[0]].frame
+            if inside != frame:
+                if inside >= 0:
+                    self._add(inside, origin[0], EXIT)
+                self._add(-1, inside if inside >= 0 else origin[0], frame)
+            else:
+                self._add(frame, origin[0], EXIT)
+
+    def _add(self, frame: int, begin: int, end: int) -> None:
+        if begin != end:
+            self._links.setdefault(frame, {})[begin, end] = None
+
+    def _in_order(self) -> tuple[list[Box], Mapping[int, Links]]:
+        """Boxes by when they first ran; arrows back, of modules that run again, are left out."""
+        last = len(self._flow.ops)
+        order = sorted(range(len(self._boxes)), key=lambda n: (self._first.get(n, last), n))
+        place = {old: new for new, old in enumerate(order)} | {-1: -1}
+        boxes = [self._boxes[n] for n in order]
+        boxes = [replace(box, frame=place[box.frame]) for box in boxes]
+
+        def number(n: int) -> int:
+            return n if n < 0 else place[n]
+
+        links = {}
+        for frame, found in self._links.items():
+            pairs = [(number(a), number(b)) for a, b in found]
+            links[place[frame]] = tuple((a, b) for a, b in pairs if b == EXIT or a < b)
+        return boxes, links
+
+
+_SIGNS: Final = {"add": "+", "sub": "−", "cat": "join", "stack": "join", "mul": "×", "div": "÷"}
+_PRODUCTS: Final = ("attention", "bmm", "matmul", "mm", "dot", "conv")
+
+
+def _sign(name: str) -> str:
+    """What is written where values meet; "" where they do not really."""
+    word = name.removeprefix("aten.").partition(".")[0].strip("_")
+    if word in _SIGNS:
+        return _SIGNS[word]
+    if "attention" in word:
+        return "attention"
+    return "product" if any(each in word for each in _PRODUCTS) else ""

@@ -1,0 +1,203 @@
+"""The model's modules as a graph: what gives to what, alike ones folded, where each runs or lies.
+
+Arrows are of a recorded forward, or of the outline of one; where there is neither nobody knows what
+goes between modules, and they stand in the order in which they are defined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from meshplan.match import fold
+from meshplan.pictures.module_arrows import Box, Item, Links, Reader
+from meshplan.pictures.module_tree import Folded, folded, group_of, sizes_of
+from meshplan.pictures.words import counted
+from meshplan.plan import Plan
+from meshplan.units import format_count
+
+_MOST_BOXES: Final = 18
+_MOST_OF_ROOT: Final = 14
+SEVERAL: Final = "several of these"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """What the picture shows.
+
+    Args:
+        by: What colours are: "stage" or "layout".
+        boxes: In the order of running, where that is known.
+        links: By frame, -1 for what is in none: who gives to whom, by numbers of boxes.
+        source: "recorded", "outline", or "" where nobody knows.
+    """
+
+    model: str
+    by: str
+    boxes: tuple[Box, ...]
+    links: Mapping[int, Links]
+    source: str
+    groups: tuple[str, ...]
+    num_modules: int
+    num_params: int
+    num_stages: int = 0
+
+    @property
+    def title(self) -> str:
+        """The verdict."""
+        many = counted(self.num_modules, "module")
+        size = f"{format_count(self.num_params)} parameters"
+        if not self.groups:
+            return f"{self.model}: {many}, no parameters"
+        if self.by == "stage":
+            return f"{self.model}: {many} of {size} in {counted(self.num_stages, 'stage')}"
+        if len(self.groups) == 1:
+            return f"{self.model}: {many} of {size}, all laid out as {self.groups[0]}"
+        return f"{self.model}: {many} of {size}, laid out in {len(self.groups)} ways"
+
+    @property
+    def alt(self) -> str:
+        """What is to be seen."""
+        arrows = "arrows from what gives to what takes" if self.source else "in order of definition"
+        modules = counted(sum(not box.is_meeting for box in self.boxes), "box", "boxes")
+        return (
+            f"The modules of {self.model} in {modules}, alike ones folded, {arrows}, coloured by "
+            f"{self.by}: {'; '.join(self.groups[:6]) or 'nothing'}."
+        )
+
+
+def module_graph(plan: Plan) -> Graph:
+    """The facts."""
+    graph, stages = plan.graph, plan.assignment.stages
+    flow = graph.flow or graph.outline
+    own = {fqn: group_of(plan, fqn) for fqn in graph.modules}
+    root = folded(plan, own)
+    items = _chosen(root, plan, {call.module for call in flow.calls} if flow else None)
+    sizes = sizes_of(graph)
+    numbers = {id(item): number for number, item in enumerate(items)}
+    boxes = [_box(item, plan, own, sizes, numbers) for item in items]
+    links: Mapping[int, Links] = {}
+    if flow is not None:
+        boxes, links = Reader(flow, items, boxes).read()
+    groups = dict.fromkeys(name for name in own.values() if name)
+    if stages is not None:
+        groups = dict.fromkeys(f"stage {number}" for number in range(stages.num))
+    return Graph(
+        model=graph.name,
+        by="stage" if stages is not None else "layout",
+        boxes=tuple(boxes),
+        links=links,
+        source="" if flow is None else "recorded" if graph.flow is not None else "outline",
+        groups=tuple(groups),
+        num_modules=len(graph.modules),
+        num_params=graph.num_params,
+        num_stages=stages.num if stages is not None else 0,
+    )
+
+
+def _chosen(root: Folded, plan: Plan, called: set[str] | None) -> list[Item]:
+    """What is shown: the tree from above, as far as there is room, repeats once."""
+    if not root.children:
+        return [Item(root, plan.graph.name, 0)]
+    items = [_item(kid, "", 1) for kid in root.children]
+    if plan.graph.owned(""):
+        items.insert(0, Item(root, plan.graph.name, 1, is_itself=True))
+    if len(items) > _MOST_OF_ROOT:
+        hidden = items[_MOST_OF_ROOT - 2 : -1]
+        rest = Folded([fqn for item in hidden for fqn in item.node.fqns], ["modules"],
+                      [item.node for item in hidden])  # fmt: skip
+        items[_MOST_OF_ROOT - 2 : -1] = [Item(rest, f"… {len(hidden):,} more", 1)]
+    opened: list[tuple[object, ...]] = []
+    depth = 1
+    while any(item.depth >= depth for item in items):
+        at = [item for item in items if item.depth == depth and not item.is_itself]
+        kinds: dict[tuple[object, ...], list[Item]] = {}
+        for item in at:
+            if _may_open(item, plan, called):
+                kinds.setdefault(_shape(item.node), []).append(item)
+        # Lists of modules are nothing themselves; the others come after them.
+        for shape, alike in sorted(kinds.items(), key=lambda kind: _has_forward(kind[1][0], plan)):
+            if shape in opened:
+                continue
+            if any(len(item.node.fqns) > 1 for item in alike):
+                alike = alike[:1]
+            more = sum(len(_opened(item, plan)) - 1 + (len(item.node.fqns) > 1) for item in alike)
+            if len(items) + more > _MOST_BOXES:
+                continue
+            opened.append(shape)
+            for item in alike:
+                place = items.index(item)
+                inside = _opened(item, plan)
+                item.is_frame = len(item.node.fqns) > 1
+                items[place : place + 1] = [item, *inside] if item.is_frame else inside
+        depth += 1
+    return items
+
+
+def _may_open(item: Item, plan: Plan, called: set[str] | None) -> bool:
+    if not item.node.children or item.name.startswith("…"):
+        return False
+    if len(item.node.fqns) > 1:
+        return item.frame is None
+    if called is None or not _has_forward(item, plan):
+        return True
+    return any(fqn in called for kid in item.node.children for fqn in kid.fqns)
+
+
+def _has_forward(item: Item, plan: Plan) -> bool:
+    return plan.graph.modules[item.node.fqns[0]].has_forward
+
+
+def _shape(node: Folded) -> tuple[object, ...]:
+    """Classes, down to the leaves."""
+    return (tuple(node.types), tuple(_shape(kid) for kid in node.children))
+
+
+def _opened(item: Item, plan: Plan) -> list[Item]:
+    """What is in it, and it itself where it has tensors of its own."""
+    is_frame = len(item.node.fqns) > 1
+    frame = item if is_frame else item.frame
+    before = "" if is_frame else f"{item.name}."
+    out = [_item(kid, before, item.depth + 1, frame) for kid in item.node.children]
+    if plan.graph.owned(item.node.fqns[0]):
+        name = "itself" if is_frame else item.name
+        out.insert(0, Item(item.node, name, item.depth + 1, frame, is_itself=True))
+    return out
+
+
+def _item(node: Folded, before: str, depth: int, frame: Item | None = None) -> Item:
+    lasts = list(dict.fromkeys(fqn.rpartition(".")[2] for fqn in node.fqns))
+    return Item(node, before + ", ".join(fold(lasts)), depth, frame)
+
+
+def _box(
+    item: Item,
+    plan: Plan,
+    own: Mapping[str, str],
+    sizes: Mapping[str, int],
+    numbers: Mapping[int, int],
+) -> Box:
+    fqns = item.node.fqns
+    below = [] if item.is_itself else list(_below(item.node))
+    groups = dict.fromkeys(own[fqn] for fqn in (*fqns, *below) if own[fqn])
+    held = sum(sizes[fqn] for fqn in fqns)
+    if item.is_itself:
+        owned = {t.fqn: t.numel for fqn in fqns for t in plan.graph.owned(fqn) if not t.is_buffer}
+        held = sum(owned.values())
+    return Box(
+        name=item.name,
+        type=", ".join(item.node.types),
+        num_modules=len(fqns),
+        num_params=held,
+        group=next(iter(groups)) if len(groups) == 1 else SEVERAL if groups else "",
+        frame=numbers[id(item.frame)] if item.frame is not None else -1,
+        is_frame=item.is_frame,
+        num_below=0 if item.is_frame else len(below),
+    )
+
+
+def _below(node: Folded) -> Iterator[str]:
+    for kid in node.children:
+        yield from kid.fqns
+        yield from _below(kid)
