@@ -1,11 +1,10 @@
-"""A step of a rank from one microbatch of its model, with the streams that wrappers use."""
+"""A step of a rank from one microbatch of its model."""
 
 from __future__ import annotations
 
-from meshplan.memory.log import EventLog, on_streams
+from meshplan.memory.log import EventLog
 from meshplan.memory.replay import Prepared, replay
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.told import streams_of
 from meshplan.plan import Plan
 
 
@@ -20,5 +19,4 @@ def composed_log(work: Prepared, plan: Plan, rank: int) -> EventLog:
     """
     foreach = is_uniform(plan.assignment)
     optimizer = plan.spec.optimizer
-    log = replay(work, plan, optimizer, rank=rank, foreach=foreach, has_host=True)
-    return on_streams(log, streams_of(plan, rank))
+    return replay(work, plan, optimizer, rank=rank, foreach=foreach, has_host=True)
