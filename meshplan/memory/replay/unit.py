@@ -8,7 +8,6 @@ from typing import Final
 
 from meshplan.memory.replay.shards import UnitShards
 
-
 GATHERING: Final = 1
 REDUCING: Final = 2
 ADDING_UP: Final = 3
