@@ -304,6 +304,7 @@ def estimate_memory(
     memory: str | int | None = None,
     fixes: bool | None = None,
     trace: bool = False,
+    tier: int | None = None,
     told: Callable[[str], None] = lambda text: None,
 ) -> MemoryEstimate:
     """The peak memory of every rank, to the byte, without a GPU, and whether it fits.
@@ -316,6 +317,8 @@ def estimate_memory(
             where that takes seconds.
         trace: Whether to trace the step with torch even where the config alone tells it, in a
             second and to within one per cent.
+        tier: 1 composes blocks that were traced once, 2 traces the step with few blocks, 3 traces
+            it whole; None takes the cheapest that can.
         told: Is told what is being done.
 
     Raises:
@@ -328,7 +331,7 @@ def estimate_memory(
     spec = _closed(plan, overrides, load_spec(plan, overrides), model, config, told)
     device, limit_bytes, notes = read_limit(gpu, memory, spec)
     is_config = model is None and (config is not None or (spec.model and spec.model.config))
-    if is_config and not trace and not fixes:
+    if is_config and not trace and not fixes and tier in (None, 1):
         from meshplan.memory.told import told_estimate
         from meshplan.plan import make_plan
 
@@ -348,11 +351,16 @@ def estimate_memory(
         else:
             return found
     from meshplan.runtime.fixes import with_fixes  # torch
-    from meshplan.runtime.foretell import Question, foretell
+    from meshplan.runtime.foretell import foretell
+    from meshplan.runtime.question import Question
     from meshplan.runtime.shrink import source_of
 
     question = Question(
-        spec=spec, source=source_of(spec, model, config), device=device, limit_bytes=limit_bytes
+        spec=spec,
+        source=source_of(spec, model, config),
+        device=device,
+        limit_bytes=limit_bytes,
+        tier=tier,
     )
     began = time.monotonic()
     estimate = foretell(question, told, notes)

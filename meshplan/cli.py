@@ -44,13 +44,19 @@ def _estimate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", action="store_true", help="with -f and a config: trace the model with torch"
     )
+    parser.add_argument(
+        "--tier", type=int, choices=(1, 2, 3),
+        help="with -f: compose traced blocks, trace the step with few blocks, or trace it whole",
+    )  # fmt: skip
 
 
 def _estimate(args: argparse.Namespace) -> int:
     if _asks_for_peaks(args):
         return _estimate_peaks(args)
-    if args.model is not None or args.fixes or args.trace:
-        flag = "--model" if args.model is not None else "--fixes" if args.fixes else "--trace"
+    of_peaks = {"--model": args.model, "--fixes": args.fixes, "--trace": args.trace,
+                "--tier": args.tier}  # fmt: skip
+    if any(of_peaks.values()):
+        flag = next(name for name, value in of_peaks.items() if value)
         what = f"{flag} is about the peak of a plan's step, and no plan with a model is given"
         raise SpecError(Problem(what, Origin(flag), "add -f plan.yaml, and leave out the rest"))
     estimate = api.estimate_states(
@@ -101,6 +107,7 @@ def _estimate_peaks(args: argparse.Namespace) -> int:
         memory=args.memory,
         fixes=True if args.fixes else None,
         trace=args.trace,
+        tier=args.tier,
         told=lambda text: print_notes(args, [text]),
     )
     if args.json:

@@ -172,7 +172,8 @@ def _told(plan: Plan, args: argparse.Namespace) -> MemoryEstimate | None:
 
 def _traced(plan: Plan, args: argparse.Namespace) -> EventLog:
     """The step of a rank whose model is live."""
-    from meshplan.runtime.foretell import Question, log_of_rank  # torch
+    from meshplan.runtime.foretell import log_of_rank  # torch
+    from meshplan.runtime.question import Question
     from meshplan.runtime.shrink import source_of
 
     device, limit_bytes, _ = read_limit(args.gpu, args.memory, plan.spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 
 from meshplan.memory import EventLog
+from meshplan.memory.composed import composed_log
 from meshplan.memory.log import Storage
-from meshplan.memory.replay import replay
+from meshplan.memory.replay import Prepared, replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.work import Work
 from meshplan.mesh import DATA_AXES
@@ -112,13 +114,13 @@ def decided(model_name: str, plan: Mapping[str, Any], world: int) -> tuple[Any, 
     return model, found, batch
 
 
-def work_of(model: Any, plan: Plan, batch: Any, rank: int) -> Work:
+def work_of(model: Any, plan: Plan, batch: Any, rank: int, device: str = "cpu") -> Work:
     """Traced from one microbatch with memory of its own."""
 
     def first(tensor: torch.Tensor) -> torch.Tensor:
         return chunk(tensor, plan.accumulate, "microbatches")[0].clone()
 
-    return trace_work(model, plan, *mapped(batch, first), models.loss, rank)
+    return trace_work(model, plan, *mapped(batch, first), models.loss, rank, device)
 
 
 def figures(log: EventLog) -> Figures:
@@ -175,5 +177,31 @@ def with_mistakes(
                 mend()
         assert figures(replay(work, found, "adamw")) == right
         return right, wrong
+    except Exception:
+        return traceback.format_exc()
+
+
+Births = Mapping[tuple[str, int, int], int]
+
+
+def births(log: EventLog) -> Births:
+    """How many storages of each size grow in each phase on each stream."""
+    return Counter(
+        (log.phases[e.phase], log.storages[e.storage].stream, e.delta)
+        for e in log.events
+        if e.phase and e.delta > 0 and not is_on_host(log.storages[e.storage])
+    )
+
+
+def on_streams(model_name: str, plan: Mapping[str, Any], world: int) -> tuple[Births, Births] | str:
+    """(traced whole, composed) as of a GPU, in a process without a group; or what was raised."""
+    warnings.simplefilter("ignore")
+    try:
+        model, found, batch = decided(model_name, plan, world)
+        whole = imagine_step(
+            model, found, *batch, models.loss, lambda m: exact.optimizer(m, "adamw"), 0, "cuda"
+        )
+        work = work_of(model, found, batch, 0, "cuda")
+        return births(whole), births(composed_log(Prepared(work), found, 0))
     except Exception:
         return traceback.format_exc()

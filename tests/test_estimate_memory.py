@@ -22,7 +22,8 @@ from meshplan.memory.extrapolate import Blocks, NotRepeatingError, extrapolate, 
 from meshplan.memory.log import Event, Storage
 from meshplan.reader import load_spec
 from meshplan.runtime.apart import run_apart
-from meshplan.runtime.foretell import Question, _imagine, _worth_cutting, decided
+from meshplan.runtime.foretell import _imagine, _worth_cutting
+from meshplan.runtime.question import Question, decided
 from meshplan.runtime.repeats import Repeats
 from meshplan.runtime.shrink import Source
 from tests import estimated
@@ -196,15 +197,67 @@ def whole_log(plan: dict[str, Any], entry: str) -> EventLog:
 )  # fmt: skip
 def test_few_blocks_tell_the_whole(run, more):
     plan = PLAN | {"model": {"entry": "tests.estimated:high_tower"}} | more
-    result = result_of(run, plan)
+    result = result_of(run, plan, "--tier", "2")
     assert result["tier"] == 2
     assert "found again to the byte with" in result["certified"]
+    assert "the composed step (tier 1) has the same peak, to the byte" in result["certified"]
+    check_is_whole(result, whole_log(plan, "high_tower"))
+
+
+def check_is_whole(result: dict[str, Any], log: EventLog) -> None:
+    """Whether the first group needs what the step that was traced whole does."""
     group = result["groups"][0]
-    log = whole_log(plan, "high_tower")
-    workspaces = group["terms"].pop("library workspaces")
+    terms = group["terms"]
+    workspaces = terms.pop("library workspaces")
     assert group["peak"]["requested_bytes"] - workspaces == log.peak.live_bytes
-    assert group["terms"] == {term: size for term, size in log.terms_at_peak.items() if size}
+    traced = {term: size for term, size in log.terms_at_peak.items() if size}
+    if result["tier"] == 1:  # It knows gradients and losses sooner: before they are reduced.
+        for found in (terms, traced):
+            found["temporaries"] += sum(found.pop(n, 0) for n in ("gradients", "logits and loss"))
+    assert terms == traced
     assert group["peak"]["reserved_bytes"] - workspaces == reserve(log).reserved_bytes
+
+
+TALL = PLAN | {"model": {"entry": "tests.estimated:high_tower"}}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"clip_grad_norm": 1.0, "batch": {"micro": 2, "seq_len": 16, "accumulate": 2}},
+        pytest.param({"mesh": {"dp_shard": 2, "tp": 2}, "tp_plan": "auto"}, marks=pytest.mark.wide),
+        pytest.param({"strategy": "zero1", "precision": "bf16-mixed"}, marks=pytest.mark.wide),
+        pytest.param({"mesh": {"pp": 2, "dp_shard": 2}, "batch": {"micro": 4, "seq_len": 16},
+                      "pipeline": {"schedule": "1F1B", "microbatches": 4}}, marks=pytest.mark.wide),
+    ],
+)  # fmt: skip
+def test_where_blocks_repeat_a_step_is_composed_and_is_the_whole_one(run, more):
+    """A rule left out of the replay, or a block too few, would be seen here."""
+    result = result_of(run, TALL | more)
+    assert result["tier"] == 1
+    assert "composed by rules" in result["certified"]
+    check_is_whole(result, whole_log(TALL | more, "high_tower"))
+    low, high = result["groups"][0]["band"]
+    driver = result["groups"][0]["peak"]["driver_bytes"]
+    whole = result_of(run, TALL | more, "--tier", "3") if "mesh" in more else None
+    if whole is not None:  # What is composed has the wider band.
+        assert low < whole["groups"][0]["band"][0]
+        assert high > whole["groups"][0]["band"][1] > driver
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "what"),
+    [
+        ({}, ("--tier", "2"), "tier 2 cannot answer: the model has no long list of equal blocks"),
+        ({"compile": True}, ("--tier", "1"), "tier 1 cannot answer: the replay of a step has no"),
+        ({"model": {"params": "1e6"}}, ("--tier", "3"), "--tier is about the peak of a plan's"),
+    ],
+)
+def test_a_tier_that_cannot_answer_says_why(run, change, flags, what):
+    code, out, err = run(PLAN | change, "-q", *flags)
+    assert (code, out) == (2, "")
+    assert what in err
+    assert "    fix: " in err
 
 
 def repeats(plan: dict[str, Any]) -> Repeats | None:

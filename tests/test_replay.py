@@ -86,6 +86,25 @@ def test_blocks_that_are_alike_are_traced_a_few_times(
     assert short == whole
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        "full_shard",  # Computed as it is stored: what is gathered and reduced is of one size.
+        pytest.param("full_shard, all in bf16", marks=pytest.mark.wide),
+        pytest.param("hybrid_shard, accumulated, bf16", marks=pytest.mark.wide),
+        pytest.param("a mixture", marks=pytest.mark.wide),
+    ],
+)
+def test_buffers_are_made_on_the_streams_of_torch(apart: ProcessPoolExecutor, case: str) -> None:
+    """What is reserved depends on it: the allocator keeps a pool for each stream."""
+    model, world, plan, *_ = CASES[case]
+    answer = apart.submit(replayed.on_streams, model, plan, world).result()
+    assert isinstance(answer, tuple), answer
+    whole, composed = answer
+    assert {stream for _, stream, _ in whole} >= {0, 1, 2}
+    assert composed == whole
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_has_no_rule_is_refused_by_name(case: str) -> None:
     model, world, plan, *_ = CASES[case]

@@ -158,7 +158,9 @@ def on_streams(log: EventLog, streams: Mapping[tuple[Term, int], int]) -> EventL
     for delta, storage, _ in log.events:
         sizes.setdefault(storage, delta)
     storages = tuple(
-        each if each.op else each._replace(stream=streams.get((each.term, sizes.get(n, 0)), 0))
+        each
+        if each.op or each.stream
+        else each._replace(stream=streams.get((each.term, sizes.get(n, 0)), 0))
         for n, each in enumerate(log.storages)
     )
     return EventLog(storages, log.events, log.phases)

@@ -19,7 +19,7 @@ from meshplan.memory.estimate import MemoryEstimate, Tier
 from meshplan.memory.experts import Spread, most_arriving
 from meshplan.memory.fused import check_fused
 from meshplan.memory.groups import equal_ranks
-from meshplan.memory.log import EventLog, Term, on_streams
+from meshplan.memory.log import EventLog, Term
 from meshplan.memory.replay import replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.replay.shards import unit_shards
@@ -183,10 +183,9 @@ def _in_brief(num_in_full: int, num_groups: int) -> str:
 
 
 def _log_of(works: Works, plan: Plan, rank: int, *, in_brief: bool) -> EventLog:
-    """The step of one rank, its buffers on their streams."""
+    """The step of one rank."""
     work, foreach = works.of_rank(rank, in_brief=in_brief), is_uniform(plan.assignment)
-    log = replay(work, plan, plan.spec.optimizer, rank=rank, foreach=foreach)
-    return on_streams(log, streams_of(plan, rank))
+    return replay(work, plan, plan.spec.optimizer, rank=rank, foreach=foreach)
 
 
 def streams_of(plan: Plan, rank: int) -> dict[tuple[Term, int], int]:

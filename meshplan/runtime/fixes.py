@@ -15,7 +15,8 @@ from typing import Final
 from meshplan.errors import MeshplanError
 from meshplan.memory.estimate import Fix, MemoryEstimate, margin
 from meshplan.plan import Plan
-from meshplan.runtime.foretell import Question, decided, foretell
+from meshplan.runtime.foretell import foretell
+from meshplan.runtime.question import Question, decided
 from meshplan.spec import ActivationCheckpointing, Rule, Selector, Spec
 
 _A_FEW_SECONDS: Final = 8.0

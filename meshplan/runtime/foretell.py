@@ -1,4 +1,4 @@
-"""Tiers 3 and 2: a step of every rank that differs, imagined in a process of its own.
+"""A plan's step on every rank that differs, imagined in processes of their own: tiers 1, 2 and 3.
 
 Decides which tier answers, and nothing else: the plan decides what is run, `imagine` runs it, and
 `memory` reads the logs.
@@ -7,7 +7,6 @@ Decides which tier answers, and nothing else: the plan decides what is run, `ima
 from __future__ import annotations
 
 import contextlib
-import copy
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,61 +15,28 @@ from typing import Final
 
 from torch import nn
 
-from meshplan.errors import ApplyError, MeshplanError, PlanError, SpecError
+from meshplan.errors import MeshplanError, Origin, PlanError, Problem
 from meshplan.memory.assemble import assemble
 from meshplan.memory.estimate import MemoryEstimate, Tier
 from meshplan.memory.extrapolate import Blocks, NotRepeatingError, extrapolate, is_same
 from meshplan.memory.groups import equal_ranks
 from meshplan.memory.log import EventLog
-from meshplan.plan import Plan, make_plan
+from meshplan.plan import Plan
 from meshplan.runtime.apart import run_apart
 from meshplan.runtime.assumed import Loop, check_stated, loop_of
-from meshplan.runtime.example import find_example
+from meshplan.runtime.composing import COMPOSED_ERROR, NotComposedError, composed, is_cheaper
 from meshplan.runtime.imagine import imagine_step
-from meshplan.runtime.private_fakes import fake_mode
-from meshplan.runtime.record import record
-from meshplan.runtime.rehearse import rehearser
+from meshplan.runtime.question import Imagined, Question, decided
 from meshplan.runtime.repeats import Repeats, cut, is_alike, repeats_of
-from meshplan.runtime.shadows import Shadows
-from meshplan.runtime.shrink import Source, model_of_source, rules_that_match
 from meshplan.runtime.stumble import problem_of
-from meshplan.runtime.trace import graph_of
-from meshplan.spec import Spec
 
-SOME_GPU: Final = "cuda"
-"""The device of a plan that names none: what it holds beside torch has the widest band."""
 _CERTIFYING: Final = 2
 """How many periods more than the smallest model the one has that proves the others."""
 _NOT_CERTIFIED: Final = "nothing is extrapolated"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What is asked.
-
-    Args:
-        spec: The plan, as declared.
-        source: How to build its model.
-        device: The name of the GPU, or "cuda" where nobody says.
-        limit_bytes: What it may hold; None where nobody says.
-    """
-
-    spec: Spec
-    source: Source
-    device: str = SOME_GPU
-    limit_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Imagined:
-    """What a process found out about one rank.
-
-    Args:
-        assumed: As of `Loop`.
-    """
-
-    log: EventLog
-    assumed: tuple[tuple[str, str], ...]
+_BY_RULES: Final = (
+    "a microbatch was traced, and what wrappers and the optimizer add to it was composed by rules; "
+    "--tier 2 or 3 traces the real ones"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +47,7 @@ class _Answer:
     assumed: tuple[tuple[str, str], ...]
     tier: Tier
     certified: str
+    error: float = 0.0
 
 
 def foretell(
@@ -110,6 +77,7 @@ def foretell(
         certified=answer.certified,
         assumed=answer.assumed,
         notes=notes,
+        error=answer.error,
     )
 
 
@@ -127,23 +95,67 @@ def _logs(
     ranks: Sequence[int],
     told: Callable[[str], None],
 ) -> _Answer:
-    """The logs of these ranks, by the cheapest tier that can tell.
+    """The logs of these ranks, by the tier that was asked for, or the cheapest that can tell.
 
-    THE place where tiers are chosen.
+    THE place where tiers are chosen. Where nothing repeats a composed step costs as much as the
+    whole one, and tells less.
     """
     words = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    why = ""
-    repeats = _worth_cutting(model, plan)
+    asked, why = None if question.tier is None else Tier(str(question.tier)), ""
+    if asked == Tier.REPLAY or (asked is None and is_cheaper(model, plan, ranks)):
+        told(f"imagining a microbatch of {words}")
+        try:
+            return _composed(question, plan, ranks)
+        except NotComposedError as error:
+            if asked:
+                raise _not_by(asked, str(error)) from None
+            why = f"; nothing is composed: {error}"
+    repeats = _worth_cutting(model, plan) if asked != Tier.WHOLE else None
     if repeats is not None:
         told(f"imagining a step of {words} with few blocks")
         try:
-            return _with_few_blocks(question, plan, ranks, repeats)
+            found = _with_few_blocks(question, plan, ranks, repeats)
+            return _beside_composed(question, plan, ranks, found)
         except NotRepeatingError as error:
-            why = f"; few blocks do not tell: {error}"
+            why += f"; few blocks do not tell: {error}"
+    if asked == Tier.FEW_BLOCKS:
+        raise _not_by(asked, why.removeprefix("; ") or "the model has no long list of equal blocks")
     told(f"imagining a step of {words}")
-    found = run_apart(_imagine, [(question, rank) for rank in ranks])
+    imagined = run_apart(_imagine, [(question, rank) for rank in ranks])
+    logs = [each.log for each in imagined]
+    whole = _Answer(logs, imagined[0].assumed, Tier.WHOLE, _NOT_CERTIFIED + why)
+    return _beside_composed(question, plan, ranks, whole)
+
+
+def _not_by(tier: Tier, why: str) -> PlanError:
+    what = f"tier {tier} cannot answer: {why}"
+    return PlanError(Problem(what, Origin("--tier"), "leave --tier out, or ask for --tier 3"))
+
+
+def _composed(question: Question, plan: Plan, ranks: Sequence[int]) -> _Answer:
+    """Tier 1."""
+    found = composed(question, plan, ranks)
     logs = [each.log for each in found]
-    return _Answer(logs, found[0].assumed, Tier.WHOLE, _NOT_CERTIFIED + why)
+    return _Answer(logs, found[0].assumed, Tier.REPLAY, _BY_RULES, COMPOSED_ERROR)
+
+
+def _beside_composed(
+    question: Question, plan: Plan, ranks: Sequence[int], found: _Answer
+) -> _Answer:
+    """An answer that was asked for certifies the cheaper one, and says how well."""
+    if question.tier is None:
+        return found
+    try:
+        others = composed(question, plan, ranks)
+    except NotComposedError as error:
+        return replace(found, certified=f"{found.certified}; tier 1 cannot answer: {error}")
+    pairs = [(a.peak.live_bytes, b.log.peak.live_bytes)
+             for a, b in zip(found.logs, others, strict=True)]  # fmt: skip
+    right, other = max(pairs, key=lambda pair: abs(pair[1] - pair[0]))
+    words = "has the same peak, to the byte"
+    if other != right:
+        words = f"has a peak {(other - right) / right:+.4%} beside it"
+    return replace(found, certified=f"{found.certified}; the composed step (tier 1) {words}")
 
 
 def _worth_cutting(model: nn.Module, plan: Plan) -> Repeats | None:
@@ -197,54 +209,6 @@ def _with_few_blocks(
         f"from {kept[0]} and {kept[1]} of {most} blocks, and found again to the byte with {kept[2]}"
     )
     return _Answer(logs, found[0].assumed, Tier.FEW_BLOCKS, certified)
-
-
-def decided(
-    spec: Spec, source: Source, change: Callable[[nn.Module], nn.Module] | None = None
-) -> tuple[nn.Module, Plan]:
-    """The model, without memory, and its plan.
-
-    Args:
-        change: Made to the model first; rules that then match nothing are left out.
-
-    Raises:
-        SpecError: The model cannot be built.
-        PlanError: The plan does not fit it.
-    """
-    model = built_without_memory(source).train()
-    if change is not None:
-        before = graph_of(model)
-        model = change(copy.deepcopy(model))  # The user may have named a model, not a function.
-        rules, _ = rules_that_match(spec, before, graph_of(model))
-        spec = replace(spec, rules=rules)
-    if not spec.reads_flow:
-        return model, make_plan(spec, graph_of(model))
-    inputs = find_example(model, spec)
-    try:
-        flow = record(model, inputs)
-    except ApplyError as error:
-        if isinstance(error.__cause__, Exception):
-            raise PlanError(problem_of(error.__cause__, model, source.origin)) from None
-        raise PlanError(error.problems) from None
-    return model, make_plan(spec, graph_of(model, flow), rehearse=rehearser(model, inputs))
-
-
-def built_without_memory(source: Source) -> nn.Module:
-    """The model without memory: on meta, or where its code reads numbers meanwhile, as fakes.
-
-    Raises:
-        SpecError: It cannot be built.
-    """
-    if source.config is not None and getattr(source.config, "use_cache", False):
-        config = copy.deepcopy(source.config)
-        config.use_cache = False  # It is for generating; in training it would only hold tensors.
-        source = replace(source, config=config)
-    try:
-        return model_of_source(source, on_meta=True)
-    except SpecError:
-        with contextlib.suppress(SpecError), fake_mode(), Shadows():
-            return model_of_source(source)
-        raise
 
 
 def _imagine(question: Question, rank: int) -> Imagined:

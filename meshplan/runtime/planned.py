@@ -21,7 +21,7 @@ from meshplan.planner.lock import chosen_spec, spec_hash
 from meshplan.planner.whole import whole_statements
 from meshplan.reader import load_spec
 from meshplan.runtime.applied import exchange, raise_told
-from meshplan.runtime.foretell import built_without_memory
+from meshplan.runtime.question import built_without_memory
 from meshplan.runtime.shrink import source_of
 from meshplan.runtime.trace import graph_of
 from meshplan.runtime.traced import TracedModel

@@ -21,15 +21,16 @@ from meshplan.graph import ModelGraph
 from meshplan.memory.allocator import Reserve, reserve
 from meshplan.memory.assemble import assemble
 from meshplan.memory.compose import Composer
+from meshplan.memory.composed import composed_log
 from meshplan.memory.driver import with_workspaces
 from meshplan.memory.estimate import MemoryEstimate, Tier
 from meshplan.memory.groups import equal_ranks
-from meshplan.memory.log import EventLog, on_streams
+from meshplan.memory.log import EventLog
 from meshplan.memory.pieces import NotComposableError
-from meshplan.memory.replay import Prepared, replay
-from meshplan.memory.replay.optimizer import check_optimizer, is_uniform
+from meshplan.memory.replay import Prepared
+from meshplan.memory.replay.optimizer import check_optimizer
 from meshplan.memory.scale import scaled
-from meshplan.memory.told import ERROR, OverError, streams_of
+from meshplan.memory.told import ERROR, OverError
 from meshplan.memory.work import Work
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.space import with_axes
@@ -261,7 +262,7 @@ class TracedModel:
         logs: list[EventLog] = []
         held: dict[int, Reserve] = {}
         for number, ranks in enumerate(groups):
-            logs.append(_log(work, plan, ranks[0]))
+            logs.append(composed_log(work, plan, ranks[0]))
             if logs[-1].pooled_bytes > most_bytes:
                 raise OverError(ranks[0], logs[-1].pooled_bytes)
             held[number] = reserve(with_workspaces(logs[-1], self._device))
@@ -321,13 +322,6 @@ def _key(plan: Plan) -> tuple[int, frozenset[str]]:
 
 def _peak(work: Prepared) -> int:
     return work.log.peak.live_bytes
-
-
-def _log(work: Prepared, plan: Plan, rank: int) -> EventLog:
-    foreach = is_uniform(plan.assignment)
-    optimizer = plan.spec.optimizer
-    log = replay(work, plan, optimizer, rank=rank, foreach=foreach, has_host=True)
-    return on_streams(log, streams_of(plan, rank))
 
 
 def _without_figures(spec: Spec) -> Iterator[str]:

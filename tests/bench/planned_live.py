@@ -11,7 +11,7 @@ from typing import Final
 from torch import Tensor, cat, nn
 from torch.nn import functional
 
-from tests.bench.tiers import Residual, llama
+from tests.bench.tiers import Residual
 
 HALVED_EVERY: Final = 16
 """Blocks of the denoiser between two halvings of the image."""
@@ -37,11 +37,6 @@ def vit_h() -> nn.Module:
         patch_size=14, image_size=224, num_labels=1000,
     )  # fmt: skip
     return ViTForImageClassification(config)
-
-
-def llama_8b() -> nn.Module:
-    """Llama-3.1-8B. Source: meta-llama/Llama-3.1-8B, config.json."""
-    return llama(4096, 14336, 32, 32)
 
 
 class UNet(nn.Module):

@@ -43,12 +43,12 @@ MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 LIVE: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
-    "ViT-H/14": ("vit_h", {}),
-    "T5-11B": ("t5_11b", {}),
-    "Llama-3.1-8B, live": ("llama_8b", {}),
-    "UNet, 98 blocks": ("unet", {"input": {"shape": [1, 4, 64, 64], "dtype": "fp32"}}),
+    "ViT-H/14": ("planned_live:vit_h", {}),
+    "T5-11B": ("planned_live:t5_11b", {}),
+    "Llama-3.1-8B, live": ("tiers:llama_8b", {}),
+    "UNet, 98 blocks": ("planned_live:unet", {"input": {"shape": [1, 4, 64, 64], "dtype": "fp32"}}),
 }
-"""By name, the function of `tests.bench.planned_live` that builds it, and what a plan must add."""
+"""By name, the function of `tests.bench` that builds it, and what a plan must add."""
 
 
 def write_plan(folder: Path, model: str, **fields: Any) -> Path:
@@ -60,7 +60,7 @@ def write_plan(folder: Path, model: str, **fields: Any) -> Path:
     path = folder / "plan.yaml"
     if model in LIVE:
         function, more = LIVE[model]
-        source = {"entry": f"tests.bench.planned_live:{function}"}
+        source = {"entry": f"tests.bench.{function}"}
         fields = {**more, **fields}
     else:
         (folder / "config.json").write_text(json.dumps(dict(MODELS[model])))

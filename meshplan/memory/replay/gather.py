@@ -7,7 +7,7 @@ Source: torch 2.13, torch/distributed/fsdp/_fully_shard: `_fsdp_param_group`, `_
 from __future__ import annotations
 
 from meshplan.memory.log import Term
-from meshplan.memory.replay.unit import Doing, Held, Unit
+from meshplan.memory.replay.unit import GATHERING, Doing, Held, Unit
 from meshplan.memory.replay.writer import Writer
 
 
@@ -35,8 +35,10 @@ class Gathering:
             unit.gathering = -1
             return
         total, cast = unit.shards.gathered_bytes, unit.shards.cast_bytes
-        copy = self._make(unit, cast // unit.num_ranks, Term.TEMPORARIES) if cast else None
-        unit.gathering = self._make(unit, total, Term.COMMUNICATION)
+        make, fqn, copy = self._writer.make, unit.fqn, None
+        if cast:
+            copy = make(cast // unit.num_ranks, Term.TEMPORARIES, fqn, stream=GATHERING)
+        unit.gathering = make(total, Term.COMMUNICATION, fqn, stream=GATHERING)
         self._writer.free(copy)
 
     def wait(self, unit: Unit) -> None:

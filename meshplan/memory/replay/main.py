@@ -59,11 +59,22 @@ def replay(
     return _Step(prepared, plan, optimizer, rank, foreach=foreach, has_host=has_host).play()
 
 
-def _unknown(plan: Plan, work: Prepared) -> Iterator[Problem]:
+def check_rules(plan: Plan) -> None:
+    """Refuse what no traced work of a plan could be composed for, before it is traced.
+
+    Raises:
+        PlanError: As of `replay`.
+    """
+    if problems := list(_unknown(plan, None)):
+        raise PlanError(problems)
+
+
+def _unknown(plan: Plan, work: Prepared | None) -> Iterator[Problem]:
     """What has no rule."""
     a, spec = plan.assignment, plan.spec
     shared = shared_tensors(a)
-    tells_sharing = any(mark.moment == Moment.SHARING for mark in work.marks)
+    marks = work.marks if work is not None else ()
+    tells_sharing = any(mark.moment == Moment.SHARING for mark in marks)
     for is_there, what in (
         (
             a.stages is not None and SCHEDULES[a.stages.schedule].splits_backward,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from meshplan.memory.log import Term
 from meshplan.memory.replay.shards import Shard
-from meshplan.memory.replay.unit import Unit
+from meshplan.memory.replay.unit import ADDING_UP, REDUCING, Unit
 from meshplan.memory.replay.writer import Writer
 
 
@@ -120,7 +120,7 @@ class Reduction:
         )
         writer.free_all(laid)
         size = numel // shards.num_ranks * shards.reduce_itemsize
-        out = self._make(unit, size, Term.GRADIENTS)
+        out = writer.make(size, Term.GRADIENTS, unit.fqn, stream=REDUCING)
         if shards.is_replicated and not unit.reduces_replicas:
             writer.free_all(kept)
             if unit.partial is None:
@@ -132,7 +132,9 @@ class Reduction:
             unit.sending = out
             writer.hold(out)
         if shards.is_recast:
-            cast = self._make(unit, numel // shards.num_ranks * shards.itemsize, Term.GRADIENTS)
+            size = numel // shards.num_ranks * shards.itemsize
+            stream = ADDING_UP if shards.is_replicated else REDUCING
+            cast = writer.make(size, Term.GRADIENTS, unit.fqn, stream=stream)
             writer.free(out)
             out = cast
         for param in found:

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Final
 
 from meshplan.memory.replay.shards import UnitShards
+
+GATHERING: Final = 1
+REDUCING: Final = 2
+ADDING_UP: Final = 3
+"""The streams on which a unit's buffers are made; the allocator keeps a pool for each.
+Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py."""
 
 
 class Doing(Enum):

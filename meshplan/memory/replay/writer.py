@@ -23,10 +23,12 @@ class Writer:
         if self._phases[-1] != phase:
             self._phases.append(phase)
 
-    def make(self, size: int, term: Term, module: str = "", op: str = "") -> int:
+    def make(
+        self, size: int, term: Term, module: str = "", op: str = "", *, stream: int = 0
+    ) -> int:
         """A storage of this many bytes, held once."""
         number = len(self._storages)
-        self._storages.append(Storage(term, op, module, self._phases[-1]))
+        self._storages.append(Storage(term, op, module, self._phases[-1], stream))
         self.adopt(number, size)
         if size:
             self._events.append(Event(size, number, len(self._phases) - 1))

@@ -1,0 +1,106 @@
+"""What is asked about a plan's memory, and the model and the decisions that it is asked about."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from torch import nn
+
+from meshplan.errors import ApplyError, PlanError, SpecError
+from meshplan.memory.log import EventLog
+from meshplan.plan import Plan, make_plan
+from meshplan.runtime.example import find_example
+from meshplan.runtime.private_fakes import fake_mode
+from meshplan.runtime.record import record
+from meshplan.runtime.rehearse import rehearser
+from meshplan.runtime.shadows import Shadows
+from meshplan.runtime.shrink import Source, model_of_source, rules_that_match
+from meshplan.runtime.stumble import problem_of
+from meshplan.runtime.trace import graph_of
+from meshplan.spec import Spec
+
+SOME_GPU: Final = "cuda"
+"""The device of a plan that names none: what it holds beside torch has the widest band."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked.
+
+    Args:
+        spec: The plan, as declared.
+        source: How to build its model.
+        device: The name of the GPU, or "cuda" where nobody says.
+        limit_bytes: What it may hold; None where nobody says.
+        tier: Which one must answer; None for the cheapest that can.
+    """
+
+    spec: Spec
+    source: Source
+    device: str = SOME_GPU
+    limit_bytes: int | None = None
+    tier: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Imagined:
+    """What a process found out about one rank.
+
+    Args:
+        assumed: As of `Loop`.
+    """
+
+    log: EventLog
+    assumed: tuple[tuple[str, str], ...]
+
+
+def decided(
+    spec: Spec, source: Source, change: Callable[[nn.Module], nn.Module] | None = None
+) -> tuple[nn.Module, Plan]:
+    """The model, without memory, and its plan.
+
+    Args:
+        change: Made to the model first; rules that then match nothing are left out.
+
+    Raises:
+        SpecError: The model cannot be built.
+        PlanError: The plan does not fit it.
+    """
+    model = built_without_memory(source).train()
+    if change is not None:
+        before = graph_of(model)
+        model = change(copy.deepcopy(model))  # The user may have named a model, not a function.
+        rules, _ = rules_that_match(spec, before, graph_of(model))
+        spec = replace(spec, rules=rules)
+    if not spec.reads_flow:
+        return model, make_plan(spec, graph_of(model))
+    inputs = find_example(model, spec)
+    try:
+        flow = record(model, inputs)
+    except ApplyError as error:
+        if isinstance(error.__cause__, Exception):
+            raise PlanError(problem_of(error.__cause__, model, source.origin)) from None
+        raise PlanError(error.problems) from None
+    return model, make_plan(spec, graph_of(model, flow), rehearse=rehearser(model, inputs))
+
+
+def built_without_memory(source: Source) -> nn.Module:
+    """The model without memory: on meta, or where its code reads numbers meanwhile, as fakes.
+
+    Raises:
+        SpecError: It cannot be built.
+    """
+    if source.config is not None and getattr(source.config, "use_cache", False):
+        config = copy.deepcopy(source.config)
+        config.use_cache = False  # It is for generating; in training it would only hold tensors.
+        source = replace(source, config=config)
+    try:
+        return model_of_source(source, on_meta=True)
+    except SpecError:
+        with contextlib.suppress(SpecError), fake_mode(), Shadows():
+            return model_of_source(source)
+        raise
