@@ -7,6 +7,7 @@ Source: torch 2.13, torch/distributed/fsdp/_fully_shard: `_fsdp_param_group`, `_
 from __future__ import annotations
 
 from meshplan.memory.log import Term
+from meshplan.memory.replay.shards import Shard
 from meshplan.memory.replay.unit import Doing, Held, Unit
 from meshplan.memory.replay.writer import Writer
 
@@ -35,9 +36,26 @@ class Gathering:
             unit.gathering = -1
             return
         total, cast = unit.shards.gathered_bytes, unit.shards.cast_bytes
-        copy = self._make(unit, cast // unit.num_ranks, Term.TEMPORARIES) if cast else None
+        if unit.shards.on_host:
+            # One by one, all before the gather; what was resharded to fewer ranks is here.
+            params = unit.shards.params if unit.held is Held.SHARDED else ()
+            copies = [copy for p in params if (copy := self._brought(unit, p)) is not None]
+        else:
+            copies = [self._make(unit, cast // unit.num_ranks, Term.TEMPORARIES)] if cast else []
         unit.gathering = self._make(unit, total, Term.COMMUNICATION)
+        self._writer.free_all(copies)
+
+    def _brought(self, unit: Unit, param: Shard) -> int | None:
+        """A shard from the host, cast once it is here; None where nothing is copied."""
+        copy = None
+        if self._writer.has_host:
+            copy = self._make(unit, param.stored_bytes, Term.TEMPORARIES)
+        if not param.is_cast:
+            return copy
+        size = param.whole_bytes // unit.num_ranks
+        cast = self._make(unit, size, Term.TEMPORARIES)
         self._writer.free(copy)
+        return cast
 
     def wait(self, unit: Unit) -> None:
         """`FSDPParamGroup.wait_for_unshard`.
@@ -77,7 +95,11 @@ class Gathering:
         """Of one rank there is nothing to gather; what is cast is copied twice."""
         before = None
         for param in unit.shards.params:
-            cast = self._make(unit, param.whole_bytes, Term.TEMPORARIES) if param.is_cast else None
+            if unit.shards.on_host:
+                cast = self._brought(unit, param)
+            else:
+                size = param.whole_bytes
+                cast = self._make(unit, size, Term.TEMPORARIES) if param.is_cast else None
             self._writer.free(before)
             unit.whole.append(self._make(unit, param.whole_bytes, Term.GATHERED))
             before = cast

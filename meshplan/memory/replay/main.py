@@ -77,6 +77,7 @@ def _unknown(plan: Plan, work: Prepared) -> Iterator[Problem]:
             "a parameter that two stages of one rank hold",
         ),
         (bool(a.compiled), "compiled blocks"),
+        (bool(a.host_activations), "offloaded activations"),
         (
             a.wrapper == "ddp" and Options.of(spec.ddp).clones_output and plan.accumulate > 1,
             "find_unused_parameters with accumulation",
@@ -103,7 +104,7 @@ class _Step:
     ) -> None:
         self._work, self._plan = work, plan
         self._optimizer, self._foreach, self._has_host = optimizer, foreach, has_host
-        self._writer = Writer()
+        self._writer = Writer(has_host=has_host)
         stages = plan.assignment.stages
         plans = {"": plan}
         if stages is not None:
@@ -264,9 +265,9 @@ class _Step:
                 if holders is None or at == f"{AT_STAGE}{holders[0]}":
                     counted.append(each)
         if self._plan.spec.clip_grad_norm is not None:
-            by_axes: dict[tuple[str, ...], list[Updated]] = {}
+            by_axes: dict[tuple[tuple[str, ...], bool], list[Updated]] = {}
             for axes, param in counted:
-                by_axes.setdefault(axes, []).append(param)
+                by_axes.setdefault((axes, param.on_host), []).append(param)
             clip(self._writer, by_axes)
         params = [param for _, param in found]
         step(self._writer, params, self._optimizer, foreach=self._foreach)
