@@ -111,8 +111,8 @@ def _on_host(estimate: MemoryEstimate) -> list[str]:
     if not most.host_bytes:
         return []
     size = format_bytes(most.host_bytes)
-    return ["", f"in the host's memory besides: {size} of rank {most.ranks[0]}, pinned as far as "
-                "it is copied, which is compared with no limit"]  # fmt: skip
+    whose = f"rank {most.ranks[0]}" if len(estimate.groups) > 1 else "each rank"
+    return ["", f"in the host's memory besides: {size} of {whose}, with which no limit is compared"]
 
 
 def _verdict(group: RankGroup, limit_bytes: int | None, colour: bool) -> str:

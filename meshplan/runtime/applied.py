@@ -92,7 +92,7 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -
         watch_first_forward(wrapped, plan)
     else:
         wrapped = apply_pipeline(model, plan, mesh, values, _wrap)
-    needs_scale = plan.spec.precision.param == "float16" and plan.spec.precision.is_mixed
+    needs_scale = plan.spec.precision.scales_loss
     wrapped.meshplan = Applied(plan, mesh, 2.0**16 if needs_scale else 1.0)
     return wrapped
 

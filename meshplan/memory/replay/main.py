@@ -15,6 +15,7 @@ from meshplan.memory.replay.clip import clip
 from meshplan.memory.replay.optimizer import Updated, check_optimizer, step
 from meshplan.memory.replay.part import Part
 from meshplan.memory.replay.prepare import Prepared
+from meshplan.memory.replay.unscale import unscale
 from meshplan.memory.replay.writer import Copy, Writer
 from meshplan.memory.work import AT_STAGE, Mark, Moment, Work
 from meshplan.mesh import DATA_AXES, GRADIENT_AXES
@@ -82,7 +83,6 @@ def _unknown(plan: Plan, work: Prepared) -> Iterator[Problem]:
             a.wrapper == "ddp" and Options.of(spec.ddp).clones_output and plan.accumulate > 1,
             "find_unused_parameters with accumulation",
         ),
-        (spec.precision.param == "float16", "a scaled loss (float16)"),
     ):
         if is_there:
             fix = "trace the whole step (tier 3) or a shorter model (tier 2)"
@@ -264,6 +264,8 @@ class _Step:
                 found.append(each)
                 if holders is None or at == f"{AT_STAGE}{holders[0]}":
                     counted.append(each)
+        if self._plan.spec.precision.scales_loss:
+            unscale(self._writer, [param for _, param in found])
         if self._plan.spec.clip_grad_norm is not None:
             by_axes: dict[tuple[tuple[str, ...], bool], list[Updated]] = {}
             for axes, param in counted:
