@@ -59,6 +59,15 @@ def _recompute(spec: Spec) -> str | None:
     return None
 
 
+def _offload(part: str, spec: Spec) -> str | None:
+    if getattr(spec.offload, part):
+        return "offload"
+    for rule in spec.rules:
+        if rule.offload and getattr(rule.offload, part):
+            return f"rules[{rule.index}].offload"
+    return None
+
+
 Feature = Callable[[Spec], str | None]
 """The path at which a plan states a feature, None where it does not."""
 
@@ -70,6 +79,8 @@ FEATURES: Final[Mapping[str, Feature]] = MappingProxyType(
             for flag in ("sequence_parallel", "loss_parallel", "sync_batchnorm", "compile")
         },
         "activation_checkpointing": _recompute,
+        "offloaded parameters": partial(_offload, "params"),
+        "offloaded activations": partial(_offload, "activations"),
         "a schedule that splits the backward": _split_backward,
     }
 )
@@ -90,6 +101,16 @@ CLASHES: Final = (
           "leave sequence_parallel out"),
     Clash("activation_checkpointing", "a schedule that splits the backward",
           "what is recomputed would be recomputed in each half",
+          "use schedule: 1F1B or Interleaved1F1B"),
+    Clash("offloaded parameters", "pp",
+          "gradients of weights that stages share are summed where they lie, and no collective of "
+          "the device reaches the host",
+          "spread those ranks over dp_shard instead of pp"),
+    Clash("offloaded activations", "compile",
+          "the compiler decides by itself what a block keeps for backward",
+          "leave compile out, or say activation_checkpointing: full instead"),
+    Clash("offloaded activations", "a schedule that splits the backward",
+          "what was copied back for one half would be copied back for the other again",
           "use schedule: 1F1B or Interleaved1F1B"),
 )  # fmt: skip
 """Every pair that is refused."""

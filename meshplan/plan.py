@@ -92,7 +92,7 @@ class Plan:
             },
             "units": {
                 fqn: [list(u.shard_axes), u.reshard_after_forward, str(u.precision),
-                      u.casts_inputs]
+                      u.casts_inputs, u.on_host]
                 for fqn, u in a.units.items()
             },
             "styles": {
@@ -102,6 +102,7 @@ class Plan:
             "attributes": [[x.module, x.name, x.whole, x.local] for x in a.attributes],
             "experts": {fqn: u.num_experts for fqn, u in a.experts.items()},
             "recompute": {fqn: str(r.policy) for fqn, r in a.recompute.items()},
+            "host_activations": list(a.host_activations),
             "compiled": list(a.compiled),
             "synchronized": list(a.synchronized),
             "stages": a.stages and [

@@ -39,6 +39,7 @@ def restrict(plan: Plan, stage: int) -> Plan:
         units=MappingProxyType(units),
         styles=here(whole.styles),
         recompute=here(whole.recompute),
+        host_activations=here(whole.host_activations),
         attributes=tuple(a for a in whole.attributes if runs(a.module, stages, stage)),
         synchronized=tuple(f for f in whole.synchronized if runs(f, stages, stage)),
         apply=(),

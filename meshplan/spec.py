@@ -115,6 +115,11 @@ class Precision:
         roles = {r for r in (self.param, self.reduce, self.master) if r}
         return len(roles) > 1 or self.output is not None
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled, so that small gradients in float16 do not vanish."""
+        return self.param == "float16" and self.is_mixed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:

@@ -169,11 +169,11 @@ def test_nothing_to_recompute() -> None:
 
 def test_what_this_version_lacks_is_refused_by_name_and_all_at_once() -> None:
     asked = {
-        "offload": "params", "batch": {"micro": "auto", "accumulate": {0: 2}},
+        "offload": "auto", "batch": {"micro": "auto", "accumulate": {0: 2}},
         "activation_checkpointing": "auto",
     }  # fmt: skip
     rules = [
-        rule("head", offload="params", place={"tp": "packed_rowwise"}),
+        rule("head", offload={"activations": "auto"}, place={"tp": "packed_rowwise"}),
         rule("embed", place={"dp_shard": "auto"}),
     ]
     mesh = {"mesh": {"dp_shard": 2, "tp": 2}}
@@ -181,8 +181,9 @@ def test_what_this_version_lacks_is_refused_by_name_and_all_at_once() -> None:
     lacks, free = "not available yet in this version", "is left to the planner"
     found = [(line.partition(":")[0], line.endswith(lacks), line.endswith(free)) for line in told]
     assert found == [
-        ("offload", True, False), ("batch.accumulate", True, False),
-        ("rules[0].offload", True, False), ("rules[0].place.tp", True, False),
+        *((f"offload.{part}", True, False) for part in ("params", "optimizer", "activations")),
+        ("rules[0].offload.activations", True, False), ("batch.accumulate", True, False),
+        ("rules[0].place.tp", True, False),
         ("rules[1].place.dp_shard", True, False),
         ("batch.micro", False, True), ("activation_checkpointing", False, True),
     ]  # fmt: skip

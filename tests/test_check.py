@@ -107,12 +107,12 @@ def test_without_a_model_rules_are_not_matched_and_the_rest_is_checked(
     assert main(["check", "-f", path]) == 0
     assert capsys.readouterr() == (f"{path}: ok\n", NOTE.format(known))
 
-    wrong = f"{model}\nmesh: {{dp_shard: 4}}\nstrategy: ddp\noffload: params"
+    wrong = f"{model}\nmesh: {{dp_shard: 4}}\nstrategy: ddp\noffload: auto"
     path = plan_file(tmp_path, wrong)
     assert main(["check", "-f", path, "-q"]) == 1
     out, err = capsys.readouterr()
     assert "ddp uses dp_replicate only" in out
-    assert "offloading is not available yet" in out
+    assert "a choice of what to offload is not available yet" in out
     assert err == ""
 
 

@@ -22,6 +22,8 @@ STATED: dict[str, dict[str, Any]] = {
     "sync_batchnorm": {"sync_batchnorm": True},
     "compile": {"compile": True},
     "activation_checkpointing": {"activation_checkpointing": "full"},
+    "offloaded parameters": {"offload": "params"},
+    "offloaded activations": {"offload": {"activations": True}},
     "a schedule that splits the backward": {
         "mesh": {"pp": 2},
         "pipeline": {"schedule": "ZBVZeroBubble", "virtual": 2},

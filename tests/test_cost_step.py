@@ -18,7 +18,7 @@ from meshplan.cost.collectives import all_gather, all_reduce, all_to_all, group,
 from meshplan.cost.grid import GRID, MODES, OPTIONS, SCHEDULE_WORDS
 from meshplan.cost.profile import profile_of
 from meshplan.cost.simulate import simulate
-from meshplan.cost.step import crossing_seconds, pipeline_seconds, terms
+from meshplan.cost.step import crossing_seconds, pipeline_seconds, terms, widths_of
 from meshplan.hardware import Cluster, Link, find_device
 from meshplan.plan import make_plan
 from meshplan.reader import load_spec
@@ -384,3 +384,15 @@ def test_what_crosses_leaves_the_node_where_stages_do():
     told = crossing_seconds(row(pp=4, dp_shard=4, micro=2), size, COUNTING, 8)[0]
     assert told == pytest.approx((2 * 2e9 + 2) / 3)
     assert crossing_seconds(row(dp_shard=8), size, COUNTING, 8)[0] == 0
+
+
+def test_undoing_the_scale_of_a_loss_is_paid_for():
+    """Every element of a gradient is read and written several times more than without one."""
+    half, scaled = (
+        widths_of(Precision(param="bfloat16", master="float32")),
+        widths_of(Precision(param="float16", master="float32")),
+    )
+    assert half.unscaling == 0
+    assert scaled.unscaling == 34
+    assert (half.compute, half.stored) == (scaled.compute, scaled.stored)
+    assert widths_of(Precision(param="float16", master="float16")).unscaling == 0

@@ -21,6 +21,7 @@ DDP: dict[str, Any] = {"version": 1, "strategy": "ddp"}
 HSDP: dict[str, Any] = {"version": 1, "mesh": {"dp_replicate": 2, "dp_shard": 2}}
 ACCUMULATE = {"batch": {"accumulate": 2}}
 BF16 = {"precision": "bf16-mixed"}
+FP16 = {"precision": "16-mixed"}
 
 
 def tp(model: str, **more: Any) -> dict[str, Any]:
@@ -50,6 +51,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any]] | tuple[str, int, dict[str, Any
     "zero1, muon": ("own_llama", 2, {"version": 1, "strategy": "zero1"}, "muon"),
     "ddp, muon": ("bert", 2, DDP, "muon"),
     "full_shard, bf16": ("hf_llama", 4, FULL | BF16),
+    "full_shard, fp16, clipped": ("own_llama", 4, FULL | FP16 | {"clip_grad_norm": 1.0}),
+    "ddp, fp16, accumulated": ("gpt2", 2, DDP | FP16 | ACCUMULATE),
     "full_shard, all in bf16": ("own_llama", 4, FULL | {"precision": "bf16-true"}),
     "full_shard, recomputed": ("own_llama", 4, FULL | selective("full")),
     "full_shard, half recomputed": ("gpt2", 4, FULL | selective() | BF16),
@@ -109,6 +112,7 @@ def apart() -> Iterator[ProcessPoolExecutor]:
 
 WIDE = (
     "full_shard, muon", "zero1, muon", "ddp, muon",
+    "full_shard, fp16, clipped", "ddp, fp16, accumulated",
     "full_shard, rmsprop", "full_shard, clipped", "full_shard, tied", "zero1, accumulated", "zero2",
     "hybrid_shard, accumulated, bf16", "ddp, accumulated", "ddp, static", "tp, recomputed",
     "stages, GPipe", "stages, accumulated", "stages of an encoder and a decoder",

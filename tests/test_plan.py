@@ -183,9 +183,9 @@ def test_a_batch_that_does_not_add_up(batch: dict[str, int], message: str) -> No
 def test_what_a_plan_alone_shows() -> None:
     """Without a model: mesh, batch and what this version lacks; rules wait for the model."""
     spec = load_spec({
-        "version": 1, "strategy": "ddp", "mesh": {"dp_shard": 4}, "offload": "params",
+        "version": 1, "strategy": "ddp", "mesh": {"dp_shard": 4}, "offload": {"params": "auto"},
         "rules": [{"match": "no.such.module", "place": "shard"}],
     })  # fmt: skip
     said = [problem.what.partition(" ")[0] for problem in problems_without_model(spec)]
-    assert said == ["ddp", "offloading"]
+    assert said == ["ddp", "a"]
     assert problems_without_model(load_spec({"version": 1, "mesh": {"dp_shard": 4}})) == []

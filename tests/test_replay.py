@@ -35,7 +35,7 @@ REFUSED = {
     "stages of an encoder and a decoder": "parameters that several stages hold",
 }
 DEFAULT = (
-    "full_shard of odd sizes", "zero1, accumulated",
+    "full_shard of odd sizes", "zero1, accumulated", "full_shard, fp16, clipped",
     "hybrid_shard, accumulated, bf16", "ddp, accumulated", "tp x full_shard, sequence",
     "stages x full_shard",
 )  # fmt: skip

@@ -132,6 +132,7 @@ SELECTIVE: dict[str, Case] = {
     "gpt2": (GPT2, {"activation_checkpointing": "selective"}, 2),
     "qwen3, only attention": (
         QWEN3, {"activation_checkpointing": {"mode": "selective", "save": ["sdpa"]}}, 2),
+    "fp16, clipped": (LLAMA, {"precision": "16-mixed", "clip_grad_norm": 1.0}, 2),
     "bf16, each block its own way": (
         LLAMA,
         {

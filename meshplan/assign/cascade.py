@@ -18,8 +18,10 @@ from meshplan.spec import Rule, Spec
 
 _FIELDS = (
     "reshard_after_forward", "precision", "activation_checkpointing",
-    "stage", "unit", "offload", "apply",
+    "stage", "unit", "apply",
 )  # fmt: skip
+_PARTS = {"offload": ("params", "optimizer", "activations")}
+"""Fields that are stated part by part, each of which a later rule may state otherwise."""
 
 _DATA_WORDS = {"replicate": "R", "shard": "S(0)", "hybrid_shard": "S(0)"}
 """`place: WORD` is short for a placement on dp_shard."""
@@ -43,6 +45,12 @@ def fields_of(rule: Rule) -> dict[str, Stated]:
         for name in _FIELDS
         if (value := getattr(rule, name)) is not None
     }
+    for field, parts in _PARTS.items():
+        for part in parts:
+            value = getattr(getattr(rule, field), part, None)
+            if value is not None:
+                path = f"{field}.{part}"
+                out[path] = Stated(value, rule, f"{at}.{path}", f"{field}: {part}")
     if rule.data is not None:
         word = _DATA_WORDS[rule.data]
         out["place.dp_shard"] = Stated(word, rule, f"{at}.place", f"place: {rule.data}")

@@ -14,6 +14,7 @@ from meshplan.assign.context import assign_context
 from meshplan.assign.expert_parallel import ExpertParallel, assign_ep
 from meshplan.assign.loss import assign_loss
 from meshplan.assign.not_yet import not_yet
+from meshplan.assign.offload import assign_host_activations
 from meshplan.assign.pieces import pieces_cut_twice
 from meshplan.assign.presets import presets_of
 from meshplan.assign.recompute import assign_recompute
@@ -73,6 +74,7 @@ def assign(
     ep = assign_ep(spec, graph, cascade, mesh, tp)
     units = assign_units(spec, graph, cascade, mesh, strategy, ep)
     recompute, recompute_problems = assign_recompute(spec, graph, cascade)
+    on_host, offload_problems = assign_host_activations(spec, graph, cascade, units.by_fqn)
     stages, stage_problems = assign_stages(spec, graph, cascade, mesh, recompute)
     wrapper = _wrapper(graph, mesh, units, tp, strategy)
     tensors = {
@@ -85,7 +87,7 @@ def assign(
     )
     batchnorm = assign_batchnorm(spec, graph, mesh, stages)
     compiled, compile_problems = _compiled(spec, graph)
-    problems += compile_problems + batchnorm.problems + stage_problems
+    problems += compile_problems + batchnorm.problems + stage_problems + offload_problems
     check_reshards(spec, cascade, mesh, units, tensors)
     problems += presets.problems + tp.problems + ep.problems + units.problems + recompute_problems
     problems += _one_dtype(units, tensors) if wrapper == "units" else _no_units(spec, cascade)
@@ -133,6 +135,7 @@ def assign(
         styles=MappingProxyType(tp.styles),
         experts=MappingProxyType(ep.uses),
         recompute=MappingProxyType(recompute),
+        host_activations=MappingProxyType(on_host),
         attributes=tuple(tp.attributes),
         apply=apply,
         compiled=compiled,

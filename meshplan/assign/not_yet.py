@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshplan.errors import Problem
-from meshplan.spec import AUTO, ActivationCheckpointing, Offload, Spec
+from meshplan.spec import AUTO, ActivationCheckpointing, Spec
 from meshplan.styles import PLANNED_STYLES
 
 
@@ -22,7 +22,17 @@ def not_yet(spec: Spec) -> list[Problem]:
         if condition:
             open_.append((path, what, fix))
 
-    ask(_offloads(spec.offload), "offload", "offloading")
+    for where, offload in (
+        ("", spec.offload),
+        *((f"rules[{r.index}].", r.offload) for r in spec.rules),
+    ):
+        for part in ("params", "optimizer", "activations"):
+            ask(
+                getattr(offload, part, None) == AUTO,
+                f"{where}offload.{part}",
+                "a choice of what to offload",
+                "write true or false for each part",
+            )
     for name in ("micro", "accumulate"):
         value = getattr(spec.batch, name)
         free(value == AUTO, f"batch.{name}", f"'{name}: auto'", "write the number")
@@ -33,7 +43,6 @@ def not_yet(spec: Spec) -> list[Problem]:
         "a budget of activations", "write auto, none, full or selective")  # fmt: skip
     for rule in spec.rules:
         at = f"rules[{rule.index}]"
-        ask(rule.offload and _offloads(rule.offload), f"{at}.offload", "offloading")
         ask(rule.activation_checkpointing and _is_planned(rule.activation_checkpointing),
             f"{at}.activation_checkpointing", "'auto' and 'budget' in a rule",
             "use none, full or selective")  # fmt: skip
@@ -70,10 +79,6 @@ def not_yet(spec: Spec) -> list[Problem]:
                 )
             )
     return problems
-
-
-def _offloads(offload: Offload) -> bool:
-    return any((offload.params, offload.optimizer, offload.activations))
 
 
 def _is_planned(policy: ActivationCheckpointing) -> bool:

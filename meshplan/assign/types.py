@@ -72,6 +72,8 @@ class Unit:
         precision: Dtypes by role; None in a role leaves the model's own.
         reason: What made it so.
         casts_inputs: What its module is called with becomes `precision.param`.
+        on_host: Its parameters, their gradients and the optimizer's states lie in the host's
+            memory, and are copied to the device for each gather.
     """
 
     fqn: str
@@ -81,6 +83,7 @@ class Unit:
     precision: Precision
     reason: Reason
     casts_inputs: bool = True
+    on_host: bool = False
 
     @property
     def is_sharded(self) -> bool:
@@ -273,6 +276,8 @@ class Assignment:
         experts: By module fqn.
         recompute: By module fqn.
         attributes: Numbers of heads and the like that modules must see as this rank has them.
+        host_activations: By fqn, modules whose backward finds in the host's memory what their
+            forward kept for it.
         apply: (module fqn, "pkg.mod:function", reason): code the plan names.
         compiled: Fqns of the modules that `torch.compile` gets, one by one.
         synchronized: Fqns of the BatchNorms whose statistics are over all data ranks.
@@ -299,4 +304,10 @@ class Assignment:
     context: ContextParallel | None = None
     stages: Stages | None = None
     warnings: tuple[Problem, ...] = field(default=())
+    host_activations: Mapping[str, Reason] = field(default_factory=dict)
     experts: Mapping[str, ExpertUse] = field(default_factory=dict)
+
+    def is_on_host(self, placed: Placed) -> bool:
+        """Whether a tensor lies in the host's memory."""
+        unit = None if placed.unit is None else self.units.get(placed.unit)
+        return unit is not None and unit.on_host

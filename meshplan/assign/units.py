@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from meshplan.assign.cascade import Cascade, Stated
 from meshplan.assign.expert_parallel import ExpertParallel
+from meshplan.assign.offload import params_on_host
 from meshplan.assign.types import Placed, Reason, Unit
 from meshplan.errors import Problem
 from meshplan.graph import ModelGraph, TensorInfo, is_inside
@@ -80,6 +81,7 @@ class _Mode:
     axes: tuple[str, ...]
     precision: Precision
     reshard: bool | int | None
+    on_host: bool = False
 
     @property
     def holds_experts(self) -> bool:
@@ -179,7 +181,14 @@ class _Builder:
             axes,
             precision.value if precision else self.spec.precision,
             reshard.value if reshard else None,
+            self._on_host(fqn, is_sharded),
         ), reason
+
+    def _on_host(self, fqn: str, is_sharded: bool) -> bool:
+        asked, problem = params_on_host(self.spec, self.cascade, fqn, is_sharded=is_sharded)
+        if problem is not None and fqn in self.with_params:
+            self.out.report(problem)
+        return asked
 
     def _check_place(self, stated: Stated) -> None:
         origin = self.spec.origin(stated.path)
@@ -250,6 +259,7 @@ class _Builder:
             reason=reason,
             # Where ep alone makes a unit, routing weights keep the precision they come in.
             casts_inputs=not (same and mode.holds_experts),
+            on_host=mode.on_host,
         )
 
 

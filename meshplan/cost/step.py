@@ -50,20 +50,26 @@ class Widths:
         compute: Of parameters as they are gathered and computed with.
         reduce: Of gradients as they are summed.
         stored: Of parameters as they are updated.
+        unscaling: What is read and written of each gradient to undo the scale of the loss.
     """
 
     compute: int
     reduce: int
     stored: int
+    unscaling: int = 0
 
 
 def widths_of(precision: Precision, dtype: str = "float32") -> Widths:
     """Args: dtype: Of the model's parameters."""
     compute = precision.param or dtype
+    stored = DTYPE_BYTES[precision.master or dtype]
     return Widths(
         compute=DTYPE_BYTES[compute],
         reduce=DTYPE_BYTES[precision.reduce or compute],
-        stored=DTYPE_BYTES[precision.master or dtype],
+        stored=stored,
+        # Divided (2 passes), its absolute value taken (2), that compared (1), and itself (2); three
+        # passes over what is true of each element, one over all of them, a byte each.
+        unscaling=7 * stored + 6 if precision.scales_loss else 0,
     )
 
 
@@ -259,7 +265,8 @@ class Rows:
 
     def update(self, kind: Kind) -> Array:
         held = np.where(self.mode == _DDP, float(sum(kind.numels)), share(self.grid, kind))
-        moved = held * self.widths.stored * self.profile.optimizer_bytes
+        widths = self.widths
+        moved = held * (widths.stored * self.profile.optimizer_bytes + widths.unscaling)
         return np.asarray(moved / self.profile.memory_bytes_per_s)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -183,4 +183,5 @@ def with_workspaces(log: EventLog, device: str) -> EventLog:
     size, first = workspace_bytes(device), len(log.storages)
     storage = Storage(Term.WORKSPACES, "cublas")
     born = tuple(Event(size, first + thread, 0) for thread in range(_THREADS))
-    return EventLog((*log.storages, *[storage] * _THREADS), (*born, *log.events), log.phases)
+    storages = (*log.storages, *[storage] * _THREADS)
+    return replace(log, storages=storages, events=(*born, *log.events))

@@ -74,6 +74,7 @@ class RankGroup:
         at: Of the requested bytes.
         terms: What the requested bytes are at the peak; they add up.
         fits: Whether the upper end of the band does; None without a limit.
+        host_bytes: What its tensors hold in the host's memory at the most, beside all that.
         packed_bytes: Where it does not, of the worst group: what would be reserved with expandable
             segments.
     """
@@ -85,6 +86,7 @@ class RankGroup:
     at: Spot
     terms: Mapping[Term, int]
     fits: bool | None
+    host_bytes: int = 0
     packed_bytes: int | None = None
 
 
@@ -204,4 +206,5 @@ def group_of(
         at=Spot(log.phase_at_peak, log.module_at_peak, made.term),
         terms=MappingProxyType(terms),
         fits=fits,
+        host_bytes=log.host_bytes,
     )

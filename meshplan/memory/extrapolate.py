@@ -111,7 +111,8 @@ def extrapolate(few: EventLog, more: EventLog, blocks: Blocks, times: int) -> Ev
             by = added if is_past else 0
             named = [s._replace(module=blocks.moved(s.module, by)) for s in piece.storages]
             writer.write(piece.tokens, named, number)
-    return EventLog(tuple(writer.storages), tuple(writer.events), more.phases)
+    host = more.host_bytes + times * (more.host_bytes - few.host_bytes)
+    return EventLog(tuple(writer.storages), tuple(writer.events), more.phases, host)
 
 
 def is_same(one: EventLog, other: EventLog) -> bool:
@@ -119,6 +120,7 @@ def is_same(one: EventLog, other: EventLog) -> bool:
     return (
         one.by_phase == other.by_phase
         and one.terms_at_peak == other.terms_at_peak
+        and one.host_bytes == other.host_bytes
         and reserve(one) == reserve(other)
     )
 

@@ -8,7 +8,7 @@ real run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -77,6 +77,8 @@ class EventLog:
         events: In order. What was there before is born in the first phase.
         phases: Names of the phases, in order: "before", then "forward", "loss", "backward" as
             often as they come, and "step".
+        host_bytes: The most that tensors of the step hold in the host's memory at once; those are
+            in no event.
 
     Units: bytes as asked for; what an allocator rounds to is `memory.allocator`'s.
     """
@@ -84,6 +86,7 @@ class EventLog:
     storages: tuple[Storage, ...]
     events: tuple[Event, ...]
     phases: tuple[str, ...]
+    host_bytes: int = 0
 
     @cached_property
     def peak(self) -> Peak:
@@ -163,4 +166,4 @@ def on_streams(log: EventLog, streams: Mapping[tuple[Term, int], int]) -> EventL
         else each._replace(stream=streams.get((each.term, sizes.get(n, 0)), 0))
         for n, each in enumerate(log.storages)
     )
-    return EventLog(storages, log.events, log.phases)
+    return replace(log, storages=storages)

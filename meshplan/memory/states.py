@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
@@ -30,6 +30,9 @@ STEP_COUNTERS: Final[Mapping[str, int]] = MappingProxyType(
 class StateBytes:
     """Bytes that one rank holds between two steps, gradients still there.
 
+    Attributes:
+        host_bytes: Of all these, what the plan keeps in the host's memory.
+
     Units: bytes of tensor storage, before any rounding by an allocator.
     """
 
@@ -37,6 +40,7 @@ class StateBytes:
     gradients_bytes: int
     optimizer_bytes: int
     buffers_bytes: int
+    host_bytes: int = field(default=0, compare=False)
 
     @property
     def total_bytes(self) -> int:
@@ -71,12 +75,13 @@ class _Kind:
     trainable: bool
     is_buffer: bool
     places: tuple[int, ...]
+    on_host: bool
 
 
 def _kinds(assignment: Assignment) -> Counter[_Kind]:
     return Counter(
         _Kind(p.info.shape, p.dtype, p.stored, p.info.trainable, p.info.is_buffer,
-              _places(assignment, fqn))
+              _places(assignment, fqn), assignment.is_on_host(p))
         for fqn, p in assignment.tensors.items()
     )  # fmt: skip
 
@@ -94,7 +99,7 @@ def _places(assignment: Assignment, fqn: str) -> tuple[int, ...]:
 
 
 def _sum(kinds: Mapping[_Kind, int], mesh: Mesh, optimizer: str, rank: int) -> StateBytes:
-    parameters = gradients = states = buffers = 0
+    parameters = gradients = states = buffers = there = 0
     place = mesh.index(rank, ("pp",))
     shaped = SHAPED_STATES.get(optimizer)
     kept, counters = OPTIMIZER_STATES.get(optimizer, 0), 4 * STEP_COUNTERS.get(optimizer, 0)
@@ -105,15 +110,19 @@ def _sum(kinds: Mapping[_Kind, int], mesh: Mesh, optimizer: str, rank: int) -> S
             buffers += count * stored
             continue
         parameters += count * stored
+        own = 0
         if kind.trainable:
             # FSDP2 reduces gradients into the padded shard whatever the strategy calls itself.
             gradients += count * stored
             local = kind.stored.local_numel(kind.shape, mesh, rank)
             size = DTYPE_BYTES[kind.dtype]
-            states += count * (
+            kept_bytes = (
                 shaped(kind.shape, local, size) if shaped else kept * local * size + counters
             )
-    return StateBytes(parameters, gradients, states, buffers)
+            states += count * kept_bytes
+            own = stored + kept_bytes
+        there += count * (stored + own) * kind.on_host
+    return StateBytes(parameters, gradients, states, buffers, there)
 
 
 def _stored_numel(kind: _Kind, mesh: Mesh, rank: int) -> int:

@@ -22,7 +22,7 @@ from meshplan.memory.groups import equal_ranks
 from meshplan.memory.log import EventLog, Term
 from meshplan.memory.replay import replay
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.replay.shards import unit_shards
+from meshplan.memory.replay.shards import offloads_params, unit_shards
 from meshplan.memory.shape import shape_of
 from meshplan.memory.told_works import Works, spread_of, told_works
 from meshplan.plan import Plan
@@ -185,7 +185,9 @@ def _in_brief(num_in_full: int, num_groups: int) -> str:
 def _log_of(works: Works, plan: Plan, rank: int, *, in_brief: bool) -> EventLog:
     """The step of one rank."""
     work, foreach = works.of_rank(rank, in_brief=in_brief), is_uniform(plan.assignment)
-    return replay(work, plan, plan.spec.optimizer, rank=rank, foreach=foreach)
+    has_host = offloads_params(plan.assignment)
+    optimizer = plan.spec.optimizer
+    return replay(work, plan, optimizer, rank=rank, foreach=foreach, has_host=has_host)
 
 
 def streams_of(plan: Plan, rank: int) -> dict[tuple[Term, int], int]:
@@ -204,7 +206,11 @@ def streams_of(plan: Plan, rank: int) -> dict[tuple[Term, int], int]:
         parts = [restrict(plan, stage).assignment for stage in stages.of_rank(place)]
     for unit in (unit for part in parts for unit in unit_shards(part, plan.graph, rank)):
         streams[Term.COMMUNICATION, unit.gathered_bytes] = _GATHERING
-        if unit.cast_bytes:
+        if unit.on_host:
+            for param in unit.params:
+                streams[Term.TEMPORARIES, param.stored_bytes] = _GATHERING
+                streams[Term.TEMPORARIES, param.whole_bytes // unit.num_ranks] = _GATHERING
+        elif unit.cast_bytes:
             streams[Term.TEMPORARIES, unit.cast_bytes // unit.num_ranks] = _GATHERING
         numel = sum(param.padded_numel for param in unit.trained) // unit.num_ranks
         streams[Term.GRADIENTS, numel * unit.reduce_itemsize] = _REDUCING

@@ -215,6 +215,8 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
         (plan.micro is None or plan.spec.batch.seq_len is None, "a batch that is not stated"),
         (bool(mesh.loans), "borrowed ranks"),
         (bool(a.compiled), "compiled blocks"),
+        (any(u.on_host for u in a.units.values()), "an optimizer that steps on the host"),
+        (bool(a.host_activations), "activations that cross to the host and back"),
         (any(not isinstance(each, bool) for each in reshards), "resharding to fewer ranks"),
         (len(units) > 1, "units that are not all cut along the same axes"),
         (mode == "shard" and not set(blocks) <= set(a.units), "blocks that are no units"),

@@ -182,6 +182,11 @@ def _blocks(plan: Plan) -> dict[str, dict[str, str]]:
         words = {"activation_checkpointing": str(again.policy.mode) if again else "none"}
         if unit is not None and unit.is_sharded:
             words["reshard_after_forward"] = str(unit.reshard_after_forward).lower()
+        parts = {"params": unit is not None and unit.on_host,
+                 "activations": block in a.host_activations}  # fmt: skip
+        words["offload"] = (
+            " and ".join(part for part, is_there in parts.items() if is_there) or "none"
+        )
         if a.stages is not None:
             held = [s for fqn, s in a.stages.tensors.items() if fqn.startswith(f"{block}.")]
             words["stage"] = ", ".join(map(str, sorted({n for each in held for n in each})))

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from meshplan.compatibility import FEATURES
 from meshplan.cost.chain import chain_of
 from meshplan.cost.profile import Profile, measured_for, profile_of
 from meshplan.cost.types import Chain
@@ -40,6 +41,10 @@ from meshplan.planner.spread import experts_of
 from meshplan.planner.tables import numbers_of
 from meshplan.spec import Spec
 
+_NO_CROSSING: Final = (
+    "what crosses to the host's memory and back, and an optimizer that steps there, have no "
+    "figures of time"
+)
 _SHARES: Final = (1 + RESERVED_ERROR) * (1 + ERROR)
 """By how much the memory room widens what it reserves."""
 
@@ -99,6 +104,8 @@ class Job:
 
     def _refuses(self, trial: Spec) -> str:
         """Why a trial cannot be, "" if it can be."""
+        if any(FEATURES[f"offloaded {what}"](trial) for what in ("parameters", "activations")):
+            return _NO_CROSSING
         if self._traced is not None and (why := self._traced.refuses(trial)):
             return why
         try:

@@ -146,11 +146,16 @@ def _facts(plan: Plan, name: str) -> Iterator[tuple[str, Reason]]:
         word = "freed after forward" if free is True else "kept until backward ends"
         if not isinstance(free, bool):
             word = f"cut over {free} ranks after forward"
+        word += ", at rest in the host's memory" if unit.on_host else ""
         yield f"parameters of {unit.fqn or 'the root unit'} {word}", unit.reason
     again = next(((fqn, a.recompute[fqn]) for fqn in around if fqn in a.recompute), None)
     if again is not None:
         text = f"activation_checkpointing: {again[1].policy.mode}"
         yield f"{again[0]} is recomputed", Reason(text, again[1].reason.origin)
+    there = next((fqn for fqn in around if fqn in a.host_activations), None)
+    if there is not None:
+        what = f"what {there or 'the model'} keeps for backward waits in the host's memory"
+        yield what, a.host_activations[there]
     if name in a.styles:
         yield f"{a.styles[name].style.name} along {a.styles[name].axis}", a.styles[name].reason
     if a.stages is not None:

@@ -61,6 +61,7 @@ def _group_to_json(group: RankGroup) -> dict[str, Any]:
         "at": group.at._asdict(),
         "terms": {str(term): size for term, size in group.terms.items()},
         "fits": group.fits,
+        "host_bytes": group.host_bytes,
     }
 
 
@@ -101,7 +102,17 @@ def _table(estimate: MemoryEstimate, model: str, colour: bool) -> list[str]:
         line + _verdict(group, estimate.limit_bytes, colour)
         for line, group in zip(lines[1:], estimate.groups, strict=True)
     ]
-    return [paint(title, "bold", colour), "", lines[0], *marked]
+    return [paint(title, "bold", colour), "", lines[0], *marked, *_on_host(estimate)]
+
+
+def _on_host(estimate: MemoryEstimate) -> list[str]:
+    """What is offloaded: of how many ranks a machine holds it, the reader knows."""
+    most = max(estimate.groups, key=lambda group: group.host_bytes)
+    if not most.host_bytes:
+        return []
+    size = format_bytes(most.host_bytes)
+    whose = f"rank {most.ranks[0]}" if len(estimate.groups) > 1 else "each rank"
+    return ["", f"in the host's memory besides: {size} of {whose}, with which no limit is compared"]
 
 
 def _verdict(group: RankGroup, limit_bytes: int | None, colour: bool) -> str:

@@ -117,6 +117,8 @@ def _entries(plan: Plan) -> list[Entry]:
             f"activation_checkpointing: {recompute.policy.mode}{save}", recompute.reason.origin
         )
         notes[fqn].append(why_to_text(reason, plan))
+    for fqn, reason in assignment.host_activations.items():
+        notes[fqn].append(why_to_text(reason, plan))
     for fqn, code, stated in assignment.apply:
         notes[fqn].append(why_to_text(Reason(f"apply: {code}", stated.origin), plan))
     by_module: dict[str, list[Placed]] = {}
@@ -144,9 +146,11 @@ def _unit(plan: Plan, fqn: str) -> str:
     if not unit.is_sharded:
         return "replicated unit"
     reshard = unit.reshard_after_forward
+    where = ", at rest in the host's memory" if unit.on_host else ""
     if isinstance(reshard, bool):
-        return "unit freed after forward" if reshard else "unit kept until backward ends"
-    return f"unit cut over {reshard} ranks after forward"
+        freed = "unit freed after forward" if reshard else "unit kept until backward ends"
+        return freed + where
+    return f"unit cut over {reshard} ranks after forward{where}"
 
 
 def _tensor_cells(
@@ -221,7 +225,8 @@ def states_to_text(plan: Plan) -> list[str]:
 def _states_row(name: str, states: StateBytes) -> tuple[str, ...]:
     parts = (states.parameters_bytes, states.gradients_bytes, states.optimizer_bytes,
              states.buffers_bytes, states.total_bytes)  # fmt: skip
-    return (name, *map(format_bytes, parts), f"= {states.total_bytes:,} B")
+    there = f", {format_bytes(states.host_bytes)} on the host" if states.host_bytes else ""
+    return (name, *map(format_bytes, parts), f"= {states.total_bytes:,} B{there}")
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
@@ -256,6 +261,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
                 "shard_axes": unit.shard_axes,
                 "replicate_axes": unit.replicate_axes,
                 "reshard_after_forward": unit.reshard_after_forward,
+                "on_host": unit.on_host,
                 "precision": {
                     "param": unit.precision.param, "reduce": unit.precision.reduce,
                     "output": unit.precision.output, "master": unit.precision.master,
@@ -273,6 +279,10 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             {"module": fqn, "mode": recompute.policy.mode, "save": recompute.policy.save,
              "decided_by": _reason_to_json(recompute.reason)}
             for fqn, recompute in assignment.recompute.items()
+        ],
+        "host_activations": [
+            {"module": fqn, "decided_by": _reason_to_json(reason)}
+            for fqn, reason in assignment.host_activations.items()
         ],
         "apply": [
             {"module": fqn, "function": code, "decided_by": _reason_to_json(reason)}
@@ -315,6 +325,7 @@ def states_to_json(states: StateBytes) -> dict[str, int]:
         "optimizer_bytes": states.optimizer_bytes,
         "buffers_bytes": states.buffers_bytes,
         "total_bytes": states.total_bytes,
+        "host_bytes": states.host_bytes,
     }
 
 

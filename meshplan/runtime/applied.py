@@ -27,6 +27,7 @@ from meshplan.runtime.expert import apply_expert_parallel
 from meshplan.runtime.gradients import agree_on_gradients
 from meshplan.runtime.materialize import Values
 from meshplan.runtime.mesh import device
+from meshplan.runtime.offload import apply_host_activations
 from meshplan.runtime.outside import watch_first_forward
 from meshplan.runtime.pipeline.apply import apply_pipeline
 from meshplan.runtime.pretend import is_pretending
@@ -91,7 +92,7 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -
         watch_first_forward(wrapped, plan)
     else:
         wrapped = apply_pipeline(model, plan, mesh, values, _wrap)
-    needs_scale = plan.spec.precision.param == "float16" and plan.spec.precision.is_mixed
+    needs_scale = plan.spec.precision.scales_loss
     wrapped.meshplan = Applied(plan, mesh, 2.0**16 if needs_scale else 1.0)
     return wrapped
 
@@ -104,6 +105,7 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.
     apply_sync_batchnorm(model, plan, mesh)
     context = ContextParallelism(model, plan, mesh)
     apply_recompute(model, plan)
+    apply_host_activations(model, plan)
     apply_compile(model, plan)
     is_elsewhere = not values.local and not is_pretending()
     if plan.assignment.wrapper != "units" and is_elsewhere:

@@ -5,7 +5,7 @@ Applied last, after tensor parallelism and activation checkpointing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,6 +86,7 @@ def _wrap_unit(
         reshard_after_forward=unit.reshard_after_forward,
         shard_placement_fn=(lambda p: Shard(dims[p])) if any(dims.values()) else None,
         mp_policy=policy,
+        offload_policy=offload_policy(unit),
         ignored_params=alone or None,
     )
 
@@ -95,6 +102,19 @@ def _shard_dims(model: nn.Module, plan: Plan, unit: Unit) -> dict[nn.Parameter, 
         for fqn, placed in plan.assignment.tensors.items()
         if placed.unit == unit.fqn
     }
+
+
+def offload_policy(unit: Unit) -> OffloadPolicy:
+    """FSDP2's policy for where a unit's shards lie; without a device nothing can be pinned."""
+    return CPUOffloadPolicy(pin_memory=device().type != "cpu") if unit.on_host else OffloadPolicy()
+
+
+def params_on_host(model: nn.Module, plan: Plan) -> Iterator[nn.Parameter]:
+    """The live parameters that the plan keeps in the host's memory, of those that are here."""
+    live = dict(model.named_parameters())
+    for fqn, placed in plan.assignment.tensors.items():
+        if plan.assignment.is_on_host(placed) and fqn in live:
+            yield live[fqn]
 
 
 def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:

@@ -21,9 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.memory.log import EventLog, Term
+from meshplan.memory.replay.shards import offloads_params
 from meshplan.plan import Plan
 from meshplan.runtime.applied import applied, apply_plan
 from meshplan.runtime.batch import mapped
+from meshplan.runtime.data import params_on_host
 from meshplan.runtime.expert_protocol import find_for_twin
 from meshplan.runtime.ledger import Ledger
 from meshplan.runtime.materialize import Values
@@ -142,7 +144,8 @@ def imagining_alone(
         with ExitStack() as stack:
             for world in (fakes_unnoticed(), mode, shadows, pretending()):
                 stack.enter_context(world)
-            behaviour = stack.enter_context(behaving_as(device))
+            offloads = plan is not None and offloads_params(plan.assignment)
+            behaviour = stack.enter_context(behaving_as(device, offloads=offloads))
             stack.enter_context(heard_by(shadows.hear))
             yield twin, fake, behaviour
 
@@ -166,6 +169,8 @@ def watch_steps(
     ledger = Ledger(names_of(model), behaviour)
     ledger.note(model.parameters(), Term.PARAMETERS)
     ledger.note(model.buffers(), Term.BUFFERS)
+    if behaviour.has_host:
+        ledger.put_on_host(params_on_host(model, applied(model).plan))
     ledger.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
     logs = []
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshplan.memory.log import Event, EventLog, Storage, Term
 from meshplan.memory.terms import settle
+from meshplan.runtime.host import CROSSING, Side
 from meshplan.runtime.personality import AS_IT_IS, Behaviour
 from meshplan.runtime.place import Place
 from meshplan.runtime.pretend import is_pretending
@@ -29,6 +30,7 @@ from meshplan.runtime.private_ops import around_propagation
 
 _SENDING: Final = ("c10d", "_c10d_functional", "_dtensor")
 """Namespaces of operators that send."""
+_ADD: Final = torch.ops.aten.add_.Tensor
 _WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -53,6 +55,8 @@ class Ledger(TorchDispatchMode):
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         """By address of the storage: (its number, what tells of its death)."""
         self._sizes: dict[int, int] = {}
+        self._hosted: set[int] = set()
+        self._host_live = self._host_most = 0
         self._sent: set[int] = set()
         self._overlooked: set[int] = set()
         self._muted = _Muted()
@@ -84,11 +88,12 @@ class Ledger(TorchDispatchMode):
         """What has happened so far."""
         events, phases = tuple(self._events), tuple(self.phases)
         found = settle(self._storages, events, phases, sent=self._sent, num_before=self._num_before)
-        return EventLog(found, events, phases)
+        return EventLog(found, events, phases, self._host_most)
 
     def forget(self) -> None:
         """Begin anew, with what lives now as what was there before."""
-        live = [(number, size) for number, size in self._sizes.items() if size]
+        live = [(n, size) for n, size in self._sizes.items() if size and n not in self._hosted]
+        self._host_most = self._host_live
         self.phases = ["before"]
         self._events = [Event(size, number, 0) for number, size in live]
         self._num_before = len(self._storages)
@@ -110,6 +115,14 @@ class Ledger(TorchDispatchMode):
                     self._sizes[known[0]] = 0
                     self._overlooked.add(known[0])
 
+    def put_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These live already, in the host's memory, and so does what is made of them alone."""
+        for number in dict.fromkeys(n for t in tensors for n in self.numbers_of(t)):
+            size = self._sizes[number]
+            self._change(number, 0)
+            self._hosted.add(number)
+            self._change(number, size)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # Its parts come by on their own.
@@ -118,13 +131,15 @@ class Ledger(TorchDispatchMode):
         # Waiting gives back what was waited for; only the rule for fake tensors makes a new one.
         is_wait = func is _WAIT and is_pretending()
         out = args[0] if is_wait else func(*args, **(kwargs or {}))
+        on_host = self._is_on_host(func, (args, kwargs))
         # A view of what nobody saw being made is a glance into a backend's own buffers.
         if not func.is_view:
             for tensor in tree_leaves(out):
                 if isinstance(tensor, torch.Tensor):
                     for plain in _plain(tensor):
-                        self._see(plain, str(func), Term.TEMPORARIES)
-        self._pass_by(str(func), self._behaviour.inside(func, args, out))
+                        self._see(plain, str(func), Term.TEMPORARIES, on_host=on_host)
+        if not on_host:
+            self._pass_by(str(func), self._behaviour.inside(func, args, out))
         if func.namespace in _SENDING:
             for tensor in tree_leaves((args, kwargs, out)):
                 if isinstance(tensor, torch.Tensor):
@@ -145,7 +160,25 @@ class Ledger(TorchDispatchMode):
         super().__exit__(*error)
         self._open.close()
 
-    def _see(self, tensor: torch.Tensor, op: str, term: Term) -> None:
+    def _is_on_host(self, func: Any, given: Any) -> bool:
+        """Whether what an operator makes lies on the host: as all that it is given does.
+
+        What is added to something there is copied over first.
+        """
+        if not self._behaviour.has_host:
+            return False
+        crossing = CROSSING.get()
+        if crossing is not None:
+            return crossing is Side.HOST
+        if not self._hosted:
+            return False
+        tensors = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
+        sides = [n in self._hosted for t in tensors for n in self.numbers_of(t)]
+        if func is _ADD and sides[:1] == [True] and False in sides:
+            self._host_most = max(self._host_most, self._host_live + tensors[1].nbytes)
+        return bool(sides) and all(sides)
+
+    def _see(self, tensor: torch.Tensor, op: str, term: Term, *, on_host: bool = False) -> None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         known = self._live.get(key)
@@ -156,6 +189,8 @@ class Ledger(TorchDispatchMode):
         self._storages.append(self._storage(op, term))
         ref = weakref.ref(storage, partial(self._dies, key, number))
         self._live[key] = (number, ref)
+        if on_host:
+            self._hosted.add(number)
         self._change(number, size)
 
     def _storage(self, op: str, term: Term) -> Storage:
@@ -187,7 +222,10 @@ class Ledger(TorchDispatchMode):
             return
         delta = size - self._sizes.get(number, 0)
         self._sizes[number] = size
-        if delta:
+        if number in self._hosted:
+            self._host_live += delta
+            self._host_most = max(self._host_most, self._host_live)
+        elif delta:
             self._events.append(Event(delta, number, len(self.phases) - 1))
 
 

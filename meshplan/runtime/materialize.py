@@ -16,6 +16,7 @@ from torch import nn
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
+from meshplan.runtime.data import params_on_host
 from meshplan.runtime.initialise import initialise
 from meshplan.runtime.mesh import device, local_of
 
@@ -33,7 +34,13 @@ class Values:
         """Give the model memory and these values, once; a second call does nothing."""
         if not self.local:
             return
-        model.to_empty(device=device())
+        on_host = {id(param) for param in params_on_host(model, plan)}
+
+        def empty(tensor: torch.Tensor) -> torch.Tensor:
+            where = torch.device("cpu") if id(tensor) in on_host else device()
+            return torch.empty_like(tensor, device=where)
+
+        model._apply(empty)  # As `to_empty`, which knows of one device only.
         _retie(model, plan)
         params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         with torch.no_grad():

@@ -222,6 +222,8 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole value of a tensor; every rank of its mesh must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
+    if tensor.device.type != device_type():
+        tensor = tensor.to(device())  # From the host, where no collective of the device reaches.
     placements = list(tensor.placements)
     # A _StridedShard is the later cut of a dim that is cut twice, so it is undone first; in one
     # go torch does the same and logs a warning about the order.

@@ -16,6 +16,7 @@ import torch
 
 from meshplan.runtime.inside import taken_inside
 from meshplan.runtime.kernels import kernels_of, replaced
+from meshplan.runtime.private_offload import units_cross
 from meshplan.runtime.private_ops import operators_replaced, optimizers_at_once
 
 CPU: Final = "cpu"
@@ -28,7 +29,8 @@ class Behaviour:
     Args:
         inside: Sizes in bytes of what an operator allocates and frees inside itself.
         stream: The number of the stream that runs now.
-        has_host: Small tensors of optimizers are not in the device's memory.
+        has_host: The host's memory is another: small tensors of optimizers are there, and what a
+            plan offloads.
     """
 
     inside: Callable[[Any, Any, Any], tuple[int, ...]]
@@ -45,18 +47,19 @@ AS_IT_IS: Final = Behaviour(_nothing, lambda: 0, has_host=False)
 
 
 @contextmanager
-def behaving_as(device: str) -> Iterator[Behaviour]:
+def behaving_as(device: str, *, offloads: bool = False) -> Iterator[Behaviour]:
     """Inside, CPU tensors are treated as those of a device.
 
     Args:
         device: "cpu", "cuda" (one of compute capability 8.0 or later), or a name of `hardware`.
+        offloads: Some parameters lie on the host: torch then takes all of them one by one.
     """
     if device == CPU:
         yield AS_IT_IS
         return
     with ExitStack() as stack:
         stack.enter_context(operators_replaced(replaced(kernels_of(device))))
-        stack.enter_context(optimizers_at_once())
+        stack.enter_context(units_cross() if offloads else optimizers_at_once())
         yield Behaviour(taken_inside, _Streams().number, has_host=True)
 
 

@@ -154,7 +154,7 @@ def _replicas(
 
 def _difference(gradient: torch.Tensor, tp: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
     """(distance of this rank's gradient from the mean over tp, norm of that mean)."""
-    own = local_of(gradient.detach()).float()
+    own = local_of(gradient.detach()).float().to(device())  # It may lie on the host.
     mean = own.clone()
     dist.all_reduce(mean, group=tp.get_group())
     mean /= tp.size()

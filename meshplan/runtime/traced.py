@@ -346,7 +346,6 @@ def _without_figures(spec: Spec) -> Iterator[str]:
         (spec.sync_batchnorm, "sync_batchnorm of a live model is not planned yet"),
         (bool(ddp), "ddp's find_unused_parameters and static_graph are not planned yet"),
         (any(rule.apply for rule in spec.rules), "what 'apply' makes of a model is not known"),
-        (spec.precision.param == "float16", "a scaled loss (float16) is not planned yet"),
     ):
         if is_there:
             yield why

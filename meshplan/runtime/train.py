@@ -18,8 +18,9 @@ from meshplan.plan import Plan
 from meshplan.runtime.applied import Applied, applied
 from meshplan.runtime.batch import as_arguments, chunk, chunked, mapped
 from meshplan.runtime.context.batch import local_sequence
-from meshplan.runtime.data import reshard_units, set_gradient_sync
+from meshplan.runtime.data import params_on_host, reshard_units, set_gradient_sync
 from meshplan.runtime.guard import guarded
+from meshplan.runtime.host import to_device, to_host
 from meshplan.runtime.loss import LossParallel, take_loss
 from meshplan.runtime.mesh import device, local_of, shard_axes, submesh, without_partial
 from meshplan.runtime.moments import begin
@@ -240,23 +241,35 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     mesh = applied(model).mesh
     gradients = _gradients(model)
     pipeline = model if isinstance(model, PipelinedModule) else None
-    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    on_host = _on_host(model)
+    by_axes: dict[tuple[tuple[str, ...], bool], list[torch.Tensor]] = {}
     for parameter, gradient in gradients:
         if pipeline is None or pipeline.shared.is_counted(parameter):
-            by_axes.setdefault(shard_axes(gradient), []).append(local_of(gradient))
-    powers = [
-        _sum_over(_power_sum(parts, norm_type), axes, mesh, norm_type)
-        for axes, parts in sorted(by_axes.items())
-    ]
+            key = shard_axes(gradient), parameter in on_host
+            by_axes.setdefault(key, []).append(local_of(gradient))
+    powers = []
+    for (axes, is_there), parts in sorted(by_axes.items()):
+        own = _power_sum(parts, norm_type)
+        own = to_device(own) if is_there else own  # Where collectives reach it.
+        powers.append(_sum_over(own, axes, mesh, norm_type))
     stacked = torch.stack([*powers, torch.zeros((), device=device())])
     power = stacked.max() if math.isinf(norm_type) else stacked.sum()
     if pipeline is not None:  # The other stages' gradients.
         power = _sum_over(power, ("pp",), mesh, norm_type)
     norm = power if math.isinf(norm_type) else power ** (1.0 / norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if gradients:
-        torch._foreach_mul_([local_of(g) for _, g in gradients], factor)
+    here = [local_of(g) for p, g in gradients if p not in on_host]
+    there = [local_of(g) for p, g in gradients if p in on_host]
+    if here:
+        torch._foreach_mul_(here, factor)
+    if there:
+        torch._foreach_mul_(there, to_host(factor))
     return norm
+
+
+def _on_host(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters whose gradients lie in the host's memory."""
+    return set(params_on_host(model, applied(model).plan))
 
 
 def _gradients(model: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor]]:
@@ -292,11 +305,13 @@ def _unscale(model: nn.Module, state: Applied) -> bool:
 
     Source: Micikevicius et al. 2018, section 3.2 (dynamic loss scaling).
     """
-    gradients = [local_of(g) for _, g in _gradients(model)]
-    finite = torch.ones((), device=device())
-    if gradients:
-        torch._foreach_mul_(gradients, 1.0 / state.loss_scale)
-        finite = torch.stack([g.isfinite().all() for g in gradients]).all().float()
+    on_host = _on_host(model)
+    found = _gradients(model)
+    here = [local_of(g) for p, g in found if p not in on_host]
+    there = [local_of(g) for p, g in found if p in on_host]
+    finite = _unscaled(here, state) if here else torch.ones((), device=device())
+    if there:
+        finite = torch.minimum(finite, to_device(_unscaled(there, state)))
     dist.all_reduce(finite, op=dist.ReduceOp.MIN)
     if not numbers(finite, 1.0):
         state.loss_scale, state.steps_without_overflow = max(1.0, state.loss_scale / 2), 0
@@ -305,3 +320,9 @@ def _unscale(model: nn.Module, state: Applied) -> bool:
     if state.steps_without_overflow == _SCALE_WINDOW:
         state.loss_scale, state.steps_without_overflow = state.loss_scale * 2, 0
     return True
+
+
+def _unscaled(gradients: list[torch.Tensor], state: Applied) -> torch.Tensor:
+    """1 where all of them are finite, after they were divided by the scale in place."""
+    torch._foreach_mul_(gradients, 1.0 / state.loss_scale)
+    return torch.stack([g.isfinite().all() for g in gradients]).all().float()

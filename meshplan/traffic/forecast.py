@@ -172,7 +172,7 @@ def _step(plan: Plan) -> Iterator[Traffic]:
     others = [name for name in mesh.names if name not in DATA_AXES]
     yield one(mesh, "all_reduce", GRADIENT_AXES, 3 * 8, "the loss and the number of samples")
     yield one(mesh, "all_reduce", others, 2 * 8, "whether the batches fit together")
-    if precision.param == "float16" and precision.is_mixed:
+    if precision.scales_loss:
         yield one(mesh, "all_reduce", mesh.names, 4, "whether a gradient overflowed")
 
 

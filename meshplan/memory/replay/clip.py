@@ -6,6 +6,7 @@ Source: `runtime.train.clip_grad_norm_`, whose lines these are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from meshplan.graph import DTYPE_BYTES
@@ -17,13 +18,21 @@ _NUMBER: Final = 4
 """Norms are added up in single precision."""
 
 
-def clip(writer: Writer, gradients: Mapping[tuple[str, ...], Sequence[Updated]]) -> None:
+def clip(
+    writer: Writer, gradients: Mapping[tuple[tuple[str, ...], bool], Sequence[Updated]]
+) -> None:
     """Play one call.
 
     Args:
-        gradients: The parameters that have one, by the axes that cut them.
+        gradients: The parameters that have one, by the axes that cut them and whether they lie on
+            the host: their norms do too, and go to the device to be added.
     """
-    powers = [_power_sum(writer, [p for p in alike if p.numel]) for alike in gradients.values()]
+    powers = []
+    for (_, there), alike in sorted(gradients.items()):
+        power = _power_sum(writer, [p for p in alike if p.numel], on_host=there)
+        powers.append(_number(writer) if there else power)
+        if there:
+            writer.free(power)
     zero = _number(writer)
     stacked = _number(writer, len(powers) + 1)
     writer.free(zero)
@@ -32,26 +41,29 @@ def clip(writer: Writer, gradients: Mapping[tuple[str, ...], Sequence[Updated]])
     writer.free_all((inverse, added))
     factor = _number(writer)
     writer.free(scaled)
+    if any(there for _, there in gradients):
+        writer.free(_number(writer, on_host=True))
     writer.free_all((*powers, stacked, power, factor, norm))
 
 
-def _power_sum(writer: Writer, parts: Sequence[Updated]) -> int:
+def _power_sum(writer: Writer, parts: Sequence[Updated], *, on_host: bool) -> int:
     """The sum of the squares of all norms."""
     if not parts:
         return _number(writer)
+    number = partial(_number, writer, on_host=on_host)
     sizes = [DTYPE_BYTES[part.dtype] for part in parts]
-    norms = [writer.make(size, Term.TEMPORARIES) for size in sizes]
+    norms = [writer.make(size, Term.TEMPORARIES, on_host=on_host) for size in sizes]
     if set(sizes) != {_NUMBER}:
-        wide = [_number(writer) for size in sizes if size != _NUMBER]
+        wide = [number() for size in sizes if size != _NUMBER]
         writer.free_all(n for n, size in zip(norms, sizes, strict=True) if size != _NUMBER)
         norms = [n for n, size in zip(norms, sizes, strict=True) if size == _NUMBER] + wide
-    stacked = _number(writer, len(parts))
+    stacked = number(len(parts))
     writer.free_all(norms)
-    squared = _number(writer, len(parts))
-    out = _number(writer)
+    squared = number(len(parts))
+    out = number()
     writer.free_all((squared, stacked))
     return out
 
 
-def _number(writer: Writer, count: int = 1) -> int:
-    return writer.make(_NUMBER * count, Term.TEMPORARIES)
+def _number(writer: Writer, count: int = 1, *, on_host: bool = False) -> int:
+    return writer.make(_NUMBER * count, Term.TEMPORARIES, on_host=on_host)

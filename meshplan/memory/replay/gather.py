@@ -7,6 +7,7 @@ Source: torch 2.13, torch/distributed/fsdp/_fully_shard: `_fsdp_param_group`, `_
 from __future__ import annotations
 
 from meshplan.memory.log import Term
+from meshplan.memory.replay.shards import Shard
 from meshplan.memory.replay.unit import GATHERING, Doing, Held, Unit
 from meshplan.memory.replay.writer import Writer
 
@@ -35,11 +36,28 @@ class Gathering:
             unit.gathering = -1
             return
         total, cast = unit.shards.gathered_bytes, unit.shards.cast_bytes
-        make, fqn, copy = self._writer.make, unit.fqn, None
-        if cast:
-            copy = make(cast // unit.num_ranks, Term.TEMPORARIES, fqn, stream=GATHERING)
+        make, fqn = self._writer.make, unit.fqn
+        if unit.shards.on_host:
+            # One by one, all before the gather; what was resharded to fewer ranks is here.
+            params = unit.shards.params if unit.held is Held.SHARDED else ()
+            copies = [c for p in params if (c := self._brought(unit, p, GATHERING)) is not None]
+        else:
+            size = cast // unit.num_ranks
+            copies = [make(size, Term.TEMPORARIES, fqn, stream=GATHERING)] if cast else []
         unit.gathering = make(total, Term.COMMUNICATION, fqn, stream=GATHERING)
+        self._writer.free_all(copies)
+
+    def _brought(self, unit: Unit, param: Shard, stream: int = 0) -> int | None:
+        """A shard from the host, cast once it is here; None where nothing is copied."""
+        make, fqn, copy = self._writer.make, unit.fqn, None
+        if self._writer.has_host:
+            copy = make(param.stored_bytes, Term.TEMPORARIES, fqn, stream=stream)
+        if not param.is_cast:
+            return copy
+        size = param.whole_bytes // unit.num_ranks
+        cast = make(size, Term.TEMPORARIES, fqn, stream=stream)
         self._writer.free(copy)
+        return cast
 
     def wait(self, unit: Unit) -> None:
         """`FSDPParamGroup.wait_for_unshard`.
@@ -79,7 +97,11 @@ class Gathering:
         """Of one rank there is nothing to gather; what is cast is copied twice."""
         before = None
         for param in unit.shards.params:
-            cast = self._make(unit, param.whole_bytes, Term.TEMPORARIES) if param.is_cast else None
+            if unit.shards.on_host:
+                cast = self._brought(unit, param)
+            else:
+                size = param.whole_bytes
+                cast = self._make(unit, size, Term.TEMPORARIES) if param.is_cast else None
             self._writer.free(before)
             unit.whole.append(self._make(unit, param.whole_bytes, Term.GATHERED))
             before = cast

@@ -15,6 +15,7 @@ from meshplan.memory.replay.clip import clip
 from meshplan.memory.replay.optimizer import Updated, check_optimizer, step
 from meshplan.memory.replay.part import Part
 from meshplan.memory.replay.prepare import Prepared
+from meshplan.memory.replay.unscale import unscale
 from meshplan.memory.replay.writer import Copy, Writer
 from meshplan.memory.work import AT_STAGE, Mark, Moment, Work
 from meshplan.mesh import DATA_AXES, GRADIENT_AXES
@@ -88,11 +89,11 @@ def _unknown(plan: Plan, work: Prepared | None) -> Iterator[Problem]:
             "a parameter that two stages of one rank hold",
         ),
         (bool(a.compiled), "compiled blocks"),
+        (bool(a.host_activations), "offloaded activations"),
         (
             a.wrapper == "ddp" and Options.of(spec.ddp).clones_output and plan.accumulate > 1,
             "find_unused_parameters with accumulation",
         ),
-        (spec.precision.param == "float16", "a scaled loss (float16)"),
     ):
         if is_there:
             fix = "trace the whole step (tier 3) or a shorter model (tier 2)"
@@ -114,7 +115,7 @@ class _Step:
     ) -> None:
         self._work, self._plan = work, plan
         self._optimizer, self._foreach, self._has_host = optimizer, foreach, has_host
-        self._writer = Writer()
+        self._writer = Writer(has_host=has_host)
         stages = plan.assignment.stages
         plans = {"": plan}
         if stages is not None:
@@ -274,10 +275,12 @@ class _Step:
                 found.append(each)
                 if holders is None or at == f"{AT_STAGE}{holders[0]}":
                     counted.append(each)
+        if self._plan.spec.precision.scales_loss:
+            unscale(self._writer, [param for _, param in found])
         if self._plan.spec.clip_grad_norm is not None:
-            by_axes: dict[tuple[str, ...], list[Updated]] = {}
+            by_axes: dict[tuple[tuple[str, ...], bool], list[Updated]] = {}
             for axes, param in counted:
-                by_axes.setdefault(axes, []).append(param)
+                by_axes.setdefault((axes, param.on_host), []).append(param)
             clip(self._writer, by_axes)
         params = [param for _, param in found]
         step(self._writer, params, self._optimizer, foreach=self._foreach)

@@ -14,6 +14,7 @@ from meshplan.assign import Assignment
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.log import Term
+from meshplan.memory.replay.shards import offloads_params
 from meshplan.memory.replay.writer import Writer
 from meshplan.memory.states import STEP_COUNTERS
 from meshplan.spec import OPTIMIZER_STATES
@@ -47,11 +48,12 @@ OPTIMIZERS: Final[Mapping[str, Steps]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """A parameter that the optimizer holds: its local part, unpadded."""
+    """A parameter that the optimizer holds: its local part, unpadded, and whether on the host."""
 
     fqn: str
     numel: int
     dtype: str
+    on_host: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +73,9 @@ def check_optimizer(name: str) -> None:
 
 
 def is_uniform(assignment: Assignment) -> bool:
-    """Whether all parameters are plain or all DTensors, so that torch takes them together."""
+    """Whether torch takes all parameters together: all plain or all DTensors, none on a host."""
+    if offloads_params(assignment):
+        return False
     placed = [p for p in assignment.tensors.values() if not p.info.is_buffer]
     in_units = assignment.wrapper == "units"
     return len({(in_units and p.unit is not None) or bool(p.stored.axes) for p in placed}) == 1
@@ -109,7 +113,8 @@ def _together(writer: Writer, params: Sequence[Updated], times: int) -> None:
 def _alone(writer: Writer, params: Sequence[Updated], times: int) -> None:
     before = None
     for param in params if times else ():
-        now = [writer.make(param.num_bytes, Term.TEMPORARIES) for _ in range(times)]
+        size, where = param.num_bytes, param.on_host
+        now = [writer.make(size, Term.TEMPORARIES, on_host=where) for _ in range(times)]
         writer.free_all(now[:-1])
         writer.free(before)
         before = now[-1]

@@ -39,6 +39,7 @@ class Part:
         shards = unit_shards(a, plan.graph, rank) if is_units else []
         self._units = Units(writer, shards, settling, fills=self._agrees)
         self._unit_of = {p.fqn: unit.fqn for unit in shards for p in unit.params}
+        self._on_host = {p.fqn for unit in shards if unit.on_host for p in unit.params}
         self._alone: Alone | Buckets
         if a.wrapper == "ddp":
             options = Options.of(plan.spec.ddp)
@@ -54,11 +55,13 @@ class Part:
             if not placed.info.is_buffer:
                 numels = numels_of(placed.info.shape, placed.stored, self._plan.mesh, self._rank)
                 size = numels.padded * DTYPE_BYTES[placed.dtype]
-                self._writer.make(size, Term.PARAMETERS, fqn.rpartition(".")[0])
+                there = fqn in self._on_host
+                self._writer.make(size, Term.PARAMETERS, fqn.rpartition(".")[0], on_host=there)
         for param in self._params():
             if param.fqn in found:
                 for size in states_of(param, optimizer, has_host=has_host):
-                    self._writer.make(size, Term.OPTIMIZER, param.fqn.rpartition(".")[0])
+                    module, there = param.fqn.rpartition(".")[0], param.on_host
+                    self._writer.make(size, Term.OPTIMIZER, module, on_host=there)
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         """A microbatch begins, which may be the last of the step."""
@@ -134,7 +137,7 @@ class Part:
         for fqn, placed in self._plan.assignment.tensors.items():
             if not placed.info.is_buffer and placed.info.trainable:
                 numels = numels_of(placed.info.shape, placed.stored, self._plan.mesh, self._rank)
-                yield Updated(fqn, numels.local, placed.dtype)
+                yield Updated(fqn, numels.local, placed.dtype, fqn in self._on_host)
 
     def _buffers(self) -> Iterator[tuple[str, int]]:
         """(dtype, bytes) of each buffer."""

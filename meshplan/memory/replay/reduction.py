@@ -138,13 +138,23 @@ class Reduction:
             writer.free(out)
             out = cast
         for param in found:
-            if param.fqn not in unit.reduced:
+            if shards.on_host and writer.has_host:
+                self._bring_back(unit, param)
+            elif param.fqn not in unit.reduced:
                 unit.reduced[param.fqn] = out
                 writer.hold(out)
         writer.free_all(kept)
         writer.free(out)
         writer.free(unit.partial)
         unit.partial = None
+
+    def _bring_back(self, unit: Unit, param: Shard) -> None:
+        """A reduced gradient is copied to the host, and added there to one that is there."""
+        copy = self._writer.make(param.local_bytes, Term.GRADIENTS, unit.fqn, on_host=True)
+        if param.fqn in unit.reduced:
+            self._writer.free(copy)
+        else:
+            unit.reduced[param.fqn] = copy
 
     def _lay(self, unit: Unit, found: Mapping[Shard, int]) -> tuple[list[int], list[int]]:
         """(what is freed once it is in the buffer, what the names of a loop hold until the end).

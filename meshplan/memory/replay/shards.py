@@ -38,6 +38,8 @@ class Shard:
     Args:
         fqn: Its name.
         padded_numel: Elements of all its shards together, each padded to the first one's size.
+        stored_bytes: Of this rank's shard as it is stored, padded.
+        local_bytes: The same without padding.
         grad_numel: Elements of its gradient, and of it without padding.
         itemsize: Bytes of an element while it is computed with.
         dim: The dim that the unit's axes cut.
@@ -47,6 +49,8 @@ class Shard:
 
     fqn: str
     padded_numel: int
+    stored_bytes: int
+    local_bytes: int
     grad_numel: int
     itemsize: int
     dim: int
@@ -81,6 +85,7 @@ class UnitShards:
         grad_itemsize: Of the gradients as autograd computes them.
         reduce_itemsize: Of the gradients while they are reduced.
         is_recast: The reduced gradients are cast to the dtype of the parameters.
+        on_host: Shards, and gradients once they are reduced, lie in the host's memory.
     """
 
     fqn: str
@@ -95,6 +100,7 @@ class UnitShards:
     grad_itemsize: int
     reduce_itemsize: int
     is_recast: bool
+    on_host: bool
 
     @property
     def gathered_bytes(self) -> int:
@@ -105,6 +111,11 @@ class UnitShards:
     def cast_bytes(self) -> int:
         """Of what is cast before it is gathered, on all ranks together."""
         return sum(param.whole_bytes for param in self.params if param.is_cast)
+
+
+def offloads_params(assignment: Assignment) -> bool:
+    """Whether parameters of some unit lie on the host: torch's optimizers then take one by one."""
+    return any(unit.on_host for unit in assignment.units.values())
 
 
 def unit_shards(assignment: Assignment, graph: ModelGraph, rank: int) -> list[UnitShards]:
@@ -147,6 +158,7 @@ def _unit(unit: Unit, tensors: list[Placed], mesh: Mesh, rank: int) -> UnitShard
         grad_itemsize=DTYPE_BYTES[computed],
         reduce_itemsize=DTYPE_BYTES[reduced],
         is_recast=reduced != stored,
+        on_host=unit.on_host,
     )
 
 
@@ -156,6 +168,8 @@ def _shard(placed: Placed, unit: Unit, mesh: Mesh, rank: int) -> Shard:
     return Shard(
         fqn=placed.info.fqn,
         padded_numel=numels.padded * mesh.size(*unit.shard_axes),
+        stored_bytes=numels.padded * DTYPE_BYTES[placed.dtype],
+        local_bytes=numels.local * DTYPE_BYTES[placed.dtype],
         grad_numel=numels.whole,
         itemsize=DTYPE_BYTES[placed.compute_dtype],
         dim=(layout.dim_of(unit.shard_axes[0]) or 0) if unit.shard_axes else 0,

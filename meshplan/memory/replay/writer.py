@@ -9,9 +9,16 @@ from meshplan.memory.log import Event, EventLog, Storage, Term
 
 
 class Writer:
-    """An event log in the making."""
+    """An event log in the making.
 
-    def __init__(self) -> None:
+    Args:
+        has_host: The host's memory is another; otherwise what is there is here too.
+    """
+
+    def __init__(self, *, has_host: bool = False) -> None:
+        self.has_host = has_host
+        self._hosted: set[int] = set()
+        self._host_live = self._host_most = 0
         self._storages: list[Storage] = []
         self._events: list[Event] = []
         self._phases: list[str] = ["before"]
@@ -24,13 +31,24 @@ class Writer:
             self._phases.append(phase)
 
     def make(
-        self, size: int, term: Term, module: str = "", op: str = "", *, stream: int = 0
+        self,
+        size: int,
+        term: Term,
+        module: str = "",
+        op: str = "",
+        *,
+        stream: int = 0,
+        on_host: bool = False,
     ) -> int:
-        """A storage of this many bytes, held once."""
+        """A storage of this many bytes, held once; on the host, if that is another memory."""
         number = len(self._storages)
         self._storages.append(Storage(term, op, module, self._phases[-1], stream))
         self.adopt(number, size)
-        if size:
+        if on_host and self.has_host:
+            self._hosted.add(number)
+            self._host_live += size
+            self._host_most = max(self._host_most, self._host_live)
+        elif size:
             self._events.append(Event(size, number, len(self._phases) - 1))
         return number
 
@@ -54,7 +72,9 @@ class Writer:
         self._holders[number] -= 1
         if self._holders[number] == 0:
             size = self._sizes.pop(number)
-            if size:
+            if number in self._hosted:
+                self._host_live -= size
+            elif size:
                 self._events.append(Event(-size, number, len(self._phases) - 1))
 
     def free_all(self, numbers: Iterable[int]) -> None:
@@ -64,7 +84,8 @@ class Writer:
 
     def log(self) -> EventLog:
         """All of it."""
-        return EventLog(tuple(self._storages), tuple(self._events), tuple(self._phases))
+        storages, events = tuple(self._storages), tuple(self._events)
+        return EventLog(storages, events, tuple(self._phases), self._host_most)
 
     def add_storages(self, storages: Sequence[Storage]) -> int:
         """Room for storages of work; returns the number of the first."""

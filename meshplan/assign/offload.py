@@ -1,0 +1,116 @@
+"""Offloading: which units lie in the host's memory, and whose activations wait there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshplan.assign.cascade import Cascade
+from meshplan.assign.types import Reason, Unit
+from meshplan.errors import Problem
+from meshplan.graph import ModelGraph, is_inside
+from meshplan.spec import Spec
+
+_FIELD = "offload"
+_ACTIVATIONS = "offload.activations"
+
+
+def _stated(spec: Spec, cascade: Cascade, fqn: str, part: str) -> tuple[bool | None, str]:
+    """(what is said of one part of `offload` for a module, where)."""
+    found = cascade.inherited(fqn, f"{_FIELD}.{part}")
+    if found is not None:
+        return bool(found.value), found.path
+    value = getattr(spec.offload, part)
+    return (None if value is None else bool(value)), f"{_FIELD}.{part}"
+
+
+def _place(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def params_on_host(
+    spec: Spec, cascade: Cascade, fqn: str, *, is_sharded: bool
+) -> tuple[bool, Problem | None]:
+    """Whether the parameters of a module lie on the host, and what is wrong with that.
+
+    FSDP2's policy takes parameters, gradients and the optimizer's states together: the optimizer
+    keeps its states where the parameters are, and torch has nothing that moves them for a step.
+    """
+    params, where = _stated(spec, cascade, fqn, "params")
+    optimizer, of_optimizer = _stated(spec, cascade, fqn, "optimizer")
+    if optimizer and not params:
+        return False, Problem(
+            "torch's optimizers keep their states where the parameters are, and nothing of torch "
+            "moves them for a step: they cannot be offloaded alone",
+            spec.origin(of_optimizer),
+            "write offload: params, which takes parameters, gradients and states together",
+        )
+    if params and optimizer is False and _place(where) == _place(of_optimizer):
+        return False, Problem(
+            "with parameters on the host the optimizer's states are there too: 'optimizer: false' "
+            "cannot be kept",
+            spec.origin(of_optimizer),
+            "remove it",
+        )
+    if params and not is_sharded:
+        return False, Problem(
+            f"'{fqn or 'the model'}' is not sharded, and FSDP2 offloads only what it shards: torch "
+            "has no way to keep the parameters of replicas on the host",
+            spec.origin(where),
+            "use strategy: full_shard, or state offload: none there",
+        )
+    return bool(params), None
+
+
+def assign_host_activations(
+    spec: Spec, graph: ModelGraph, cascade: Cascade, units: Mapping[str, Unit]
+) -> tuple[dict[str, Reason], list[Problem]]:
+    """Modules whose kept activations wait on the host, by fqn.
+
+    As with recomputation, it reaches the repeated blocks below where it is stated; on a module
+    inside a block, or around no block at all, it is that module's own.
+    """
+    out: dict[str, Reason] = {}
+    problems: list[Problem] = []
+    blocks = [block for block in graph.blocks() if graph.modules[block].has_forward]
+    if spec.offload.activations and not blocks:
+        problems.append(
+            Problem(
+                f"{graph.name} has no repeated blocks: nothing says whose activations to offload",
+                spec.origin(_ACTIVATIONS),
+                "state it by a rule on the modules",
+            )
+        )
+    for block in blocks:
+        asked, path = _stated(spec, cascade, block, "activations")
+        if asked:
+            out[block] = Reason(f"{_FIELD}: activations", spec.origin(path))
+    for fqn, stated in cascade.modules_with(_ACTIVATIONS):
+        if not stated.value or any(is_inside(block, fqn) for block in blocks):
+            continue
+        origin = spec.origin(stated.path)
+        around = next((outer for outer in out if fqn != outer and is_inside(fqn, outer)), None)
+        if not graph.modules[fqn].has_forward:
+            kind = graph.modules[fqn].type
+            what = f"'{fqn}' is a {kind}, never called itself: its activations cannot be offloaded"
+            problems.append(Problem(what, origin, f"match its children, such as '{fqn}.*'"))
+        elif around is not None:
+            what = f"'{fqn}' lies inside '{around}', whose activations are offloaded as a whole"
+            fix = f"state offload: none for '{around}', or remove this"
+            problems.append(Problem(what, origin, fix))
+        else:
+            out[fqn] = Reason(f"{_FIELD}: activations", origin)
+    for fqn, reason in out.items():
+        inner = next((u for u in units if u != fqn and is_inside(u, fqn)), None)
+        if inner is not None and fqn:
+            # What is gathered inside is not known when the forward around it begins.
+            problems.append(
+                Problem(
+                    f"'{inner}' is a unit of its own inside '{fqn}', whose activations are to be "
+                    "offloaded: its gathered weights could not be told from activations",
+                    reason.origin,
+                    f"state it for the modules beside '{inner}', or say unit: false for that",
+                )
+            )
+            break
+    by_origin = {problem.origin: problem for problem in reversed(problems)}
+    return out, list(reversed(by_origin.values()))
