@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from meshplan.memory.allocator import reserve
 from meshplan.memory.frameworks.nanotron import stages
-from meshplan.memory.frameworks.nanotron_job import Job, Late, log_of
+from meshplan.memory.frameworks.nanotron_job import Job, log_of
+from meshplan.memory.frameworks.nanotron_pace import QUEUE, lag_of, stalls
+from meshplan.memory.log import Event, EventLog, Storage, Term
 from meshplan.memory.shape import Shape
 from tests.bench import published
 
@@ -134,11 +137,48 @@ def test_stages_are_cut_by_cost() -> None:
 
 
 def test_a_lagging_device_holds_more() -> None:
+    """And no more than when nothing that a collective used comes back within a step."""
     shape = Shape(layers=2, hidden=1024, heads=8, kv_heads=8, head_dim=128, mlp=4096, vocab=32768)
-    held = []
-    for late in Late:
-        job = Job(stage=stages(shape, 1)[0], rank=0, batch=2, seq_len=1024, accumulate=4, dp=2,
-                  tp=2, pp=1, zero=1)  # fmt: skip
-        held.append(reserve(log_of(shape, job, late)).reserved_bytes)
-    assert held[0] < held[2]
+    job = Job(stage=stages(shape, 1)[0], rank=0, batch=2, seq_len=1024, accumulate=4, dp=2,
+              tp=2, pp=1, zero=1)  # fmt: skip
+    held = [reserve(log_of(shape, job, lag)).reserved_bytes for lag in (0, 40, 100, 10**6)]
+    assert held[0] < held[2] < held[3]
     assert held == sorted(held)
+    alone = replace(job, tp=1)
+    assert reserve(log_of(shape, alone, 0)) == reserve(log_of(shape, alone, 100))
+    # Whatever lags, all of it is back before the next step begins.
+    for lag in (0, 10**6):
+        log = log_of(shape, job, lag)
+        assert not {e.storage for e in log.events if e.delta < 0} - {
+            e.storage for e in log.events if e.delta > 0
+        }
+        live = sum(e.delta for e in log.events)
+        assert live == sum(e.delta for e in log_of(shape, job, 0).events)
+
+
+def test_the_process_waits_where_its_code_does() -> None:
+    shape = Shape(layers=8, hidden=1024, heads=32, kv_heads=32, head_dim=32, mlp=4096, vocab=32768)
+
+    def lag(tp: int, pp: int, dp: int = 2, accumulate: int = 8) -> int:
+        stage = stages(shape, pp)[0]
+        return lag_of(Job(stage=stage, rank=0, batch=2, seq_len=1024, accumulate=accumulate,
+                          dp=dp, tp=tp, pp=pp, zero=1))  # fmt: skip
+
+    assert lag(1, 1) == 0
+    assert lag(8, 2) < lag(8, 4) < lag(8, 1) < lag(32, 1) == QUEUE
+    assert lag(8, 1, accumulate=1) < lag(8, 1)
+    assert lag(8, 4, dp=8) < lag(8, 4, dp=7)  # 256 ranks.
+    assert not stalls(512, 1, 1)
+    assert stalls(2, 32, 2)
+    assert not stalls(2, 16, 2)
+
+
+def test_what_was_given_back_is_not_held() -> None:
+    """A third buffer that fits only once the first two are returned to the driver."""
+    storages = tuple(Storage(Term.ACTIVATIONS) for _ in range(3))
+    sizes = (30 << 20, 40 << 20, 60 << 20)
+    events = [Event(d, n, 0) for n in (0, 1) for d in (sizes[n],)]
+    events += [Event(-sizes[n], n, 0) for n in (0, 1)] + [Event(sizes[2], 2, 0)]
+    held = reserve(EventLog(storages, tuple(events), ("step",)), limit_bytes=100 << 20)
+    assert (held.reserved_bytes, held.left_bytes) == (70 << 20, 60 << 20)
+    assert held.num_retries == 1

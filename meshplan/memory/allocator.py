@@ -39,12 +39,14 @@ class Reserve:
         allocated_bytes: The blocks they got, `torch.cuda.max_memory_allocated`.
         reserved_bytes: The segments these lie in, `torch.cuda.max_memory_reserved`.
         num_retries: How often everything cached had to be given back first.
+        left_bytes: The segments held at the end, less than the most where some were given back.
     """
 
     requested_bytes: int
     allocated_bytes: int
     reserved_bytes: int
     num_retries: int = 0
+    left_bytes: int = 0
 
 
 def reserve(log: EventLog, *, limit_bytes: int | None = None, expandable: bool = False) -> Reserve:
@@ -70,7 +72,13 @@ def reserve(log: EventLog, *, limit_bytes: int | None = None, expandable: bool =
             allocator.take(storage, after, log.storages[storage].stream)
         requested += delta
         most = max(most, requested)
-    return Reserve(most, allocator.most_allocated, allocator.most_reserved, allocator.num_retries)
+    return Reserve(
+        most,
+        allocator.most_allocated,
+        allocator.most_reserved,
+        allocator.num_retries,
+        allocator.reserved,
+    )
 
 
 @dataclass(slots=True, eq=False)

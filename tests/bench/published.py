@@ -22,7 +22,8 @@ from typing import Any, Final
 from meshplan.errors import MeshplanError
 from meshplan.memory.allocator import OutOfMemoryError, Reserve, reserve
 from meshplan.memory.frameworks import native
-from meshplan.memory.frameworks.nanotron_job import Job, Late, log_of
+from meshplan.memory.frameworks.nanotron_job import Job, log_of
+from meshplan.memory.frameworks.nanotron_pace import QUEUE, lag_of
 from meshplan.memory.log import EventLog
 from meshplan.memory.shape import Shape
 from tests.bench import published_time
@@ -45,18 +46,6 @@ WORKSPACES: Final = 0.07
 Source: torch, aten/cuda/CublasHandlePool.cpp, 32 MiB each on Hopper."""
 SPREAD: Final = {"eager": 0.03, "compiled": 0.08, "nanotron": 0.04}
 """Half a band, as a share. [Empirical] of the rows that the profiles were made with."""
-
-BEHIND: Final[Mapping[tuple[int, int], float]] = {
-    (1, 2): 0.04, (1, 4): 0.2, (1, 8): 0.25, (1, 16): 0.35, (1, 32): 0.4,
-    (2, 2): 0.35, (2, 4): 0.05, (2, 8): 0.05, (2, 16): 0.05, (2, 32): 0.05,
-    (4, 2): 1.0, (4, 4): 0.85, (4, 8): 0.85, (4, 16): 0.7, (4, 32): 0.15,
-}  # fmt: skip
-"""By (pp: 1, 2, or 4 and more; tp): how far a nanotron job is between a device that keeps up with
-the process and one that lags by a microbatch. [Empirical] medians over the published grid of the
-profile; which of the two a run is like depends on how fast the process launches kernels, which no
-field tells. The band covers both."""
-SHORT: Final = (0.4, 0.7)
-"""Of that, in jobs of no more microbatches than stages, and of less than four times as many."""
 
 
 def predict(row: Row) -> dict[str, Any]:
@@ -83,28 +72,24 @@ def predict(row: Row) -> dict[str, Any]:
 
 
 def _nanotron(case: Nanotron, kind: str, room: int) -> tuple[float, tuple[float, float], float]:
-    """(figure, band, most allocated) in GiB."""
-    job = case.job
-    least = _held(case.shape, job, Late.NEVER, room)
-    low = _figure(least, kind)
-    if job.tp == 1 or kind != "reserved":
-        figure = high = low
-    else:
-        high = max(low, _figure(_held(case.shape, job, Late.NEXT, room), kind))
-        depth = job.pp if job.pp < 3 else 4
-        share = BEHIND.get((depth, job.tp), 0.3)
-        if job.accumulate <= job.pp:
-            share *= SHORT[0]
-        elif job.accumulate < 4 * job.pp:
-            share *= SHORT[1]
-        figure = low + share * (high - low)
-    edge = SPREAD["nanotron"]
-    return figure, (low * (1 - edge), high * (1 + edge)), least.allocated_bytes / GIB * (1 + edge)
+    """(figure, band, most allocated) in GiB.
+
+    The band goes from a device that keeps up to one that lags by all that a queue takes.
+    """
+    lags = (0, lag_of(case.job), QUEUE if case.job.tp > 1 else 0)
+    held = [_held(case.shape, case.job, lag, room) for lag in lags]
+    # It prints the peaks of its third step, and forgets those of forward and backward before.
+    low, figure, high = (
+        each.left_bytes / GIB if kind == "reserved" else _figure(each, kind) for each in held
+    )
+    edge, most = SPREAD["nanotron"], held[0].allocated_bytes / GIB
+    band = (min(low, figure) * (1 - edge), max(high, figure) * (1 + edge))
+    return figure, band, most * (1 + edge)
 
 
 @cache
-def _held(shape: Shape, job: Job, late: Late, room: int) -> Reserve:
-    return _reserve(log_of(shape, job, late), room)
+def _held(shape: Shape, job: Job, lag: int, room: int) -> Reserve:
+    return _reserve(log_of(shape, job, lag), room)
 
 
 def _native(row: Row, case: Any, kind: str, room: int) -> tuple[float, tuple[float, float], float]:

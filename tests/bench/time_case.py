@@ -59,6 +59,7 @@ class Case:
         awaited: Places whose unit nothing hides.
         tokens: Of a step, of all GPUs.
         real_s: Of a step.
+        stalled_s: Of a step, that its network stands still.
     """
 
     id: str
@@ -75,6 +76,7 @@ class Case:
     dtype: str
     tokens: int
     real_s: float
+    stalled_s: float = 0.0
 
     @property
     def gpus(self) -> int:

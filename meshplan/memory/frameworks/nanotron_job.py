@@ -1,4 +1,4 @@
-"""nanotron's training loop on one rank: two steps, as torch's allocator sees them.
+"""nanotron's training loop on one rank: three steps, as torch's allocator sees them.
 
 What the allocator ends up holding depends on what came first: Adam's states are made after the
 first backward, in holes that activations left; ZeRO-1 gathers updated parameters through one flat
@@ -10,9 +10,10 @@ flattens lists of outputs and records tensors on its stream.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from functools import lru_cache
 from typing import Final
 
 from meshplan.memory.frameworks.nanotron import Stage, tape_of
@@ -26,18 +27,6 @@ _BUCKET: Final = 25 << 20
 _WORKSPACE: Final = 32 << 20
 """cuBLAS on Hopper. Source: torch 2.5, aten/cuda/CublasHandlePool.cpp."""
 _SENT: Final = frozenset({"row", "column", "reduce_scatter"})
-
-
-class Late(Enum):
-    """How long memory that a collective used stays taken once it is freed.
-
-    torch frees it when the device has done the collective. If the process runs ahead of the device,
-    that is late.
-    """
-
-    NEVER = "the device keeps up"
-    PHASE = "until forward, or backward, is done"
-    NEXT = "until the next microbatch's forward, or backward, is done"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +66,16 @@ def order(job: Job, most: int) -> Iterator[tuple[bool, int]]:
             yield False, number - ahead
 
 
-def log_of(shape: Shape, job: Job, late: Late = Late.NEVER, steps: int = 2) -> EventLog:
-    """All that happens in the first steps."""
-    work = play(tape_of(shape, job.stage, job.batch, job.seq_len, job.tp), sums_in_place=True).log
+def log_of(shape: Shape, job: Job, lag: int = 0, steps: int = 3) -> EventLog:
+    """All that happens in the first steps.
+
+    Args:
+        lag: How many tensors the process has made since the one that the device makes. What a
+            collective used is free again when the device has done with it, not before
+            (`nanotron_pace`). Nothing lags in the first microbatch: kernels are loaded and
+            communicators opened.
+    """
+    work = _work(shape, job.stage, job.batch, job.seq_len, job.tp)
     params = job.stage.parameters(shape, job.tp)
     w, cut, whole = _Writer(), job.dp if job.zero else 1, sum(params)
     for numel in params:
@@ -91,22 +87,27 @@ def log_of(shape: Shape, job: Job, late: Late = Late.NEVER, steps: int = 2) -> E
     forward = [e for e in work.events if e.phase < len(work.phases) - 1]
     backward = [e for e in work.events if e.phase == len(work.phases) - 1]
     left = work.live_after(len(work.events))
-    sent = _sent(work) if job.tp > 1 and late is not Late.NEVER else frozenset()
+    sent = _sent(work) if job.tp > 1 and lag else frozenset()
     gathered = job.batch * job.seq_len * shape.hidden * _BF16 if job.tp > 1 else 0
     seen: set[bool] = set()
-    waiting: list[Event] = []
     first: dict[int, int] = {}
+    late: deque[tuple[int, Event]] = deque()
+    made = 0
     for step in range(steps):
         for is_forward, number in order(job, job.pp + 4):
             if is_forward:
                 first[number] = len(w.storages)
                 w.storages.extend(work.storages)
-            shift, pending = first[number], []
+            shift, is_calm = first[number], not step and not number
             for delta, storage, _ in forward if is_forward else backward:
                 event = Event(delta, storage + shift, 0)
-                if delta < 0 and storage in sent:
-                    pending.append(event)
+                if delta < 0 and storage in sent and not is_calm:
+                    late.append((made + lag, event))
                     continue
+                if delta > 0:
+                    made += 1
+                    while late and late[0][0] <= made:
+                        w.events.append(late.popleft()[1])
                 w.events.append(event)
                 if is_forward not in seen and work.storages[storage].op in ("row", "column"):
                     seen.add(is_forward)
@@ -115,10 +116,9 @@ def log_of(shape: Shape, job: Job, late: Late = Late.NEVER, steps: int = 2) -> E
                         w.make(gathered, Term.COMMUNICATION)
             if not is_forward:
                 w.events += [Event(-size, s + shift, 0) for s, size in left.items()]
-            w.events += waiting if late is Late.NEXT else pending
-            waiting = pending if late is Late.NEXT else []
-        w.events += waiting
-        waiting = []
+        # The norm of the gradients is read: the process waits.
+        w.events += [event for _, event in late]
+        late.clear()
         if not step:
             for numel in params:
                 w.make(_FP32 * -(-numel // cut), Term.OPTIMIZER)
@@ -129,6 +129,11 @@ def log_of(shape: Shape, job: Job, late: Late = Late.NEVER, steps: int = 2) -> E
             for storage, size in [(w.make(s, Term.COMMUNICATION), s) for s in sizes]:
                 w.events.append(Event(-size, storage, 0))
     return EventLog(tuple(w.storages), tuple(w.events), ("steps",))
+
+
+@lru_cache(8)
+def _work(shape: Shape, stage: Stage, batch: int, seq_len: int, tp: int) -> EventLog:
+    return play(tape_of(shape, stage, batch, seq_len, tp), sums_in_place=True).log
 
 
 def _buckets(params: Sequence[int]) -> Iterator[int]:
