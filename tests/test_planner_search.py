@@ -10,10 +10,10 @@ import pytest
 
 from meshplan.cost.grid import GRID, OPTIONS, SCHEDULE_WORDS
 from meshplan.planner.cuts import cut
+from meshplan.planner.flights import flights, in_flight
 from meshplan.planner.knapsack import Menu, solve
 from meshplan.planner.numbers import (
     Numbers,
-    in_flight,
     memory_bounds,
     priced_bounds,
     time_bounds,

@@ -17,6 +17,7 @@ from meshplan.cost.shares import share
 from meshplan.cost.types import Kind
 from meshplan.graph import DTYPE_BYTES
 from meshplan.plan import Plan
+from meshplan.planner.flights import has_gradients
 from meshplan.planner.knapsack import Floats
 from meshplan.spec import OPTIMIZER_STATES
 
@@ -57,8 +58,7 @@ def resident_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> F
     is_copied = (mode != _DDP) | (sizes.computed != sizes.stored)
     is_freed = (mode == _SHARD) & kind.has_options & OPTION_RESHARD[None, :]
     copied = np.where(is_copied & ~is_freed, numel * sizes.computed, 0.0)
-    # Gradients are there once there was a backward: a pipeline runs up to pp forwards before.
-    waits = grid["microbatches"][:, None] > grid["pp"][:, None]
+    waits = has_gradients(grid)[:, None]
     gradients = np.where(waits, np.where(mode == _ZERO1, numel, held) * sizes.stored, 0.0)
     gradients = gradients * _trained(kind)
     return np.asarray(own + copied + gradients, dtype=np.float64)

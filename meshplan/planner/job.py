@@ -23,6 +23,7 @@ from meshplan.planner.decision import Question, Way
 from meshplan.planner.enumeration import enumerate_grid
 from meshplan.planner.gauge import least_bytes, shorten
 from meshplan.planner.held import element_bytes_of
+from meshplan.planner.lanes import NOT_ALIKE, are_alike
 from meshplan.planner.lock import overrides
 from meshplan.planner.numbers import Numbers
 from meshplan.planner.pins import Pins, check_pins, pins_of
@@ -95,7 +96,20 @@ class Job:
             refuses=self._refuses,
             can_cut=lambda stages: self._cuts.can_cut(self._graph.blocks(), stages),
             experts=experts_of(self._graph),
+            keeps_from_rounds=self._keeps_from_rounds(),
         )
+
+    def _keeps_from_rounds(self) -> str:
+        """Why no rank of a pipeline may have several stages; "" if it may."""
+        if self._traced is not None:
+            return "what a live model's stages hold is composed for one stage a rank"
+        chain, pins = self._chain(1), self._pins
+        named = {(k, pins.get(n)) for k, n in zip(chain.order, chain.names, strict=True) if n}
+        if len(named) > 1:
+            return NOT_ALIKE
+        if self._cuts.by_block or self._cuts.num is not None:
+            return "the plan states stages, and blocks are shared out over rounds by the planner"
+        return ""
 
     def _refuses(self, trial: Spec) -> str:
         """Why a trial cannot be, "" if it can be."""
@@ -170,6 +184,10 @@ class Job:
             reshard=self.free.reshard,
             pins=self._pins,
         )
+        if not are_alike(found) and (self.grid["virtual"] > 1).any():
+            what = f"the planner cannot plan several stages a rank: {NOT_ALIKE} once tp cuts them"
+            fix = "say pipeline: {schedule: 1F1B}"
+            raise PlanError(Problem(what, self.spec.origin("pipeline.schedule"), fix))
         return replace(found, stages=self._cuts.places(found.names))
 
     @cached_property
@@ -301,16 +319,17 @@ class Job:
             return None
         stages = self.blocks(numbers, candidate)
         linear = candidate.linear_bytes
-        fullest = max(range(len(stages)), key=linear.__getitem__)
-        for place in dict.fromkeys((fullest, 0, len(stages) - 1)):
-            short = shorten(stages, place, shorter)
+        num_ranks = len(linear)
+        fullest = max(range(num_ranks), key=linear.__getitem__)
+        for place in dict.fromkeys((fullest, 0, num_ranks - 1)):
+            short = shorten(stages, place, shorter, num_ranks=num_ranks)
             if short is None:
                 continue
             row = self.grid[candidate.row]
             stated = statements(self.spec, self.free, row, short.stages, self._pins)
             try:
                 plan = make_plan(self.question.read(overrides(stated)), short.graph)
-                rank = place * (plan.mesh.world_size // len(stages))  # pp goes outermost.
+                rank = place * (plan.mesh.world_size // num_ranks)  # pp goes outermost.
                 log = told_rank(plan, rank, device=self.question.device)
             except MeshplanError:
                 return None  # The model itself tells why.

@@ -15,10 +15,11 @@ from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
 from meshplan.errors import PlanError, Problem
 from meshplan.mesh import AXES
 from meshplan.planner.spread import NO_EXPERTS, Experts, as_trial, is_placed
+from meshplan.schedules import SCHEDULES
 from meshplan.spec import AUTO, Borrow, Pipeline, Rule, Spec
 
 _DDP, _ZERO1, _SHARD = range(len(MODES))
-_KNOWN_SCHEDULES: Final = ("1F1B", "GPipe")
+_KNOWN_SCHEDULES: Final = ("1F1B", "GPipe", "Interleaved1F1B")
 STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "ddp": ((_DDP,), (0,)),
     "zero1": ((_ZERO1,), (0,)),
@@ -28,8 +29,8 @@ STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "hybrid_shard_zero2": ((_SHARD,), (0,)),
 }
 """By word, (modes, reshards)."""
-_SCHEDULES: Final = ("1F1B",)
-"""Those that are tried: GPipe takes as long and keeps more."""
+_SCHEDULES: Final = ("1F1B", "Interleaved1F1B")
+"""Those that are tried: GPipe takes as long as 1F1B and keeps more."""
 
 
 class EmptySpaceError(PlanError):
@@ -53,6 +54,8 @@ class Freedom:
         axes: By axis, sizes.
         hybrid: Whether both data axes are spread; None where that is free.
         modes, schedules: Places in `grid.MODES` and `grid.SCHEDULE_WORDS`.
+        virtual: Stages of a rank, of schedules with several; None where that is free.
+        num_blocks: Of the model.
         recompute: Places in `grid.RECOMPUTE`.
         reshard: Of blocks whose parameters are sharded.
         micro: `batch.micro`: samples of one microbatch, of a pipeline of all its microbatches; ()
@@ -70,6 +73,8 @@ class Freedom:
     hybrid: bool | None = None
     modes: tuple[int, ...] = tuple(range(len(MODES)))
     schedules: tuple[int, ...] = (0,)
+    virtual: int | None = None
+    num_blocks: int = 1
     recompute: tuple[int, ...] = tuple(range(len(RECOMPUTE)))
     reshard: tuple[int, ...] = (0, 1)
     micro: tuple[int, ...] = ()
@@ -101,12 +106,14 @@ def freedom_of(
     refuses: Callable[[Spec], str],
     can_cut: Callable[[int], bool] = lambda stages: True,
     experts: Experts = NO_EXPERTS,
+    keeps_from_rounds: str = "",
 ) -> Freedom:
     """What a spec leaves free.
 
     Args:
         can_cut: Whether blocks can be cut into so many stages where the plan says that they are.
         experts: Of the model.
+        keeps_from_rounds: Why no rank may have several stages, "" if it may.
         refuses: Why a trial of a spec cannot be, "" if it can be: whether the model divides, and
             whether its step can be told.
 
@@ -133,7 +140,9 @@ def freedom_of(
         axes=axes,
         hybrid=hybrid,
         modes=modes,
-        schedules=_schedules(spec),
+        schedules=tuple(_schedules(spec, axes["pp"], keeps_from_rounds, rejected)),
+        virtual=_stated_virtual(spec),
+        num_blocks=num_blocks,
         recompute=tuple(_recompute(spec, refuses, rejected)),
         reshard=reshard,
         sequence_parallel=sequence,
@@ -310,17 +319,44 @@ def _as_trial(pipeline: Pipeline | None) -> Pipeline | None:
     return pipeline and replace(pipeline, schedule="1F1B", virtual=1, microbatches=AUTO, split=AUTO)
 
 
-def _schedules(spec: Spec) -> tuple[int, ...]:
+def _schedules(
+    spec: Spec, pipelines: Sequence[int], keeps: str, rejected: list[Rejected]
+) -> Iterator[int]:
     """Places in SCHEDULE_WORDS."""
     stated = spec.pipeline
-    if stated is None or stated.schedule == AUTO:
-        return tuple(SCHEDULE_WORDS.index(word) for word in _SCHEDULES)
-    if stated.schedule not in _KNOWN_SCHEDULES or stated.virtual != 1:
+    is_stated = stated is not None and stated.schedule != AUTO
+    virtual = _stated_virtual(spec)
+    if stated is not None and is_stated and "pipeline.schedule" not in spec.origins:
+        is_stated = virtual is None  # 1F1B is what `Pipeline` says where a plan does not.
+    if stated is not None and is_stated and stated.schedule not in _KNOWN_SCHEDULES:
         what = f"the planner does not know what {stated.schedule} takes"
-        what += f" with {stated.virtual} stages a rank" if stated.virtual != 1 else ""
-        fix = f"say schedule: auto, or {' or '.join(_KNOWN_SCHEDULES)} with virtual: 1"
+        fix = f"say schedule: auto, or {', '.join(_KNOWN_SCHEDULES)}"
         raise PlanError(Problem(what, spec.origin("pipeline.schedule"), fix))
-    return (SCHEDULE_WORDS.index(stated.schedule),)
+    words = (stated.schedule,) if stated is not None and is_stated else _SCHEDULES
+    if virtual is not None and not is_stated:
+        words = tuple(w for w in words if (SCHEDULES[w].virtual is None) == (virtual > 1))
+    for word in words:
+        row = SCHEDULES[word]
+        if row.virtual is not None and virtual not in (None, row.virtual):
+            what = f"{word} has {row.virtual} stages per rank, not virtual: {virtual}"
+            fix = "say schedule: Interleaved1F1B, or leave virtual out"
+            raise PlanError(Problem(what, spec.origin("pipeline.virtual"), fix))
+        if row.virtual is None and keeps and max(pipelines, default=1) > 1:
+            if len(words) == 1:
+                what = f"the planner cannot plan {word}: {keeps}"
+                fix = "say schedule: 1F1B, or state all that is left open"
+                raise PlanError(Problem(what, spec.origin("pipeline.schedule"), fix))
+            rejected.append(Rejected(f"pipeline.schedule={word}", keeps))
+            continue
+        yield SCHEDULE_WORDS.index(word)
+
+
+def _stated_virtual(spec: Spec) -> int | None:
+    """Stages of a rank that the plan asks for."""
+    if spec.pipeline is None:
+        return None
+    is_stated = "pipeline.virtual" in spec.origins or spec.pipeline.virtual > 1
+    return spec.pipeline.virtual if is_stated else None
 
 
 def _recompute(
