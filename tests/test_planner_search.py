@@ -55,6 +55,7 @@ def random_numbers(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
         saved=saved,
         resident=resident,
         top=rng.uniform(0, 5, num_rows),
+        sent=rng.uniform(0, 2, num_rows),
         floor=np.zeros(num_rows),
         once_s=rng.uniform(0, 0.5, num_rows),
     )

@@ -48,6 +48,21 @@ def fewest_in_flight(grid: NDArray[np.void]) -> Floats:
     return np.asarray(np.where((p > 1) & is_gpipe, m, 1.0), dtype=np.float64)
 
 
+def sent_in_flight(grid: NDArray[np.void]) -> Floats:
+    """By row, `flights` of all stages but the last one of the model, which hands on nothing."""
+    p, m, v = (grid[name].astype(np.int64) for name in ("pp", "microbatches", "virtual"))
+    turn = m // np.maximum(1, m // p)
+    few = np.minimum(m, p)
+    alone = few * (few + 1) // 2 + (p - few) * few - 1
+    # Ranks have 1, 3, 5 ... forwards beyond whole turns, of which one round has no more than a turn.
+    within = np.minimum((turn + 1) // 2, p)
+    beyond = np.where(m > turn, p * p, within * within + (p - within) * turn)
+    several = p * (v - 1) * turn + beyond - 1
+    is_gpipe = grid["schedule"] == SCHEDULE_WORDS.index("GPipe")
+    many = np.where(is_gpipe, m * (p - 1), np.where(v > 1, several, alone))
+    return np.asarray(np.where(p > 1, many, 0), dtype=np.float64)
+
+
 def usual_in_flight(grid: NDArray[np.void]) -> Floats:
     """By row, what every stage keeps at the least that is not the last one of its rank.
 

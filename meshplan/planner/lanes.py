@@ -40,7 +40,10 @@ class Lanes:
         self.num = int(config["pp"])
         kept = [flights(config, rank) for rank in range(self.num)]
         self.menus = self._menus(row, kept)
-        self.tops = [0.0] * (self.num - 1) + [float(numbers.top[row])]
+        waiting = [sum(each) for each in kept]
+        waiting[-1] -= kept[-1][-1]  # The last stage hands on nothing.
+        self.tops = [float(numbers.sent[row]) * many for many in waiting]
+        self.tops[-1] += float(numbers.top[row])
         self.places = len(numbers.order) + 1
         # Every stage has a block, and begins with one; what is in no block goes along.
         named = np.array([bool(name) for name in numbers.names] or [True] * len(numbers.order))

@@ -14,7 +14,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.planner.flights import fewest_in_flight, usual_blocks, usual_in_flight
+from meshplan.planner.flights import (
+    fewest_in_flight,
+    sent_in_flight,
+    usual_blocks,
+    usual_in_flight,
+)
 from meshplan.planner.knapsack import Counts, Floats, Menu
 
 
@@ -31,6 +36,8 @@ class Numbers:
         saved: Bytes that it keeps for the backward of one microbatch.
         resident: Bytes that it has all the time.
         top: [rows] bytes that the last stage holds in the loss, beside what is saved.
+        sent: [rows] bytes of what a stage hands on of one microbatch, and keeps until its backward
+            is done, beside what its blocks keep.
         floor: [rows] bytes of all blocks together that the optimizer's step takes at least.
         once_s: [rows] seconds of a step beside what blocks take: what stages hand on.
         stages: By place in `order`, the stage that the plan states, `cutting.LAST` for the last
@@ -47,6 +54,7 @@ class Numbers:
     saved: Floats
     resident: Floats
     top: Floats
+    sent: Floats
     floor: Floats
     once_s: Floats
     stages: tuple[int | None, ...] = ()
@@ -87,6 +95,7 @@ class Numbers:
             saved=self.saved[at],
             resident=self.resident[at],
             top=self.top[at],
+            sent=self.sent[at],
             floor=self.floor[at],
             once_s=self.once_s[at],
             stages=self.stages,
@@ -117,7 +126,8 @@ def memory_bounds(numbers: Numbers) -> Floats:
     """Bytes from below by row of the rank that holds the most, whatever time it takes."""
     stages = numbers.grid["pp"].astype(float)
     held = _Held(numbers, np.arange(len(numbers.grid)))
-    mean = np.maximum(held.total(lambda each: each.min(axis=2)), numbers.floor) / stages
+    kept = held.total(lambda each: each.min(axis=2)) + numbers.sent * sent_in_flight(numbers.grid)
+    mean = np.maximum(kept, numbers.floor) / stages
     most = held.least.min(axis=2).max(axis=1)
     return np.asarray(np.maximum(mean, most), dtype=np.float64)
 
@@ -131,6 +141,7 @@ def priced_bounds(numbers: Numbers, rows: Counts, capacity: float, tries: int = 
     held = _Held(numbers, rows)
     stages = numbers.grid[rows]["pp"].astype(float)
     whole = stages * capacity - numbers.top[rows]
+    whole -= numbers.sent[rows] * sent_in_flight(numbers.grid[rows])
     best = held.seconds.min(axis=2) @ held.count
     slowest = held.seconds.min(axis=2).max(axis=1)
     for number in range(tries if np.isfinite(capacity) else 0):

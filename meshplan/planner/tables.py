@@ -59,7 +59,7 @@ def numbers_of(
     shape = (len(grid), len(first.kinds), len(OPTIONS))
     compute, tensor, repeated = np.zeros(shape[:2]), np.zeros(shape[:2]), np.zeros(shape)
     seconds, saved, resident = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
-    top, floor, crossing = (np.zeros(len(grid)) for _ in range(3))
+    top, sent, floor, crossing = (np.zeros(len(grid)) for _ in range(4))
     for (tp, ep), chain in chains.items():
         rows = np.flatnonzero((grid["tp"] == tp) & (grid["ep"] == ep))
         part = grid[rows]
@@ -84,6 +84,8 @@ def numbers_of(
         ends = chain.kinds[chain.order[0]], chain.kinds[chain.order[-1]]
         top[rows] = part["micro"] * ends[1].transient_bytes[0]
         top[rows] += waiting_bytes(part, *ends, widths_of(precision, dtype).reduce)
+        cut_at = [k.boundary_bytes for k in chain.kinds if k.has_options] or [0.0]
+        sent[rows] = np.where(part["pp"] > 1, part["micro"] * min(cut_at), 0.0)
         crossing[rows] = crossing_seconds(part, boundary, profile, gpus_per_node)
     zero = np.zeros(len(grid))
     return Numbers(
@@ -94,6 +96,7 @@ def numbers_of(
         saved=saved,
         resident=resident,
         top=top,
+        sent=sent,
         floor=floor,
         once_s=pipeline_seconds(grid, zero, zero, crossing),
         compute_s=compute,
