@@ -17,6 +17,7 @@ from meshplan.planner.flights import (
     flights,
     in_flight,
     sent_in_flight,
+    usual_blocks,
     usual_in_flight,
 )
 from meshplan.planner.knapsack import Menu, solve
@@ -239,9 +240,13 @@ def test_nothing_in_the_space_is_faster(block):
 )
 def test_nothing_is_faster_with_several_stages_a_rank(block):
     several = 0
-    for seed in range(block * 25, block * 25 + 25):
+    for seed in range(block * 20, block * 20 + 20):
         numbers, capacity = random_rounds(seed)
-        expected = min(fastest(numbers, row, capacity) for row in range(len(numbers.grid)))
+        by_row = [fastest(numbers, row, capacity) for row in range(len(numbers.grid))]
+        for row, each in enumerate(by_row):
+            one = solve_row(numbers, row, capacity)
+            assert (one.seconds if one else np.inf) == pytest.approx(each, rel=1e-9), (seed, row)
+        expected = min(by_row)
         found = search(numbers, capacity, always_fits, tolerance=0.0)
         seconds = found.best.seconds if found.best else float("inf")
         assert seconds == pytest.approx(expected, rel=1e-9), seed
@@ -296,6 +301,19 @@ def test_what_is_kept_is_what_the_schedule_has_done(ranks):
         assert sent_in_flight(grid)[0] == sum(map(sum, kept)) - kept[-1][-1]
         assert fewest_in_flight(grid)[0] == min(map(min, kept))
         assert usual_in_flight(grid)[0] <= min(min((*each[:-1], np.inf)) for each in kept)
+
+
+def test_so_many_blocks_are_of_stages_that_keep_as_much_as_usual():
+    grid = np.zeros(1, GRID)
+    for ranks, virtual, blocks in itertools.product((2, 3), (2, 3), range(4, 14)):
+        grid["pp"], grid["virtual"] = ranks, virtual
+        ways = [
+            sum(n - -(-n // virtual) if r < ranks - 1 else n - n // virtual
+                for r, n in enumerate(own))
+            for own in itertools.product(range(virtual, blocks + 1), repeat=ranks)
+            if sum(own) == blocks
+        ]  # fmt: skip
+        assert not ways or min(ways) - 1 <= usual_blocks(grid, blocks)[0] <= min(ways)
 
 
 @pytest.mark.parametrize("block", range(4))
