@@ -79,7 +79,7 @@ def usual_blocks(grid: NDArray[np.void], blocks: int) -> Floats:
     A rank's last stage has one block more than its even share at the most; on the last rank none.
     """
     p, v = grid["pp"].astype(float), grid["virtual"].astype(float)
-    last = np.minimum(blocks, np.floor((blocks + p * (v - 1)) / v))
+    last = np.minimum(blocks, np.floor((blocks + (p - 1) * (v - 1)) / v))
     return np.asarray(np.where(grid["virtual"] > 1, blocks - last, 0.0), dtype=np.float64)
 
 
