@@ -160,6 +160,7 @@ def fastest_rounds(numbers: Numbers, row: int, capacity: float) -> float:
         for rank, each in enumerate(own):
             stages = [(1,) * size for size in each]
             waiting = sum(kept[rank]) - (kept[rank][-1] if rank == ranks - 1 else 0.0)
+            waiting -= kept[rank][0] if rank == 0 else 0.0
             room = capacity - waiting * float(numbers.sent[row])
             if rank == 0:
                 stages[0] = (0, *stages[0])
@@ -209,7 +210,7 @@ def fastest(numbers: Numbers, row: int, capacity: float) -> float:
         times = []
         for stage, (i, j) in enumerate(itertools.pairwise(ends)):
             is_last = stage == stages - 1
-            waiting = 0.0 if is_last else in_flight(config, stage)
+            waiting = 0.0 if is_last or not stage else in_flight(config, stage)
             room = capacity - waiting * float(numbers.sent[row])
             room -= float(numbers.top[row]) if is_last else 0.0
             key = (stage, i, j)
@@ -277,7 +278,8 @@ def test_what_is_dealt_out_to_stages_is_what_was_chosen():
                     held[stage % ranks] += float(bytes_[table > 0] @ table[table > 0])
                     is_last = stage == ranks * virtual - 1
                     held[stage % ranks] += float(numbers.top[row]) if is_last else 0.0
-                    held[stage % ranks] += 0.0 if is_last else keeps * float(numbers.sent[row])
+                    hands_on = 0 < stage < ranks * virtual - 1
+                    held[stage % ranks] += keeps * float(numbers.sent[row]) * hands_on
                     taken = numbers.seconds[row][table > 0] @ table[table > 0]
                     seconds[stage % ranks] += float(taken)
                 assert one.linear_bytes == pytest.approx(held)
@@ -298,7 +300,7 @@ def test_what_is_kept_is_what_the_schedule_has_done(ranks):
         grid["schedule"] = SCHEDULE_WORDS.index(word)
         kept = kept_by(word, ranks, virtual, count)
         assert tuple(flights(grid[0], rank) for rank in range(ranks)) == kept
-        assert sent_in_flight(grid)[0] == sum(map(sum, kept)) - kept[-1][-1]
+        assert sent_in_flight(grid)[0] == sum(map(sum, kept)) - kept[0][0] - kept[-1][-1]
         assert fewest_in_flight(grid)[0] == min(map(min, kept))
         assert usual_in_flight(grid)[0] <= min(min((*each[:-1], np.inf)) for each in kept)
 

@@ -49,17 +49,24 @@ def fewest_in_flight(grid: NDArray[np.void]) -> Floats:
 
 
 def sent_in_flight(grid: NDArray[np.void]) -> Floats:
-    """By row, `flights` of all stages but the last one of the model, which hands on nothing."""
+    """By row, `flights` of the stages between the first and the last one of the model.
+
+    The last one hands on nothing; what the first block's input is charged for holds for what the
+    first stage hands on (`cost.chain`).
+    """
     p, m, v = (grid[name].astype(np.int64) for name in ("pp", "microbatches", "virtual"))
     turn = m // np.maximum(1, m // p)
     few = np.minimum(m, p)
     alone = few * (few + 1) // 2 + (p - few) * few - 1
-    # Ranks have 1, 3, 5 ... forwards beyond whole turns, of which one round has no more than a turn.
+    # Ranks have 1, 3, 5 ... forwards beyond whole turns; one round has no more than a turn of them.
     within = np.minimum((turn + 1) // 2, p)
     beyond = np.where(m > turn, p * p, within * within + (p - within) * turn)
     several = p * (v - 1) * turn + beyond - 1
     is_gpipe = grid["schedule"] == SCHEDULE_WORDS.index("GPipe")
-    many = np.where(is_gpipe, m * (p - 1), np.where(v > 1, several, alone))
+    warm = np.minimum((v - 1) * turn + 2 * p - 1, m * v)
+    first = warm // (turn * v) * turn + np.minimum(warm % (turn * v), turn)
+    own = np.where(v > 1, several - first, alone - few)
+    many = np.where(is_gpipe, m * (p - 2), own)
     return np.asarray(np.where(p > 1, many, 0), dtype=np.float64)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.planner.flights import flights
-from meshplan.planner.knapsack import Counts, Floats, Menu
+from meshplan.planner.knapsack import Counts, Menu
 from meshplan.planner.numbers import Numbers
 
 Takes = tuple[tuple[int, ...], ...]
@@ -41,7 +41,9 @@ class Lanes:
         kept = [flights(config, rank) for rank in range(self.num)]
         self.menus = self._menus(row, kept)
         waiting = [sum(each) for each in kept]
-        waiting[-1] -= kept[-1][-1]  # The last stage hands on nothing.
+        # The last stage hands on nothing; what the first one does is charged as its input.
+        waiting[0] -= kept[0][0]
+        waiting[-1] -= kept[-1][-1] * (self.num > 1)
         self.tops = [float(numbers.sent[row]) * many for many in waiting]
         self.tops[-1] += float(numbers.top[row])
         self.places = len(numbers.order) + 1
@@ -90,8 +92,8 @@ class Lanes:
 class Rounds(Lanes):
     """Several stages a rank, of blocks that are all alike.
 
-    A rank's stages differ by one block at most. Longer ones come last, where the fewest microbatches
-    wait; on the last rank first, where the last stage has the loss.
+    A rank's stages differ by one block at most. Longer ones come last, where the fewest
+    microbatches wait; on the last rank first, where the last stage has the loss.
     """
 
     is_even = True
@@ -168,19 +170,19 @@ class Rounds(Lanes):
         left = [np.array(each).reshape(len(g), self._kinds, -1)
                 for each, g in zip(takes, self._groups, strict=True)]  # fmt: skip
         out: list[Takes] = []
-        for turn in range(self._virtual):
-            for rank in range(self.num):
-                group = left[rank][self._groups[rank].index(self._kept[rank][turn])]
-                own = np.zeros_like(group)
-                is_first, is_last = turn == rank == 0, (turn, rank) == (self._virtual - 1, self.num - 1)
-                for kind in range(self._kinds):
-                    many = sizes[rank][turn] if kind == self._block else 0
-                    many += self._ends_of(kind, is_first, is_last)
-                    for option in reversed(range(group.shape[1])):
-                        own[kind, option] = taken = min(many, int(group[kind, option]))
-                        many -= taken
-                group -= own
-                out.append(tuple(tuple(map(int, options)) for options in own))
+        last = self._virtual - 1, self.num - 1
+        for place in itertools.product(range(self._virtual), range(self.num)):
+            turn, rank = place
+            group = left[rank][self._groups[rank].index(self._kept[rank][turn])]
+            own = np.zeros_like(group)
+            for kind in range(self._kinds):
+                many = sizes[rank][turn] if kind == self._block else 0
+                many += self._ends_of(kind, place == (0, 0), place == last)
+                for option in reversed(range(group.shape[1])):
+                    own[kind, option] = taken = min(many, int(group[kind, option]))
+                    many -= taken
+            group -= own
+            out.append(tuple(tuple(map(int, options)) for options in own))
         return tuple(all_ends), tuple(out)
 
     def _ends_of(self, kind: int, is_first: bool, is_last: bool) -> int:

@@ -100,8 +100,8 @@ class Row:
 
     def _bounds(self) -> Floats:
         """[ranks, i, j] seconds from below of each rank with each stretch of blocks."""
-        rooms, menus = self._rooms, self._menus
-        return self._table(lambda rank, counts: menus[rank].relaxed(counts, np.array([rooms[rank]])))
+        rooms = [np.array([room]) for room in self._rooms]
+        return self._table(lambda rank, counts: self._menus[rank].relaxed(counts, rooms[rank]))
 
     def _table(self, value: Callable[[int, Counts], Floats]) -> Floats:
         """[ranks, i, j] of what follows from how many blocks of each kind there are."""

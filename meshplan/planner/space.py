@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
+from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE
 from meshplan.errors import PlanError, Problem
 from meshplan.mesh import AXES
+from meshplan.planner.orders import schedules_of, stated_virtual
 from meshplan.planner.spread import NO_EXPERTS, Experts, as_trial, is_placed
-from meshplan.schedules import SCHEDULES
 from meshplan.spec import AUTO, Borrow, Pipeline, Rule, Spec
 
 _DDP, _ZERO1, _SHARD = range(len(MODES))
-_KNOWN_SCHEDULES: Final = ("1F1B", "GPipe", "Interleaved1F1B")
 STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "ddp": ((_DDP,), (0,)),
     "zero1": ((_ZERO1,), (0,)),
@@ -29,8 +28,6 @@ STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "hybrid_shard_zero2": ((_SHARD,), (0,)),
 }
 """By word, (modes, reshards)."""
-_SCHEDULES: Final = ("1F1B", "Interleaved1F1B")
-"""Those that are tried: GPipe takes as long as 1F1B and keeps more."""
 
 
 class EmptySpaceError(PlanError):
@@ -129,6 +126,8 @@ def freedom_of(
     axes["pp"] = tuple(_as_stated(spec, axes["pp"], can_cut, rejected))
     axes["cp"] = tuple(_allowed(spec, "cp", axes["cp"][:2], refuses, rejected))
     axes["ep"] = tuple(_spread(spec, axes["ep"], experts, refuses, rejected))
+    schedules, without = schedules_of(spec, axes["pp"], keeps_from_rounds)
+    rejected += (Rejected(f"pipeline.schedule={word}", keeps_from_rounds) for word in without)
     modes: tuple[int, ...] = tuple(range(len(MODES)))
     reshard: tuple[int, ...] = (0, 1)
     hybrid = None
@@ -140,8 +139,8 @@ def freedom_of(
         axes=axes,
         hybrid=hybrid,
         modes=modes,
-        schedules=tuple(_schedules(spec, axes["pp"], keeps_from_rounds, rejected)),
-        virtual=_stated_virtual(spec),
+        schedules=schedules,
+        virtual=stated_virtual(spec),
         num_blocks=num_blocks,
         recompute=tuple(_recompute(spec, refuses, rejected)),
         reshard=reshard,
@@ -317,46 +316,6 @@ def _rule_as_trial(rule: Rule, sizes: Mapping[str, int]) -> Rule:
 def _as_trial(pipeline: Pipeline | None) -> Pipeline | None:
     """Without what is of one number of stages."""
     return pipeline and replace(pipeline, schedule="1F1B", virtual=1, microbatches=AUTO, split=AUTO)
-
-
-def _schedules(
-    spec: Spec, pipelines: Sequence[int], keeps: str, rejected: list[Rejected]
-) -> Iterator[int]:
-    """Places in SCHEDULE_WORDS."""
-    stated = spec.pipeline
-    is_stated = stated is not None and stated.schedule != AUTO
-    virtual = _stated_virtual(spec)
-    if stated is not None and is_stated and "pipeline.schedule" not in spec.origins:
-        is_stated = virtual is None  # 1F1B is what `Pipeline` says where a plan does not.
-    if stated is not None and is_stated and stated.schedule not in _KNOWN_SCHEDULES:
-        what = f"the planner does not know what {stated.schedule} takes"
-        fix = f"say schedule: auto, or {', '.join(_KNOWN_SCHEDULES)}"
-        raise PlanError(Problem(what, spec.origin("pipeline.schedule"), fix))
-    words = (stated.schedule,) if stated is not None and is_stated else _SCHEDULES
-    if virtual is not None and not is_stated:
-        words = tuple(w for w in words if (SCHEDULES[w].virtual is None) == (virtual > 1))
-    for word in words:
-        row = SCHEDULES[word]
-        if row.virtual is not None and virtual not in (None, row.virtual):
-            what = f"{word} has {row.virtual} stages per rank, not virtual: {virtual}"
-            fix = "say schedule: Interleaved1F1B, or leave virtual out"
-            raise PlanError(Problem(what, spec.origin("pipeline.virtual"), fix))
-        if row.virtual is None and keeps and max(pipelines, default=1) > 1:
-            if len(words) == 1:
-                what = f"the planner cannot plan {word}: {keeps}"
-                fix = "say schedule: 1F1B, or state all that is left open"
-                raise PlanError(Problem(what, spec.origin("pipeline.schedule"), fix))
-            rejected.append(Rejected(f"pipeline.schedule={word}", keeps))
-            continue
-        yield SCHEDULE_WORDS.index(word)
-
-
-def _stated_virtual(spec: Spec) -> int | None:
-    """Stages of a rank that the plan asks for."""
-    if spec.pipeline is None:
-        return None
-    is_stated = "pipeline.virtual" in spec.origins or spec.pipeline.virtual > 1
-    return spec.pipeline.virtual if is_stated else None
 
 
 def _recompute(
