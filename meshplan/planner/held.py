@@ -57,8 +57,13 @@ def resident_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> F
     # What is computed with is a copy, unless nothing is cut and nothing cast.
     is_copied = (mode != _DDP) | (sizes.computed != sizes.stored)
     is_freed = (mode == _SHARD) & kind.has_options & OPTION_RESHARD[None, :]
-    copied = np.where(is_copied & ~is_freed, numel * sizes.computed, 0.0)
     waits = has_gradients(grid)[:, None]
+    # A rank with several stages has either: what backward is done with of a stage goes until its
+    # next forward, and before the first backward nothing has a gradient.
+    several = grid["virtual"][:, None] > 1
+    is_late = several & waits & (mode != _SHARD)
+    waits = waits & (~several | is_late)
+    copied = np.where(is_copied & ~is_freed & ~is_late, numel * sizes.computed, 0.0)
     gradients = np.where(waits, np.where(mode == _ZERO1, numel, held) * sizes.stored, 0.0)
     gradients = gradients * _trained(kind)
     return np.asarray(own + copied + gradients, dtype=np.float64)

@@ -88,6 +88,9 @@ def numbers_of(
         sent[rows] = np.where(part["pp"] > 1, part["micro"] * min(cut_at), 0.0)
         crossing[rows] = crossing_seconds(part, boundary, profile, gpus_per_node)
     zero = np.zeros(len(grid))
+    counts = np.bincount(first.order, minlength=len(first.kinds))
+    once = pipeline_seconds(grid, zero, zero, crossing)
+    once += _unhidden(grid, compute @ counts, crossing)
     return Numbers(
         grid=grid,
         order=first.order,
@@ -98,11 +101,24 @@ def numbers_of(
         top=top,
         sent=sent,
         floor=floor,
-        once_s=pipeline_seconds(grid, zero, zero, crossing),
+        once_s=once,
         compute_s=compute,
         tensor_s=tensor,
         again_s=repeated,
     )
+
+
+def _unhidden(
+    grid: NDArray[np.void], compute_s: NDArray[np.float64], crossing_s: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """What ranks with several stages send longer than they compute, of a step.
+
+    Each stage of each microbatch is sent from, forwards and backwards, by the link of its rank;
+    the shorter stages are, the less there is to hide it.
+    """
+    sends = 2.0 * grid["microbatches"] * grid["virtual"] * crossing_s
+    over = np.maximum(0.0, sends - grid["microbatches"] * compute_s / grid["pp"])
+    return np.asarray(np.where(grid["virtual"] > 1, over, 0.0))
 
 
 def _options(recompute: tuple[int, ...], reshard: tuple[int, ...]) -> NDArray[np.bool_]:
