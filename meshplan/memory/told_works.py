@@ -71,7 +71,8 @@ def told_works(
     stages = plan.assignment.stages
     run = Run(
         batch=batch // (stages.microbatches if stages is not None else 1),
-        seq_len=seq_len,
+        seq_len=seq_len // plan.mesh.size("cp"),
+        cp=plan.mesh.size("cp"),
         element_bytes=_element_bytes(plan),
         is_fused=not is_cuda or is_fused(plan),
         recomputed=frozenset(recompute),
@@ -109,7 +110,8 @@ def refusals(plan: Plan) -> Iterator[Problem]:
         # Their code takes the length of a sequence, and positions, from the part that a rank has.
         (a.sequence_parallel, "sequence_parallel, with which transformers' own code does not run"),
         (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
-        (mesh.size("cp") > 1, "context parallelism"),
+        (a.context is not None and a.context.attention != "all_to_all",
+         "context parallelism that gathers keys and values (all_to_all it knows)"),
         (bool(saved - PRODUCTS), f"recomputation that saves {', '.join(sorted(saved - PRODUCTS))}"),
         (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
         (bool(a.units.keys() - blocks - a.experts.keys() - {""}), "units that are no blocks"),
