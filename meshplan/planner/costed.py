@@ -108,6 +108,7 @@ class Costed:
             recompute=tuple(range(len(RECOMPUTE))),
             reshard=(0, 1),
             pins={},
+            exchanges=self._exchanges,
         )
 
     def _by_stage(self, numbers: Numbers) -> list[float]:
@@ -154,7 +155,13 @@ class Costed:
             for k, other in zip(chain.order, chain.names, strict=True)
             if other == name
         )
-        return int(per_sample * int(self.row["micro"][0]))
+        return int(per_sample * int(self.row["micro"][0]) / int(self.row["cp"][0]))
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether cp exchanges heads."""
+        context = self.plan.assignment.context
+        return context is not None and context.attention == "all_to_all"
 
     def _terms(self, kind: int, profile: Profile) -> Terms:
         return terms(
@@ -164,6 +171,7 @@ class Costed:
             self.cluster.gpus_per_node,
             self.plan.spec.precision,
             dtype=self._dtype,
+            exchanges=self._exchanges,
         )
 
     def _part(self, found: Terms, option: int) -> tuple[float, float, float]:

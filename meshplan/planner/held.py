@@ -103,4 +103,5 @@ def waiting_bytes(grid: NDArray[np.void], first: Kind, last: Kind, reduce_bytes:
 def saved_bytes(grid: NDArray[np.void], kind: Kind) -> Floats:
     """[rows, options] what one block keeps of one microbatch."""
     per_sample = np.array(kind.saved_bytes)[OPTION_RECOMPUTE]
-    return np.asarray(grid["micro"][:, None] * per_sample[None, :], dtype=np.float64)
+    samples = grid["micro"] / grid["cp"]
+    return np.asarray(samples[:, None] * per_sample[None, :], dtype=np.float64)

@@ -43,6 +43,7 @@ def numbers_of(
     recompute: tuple[int, ...],
     reshard: tuple[int, ...],
     pins: Pins,
+    exchanges: bool = True,
 ) -> Numbers:
     """Everything that the search reads.
 
@@ -52,6 +53,7 @@ def numbers_of(
         dtype: Of the model's parameters.
         recompute, reshard: What the plan leaves to blocks.
         pins: What rules leave to single ones.
+        exchanges: As in `cost.step.terms`.
     """
     cuts = [(int(tp), int(ep)) for tp, ep in np.unique(grid[["tp", "ep"]])]
     chains, left = _aligned({cut: chain_of(*cut) for cut in cuts}, pins)
@@ -66,7 +68,9 @@ def numbers_of(
         counts = np.bincount(chain.order, minlength=len(chain.kinds))
         boundary = 0.0
         for number, kind in enumerate(chain.kinds):
-            found = terms(part, kind, profile, gpus_per_node, precision, dtype=dtype)
+            found = terms(
+                part, kind, profile, gpus_per_node, precision, dtype=dtype, exchanges=exchanges
+            )
             pin = left[number]
             again, back = pin.recompute or recompute, pin.reshard or reshard
             if not kind.has_options:
@@ -82,7 +86,7 @@ def numbers_of(
             floor[rows] += counts[number] * step_bytes(part, kind, sizes)
             boundary = max(boundary, kind.boundary_bytes)
         ends = chain.kinds[chain.order[0]], chain.kinds[chain.order[-1]]
-        top[rows] = part["micro"] * ends[1].transient_bytes[0]
+        top[rows] = part["micro"] / part["cp"] * ends[1].transient_bytes[0]
         top[rows] += waiting_bytes(part, *ends, widths_of(precision, dtype).reduce)
         cut_at = [k.boundary_bytes for k in chain.kinds if k.has_options] or [0.0]
         sent[rows] = np.where(part["pp"] > 1, part["micro"] * min(cut_at), 0.0)
