@@ -59,13 +59,13 @@ def row(**sizes):
     return out
 
 
-def charged(grid, chain, precision, again=0, reshard=1):
+def charged(grid, chain, precision, again=0, reshard=1, *, exchanges=False):
     """Wire bytes of a step, as the cost model has them."""
     out = 0.0
     for number in chain.order:
         kind = chain.kinds[number]
         option = OPTIONS.index((again, reshard)) if kind.has_options else 0
-        told = terms(grid, kind, COUNTING, 8, precision, is_awaited=True)
+        told = terms(grid, kind, COUNTING, 8, precision, is_awaited=True, exchanges=exchanges)
         out += (told.seconds[0, option] - told.update_s[0]) * grid["microbatches"][0]
     return out
 
@@ -129,6 +129,26 @@ OTHERS = {
     "tp and full_shard": ({"dp_shard": 2, "tp": 2}, {"strategy": "full_shard"}),
     "tp, cut loss": ({"tp": 2}, {"loss_parallel": True}),
     "cp": ({"cp": 2}, {"strategy": "full_shard"}),
+    "cp over heads": (
+        {"cp": 2},
+        {"strategy": "full_shard", "context": {"attention": "all_to_all"}},
+    ),
+    "cp over heads, recomputed": (
+        {"dp_shard": 2, "cp": 2},
+        {
+            "strategy": "full_shard",
+            "activation_checkpointing": "full",
+            "context": {"attention": "all_to_all"},
+        },
+    ),
+    "cp over heads, recomputed but for products": (
+        {"dp_shard": 2, "cp": 2},
+        {
+            "strategy": "full_shard",
+            "activation_checkpointing": "selective",
+            "context": {"attention": "all_to_all"},
+        },
+    ),
     "cp, recomputed": (
         {"cp": 2},
         {"strategy": "full_shard", "activation_checkpointing": "full"},
@@ -162,8 +182,9 @@ def test_tp_and_cp_are_charged_what_is_forecast(name, live):
         cuts_loss=bool(more.get("loss_parallel")),
     )  # fmt: skip
     again = {"full": 2, "selective": 1}.get(more.get("activation_checkpointing", ""), 0)
-    grid = row(micro=2, **sizes)
-    assert charged(grid, chain, FP32, again) == pytest.approx(wire(told, decided.mesh), rel=1e-12)
+    grid, exchanges = row(micro=2, **sizes), "context" in more
+    found = charged(grid, chain, FP32, again, exchanges=exchanges)
+    assert found == pytest.approx(wire(told, decided.mesh), rel=1e-12)
 
 
 def test_stages_are_charged_what_is_forecast(live):

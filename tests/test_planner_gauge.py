@@ -66,14 +66,15 @@ def test_few_blocks_never_say_more_than_all_and_hardly_less(job: Job) -> None:
     for candidate in some(job, 30):
         stages = job.blocks(numbers, candidate)
         plan = make_plan(question.read(overrides(job.stated(numbers, candidate))), question.graph)
-        for place in {0, len(stages) - 1}:
-            short = shorten(stages, place, question.shorter)
+        ranks = len(candidate.linear_bytes)
+        for place in {0, ranks - 1}:
+            short = shorten(stages, place, question.shorter, num_ranks=ranks)
             if short is None:
                 continue
             row = job.grid[candidate.row]
             stated = statements(job.spec, job.free, row, short.stages, {})
             few = make_plan(question.read(overrides(stated)), short.graph)
-            rank = place * (plan.mesh.world_size // len(stages))
+            rank = place * (plan.mesh.world_size // ranks)
             log = told_rank(few, rank, device=question.device)
             least = Gauge(log, short).least_bytes
             whole = told_rank(plan, rank, device=question.device).pooled_bytes

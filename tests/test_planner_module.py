@@ -71,7 +71,7 @@ def test_blocks_add_up_to_the_step(job):
         ({"mesh": {"pp": 2, "dp_shard": 4}, "batch": {"micro": 2, "accumulate": 2, "seq_len": 64}},
          "accumulation around"),
         ({"mesh": {"pp": 2, "dp_shard": 4},
-          "pipeline": {"schedule": "Interleaved1F1B", "virtual": 2}}, "this schedule"),
+          "pipeline": {"schedule": "LoopedBFS", "virtual": 2}}, "this schedule"),
     ],
 )  # fmt: skip
 def test_what_has_no_figures_is_refused(job, fields, words):

@@ -144,6 +144,7 @@ def _kind(one: Place, two: Place) -> Kind:
         transient_bytes=_most(one.transient_bytes, two.transient_bytes),
         boundary_bytes=one.boundary_bytes,
         context_bytes=one.context_bytes,
+        exchanged_bytes=one.exchanged_bytes,
         scores_flops=one.scores_flops,
         expert_numel=one.expert_numel,
         num_experts=one.num_experts,

@@ -84,6 +84,7 @@ class Place:
     transient_bytes: tuple[int, int, int]
     boundary_bytes: int
     context_bytes: int
+    exchanged_bytes: int
     scores_flops: float
     expert_numel: int
     num_experts: int
@@ -139,6 +140,10 @@ class Reading:
                     boundary_bytes=self._boundary(start, end),
                     context_bytes=sum(
                         self._sizes(row.reads[1:])
+                        for row in self._tape.rows[start:end] if row.op == "attention"
+                    ),
+                    exchanged_bytes=sum(
+                        self._sizes((*row.reads, row.makes[0]))
                         for row in self._tape.rows[start:end] if row.op == "attention"
                     ),
                     scores_flops=sum(

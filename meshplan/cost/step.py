@@ -40,6 +40,8 @@ _1F1B: Final = SCHEDULE_WORDS.index("1F1B")
 _INTERLEAVED: Final = SCHEDULE_WORDS.index("Interleaved1F1B")
 _CACHED_KV: Final = 2
 """Collectives of one attention along cp: keys and values."""
+_EXCHANGED: Final = 4
+"""With queries, and what is made of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,7 @@ def terms(
     *,
     dtype: str = "float32",
     is_awaited: bool | None = None,
+    exchanges: bool = False,
     rows: Rows | None = None,
 ) -> Terms:
     """Seconds for each microbatch of one block.
@@ -130,13 +133,15 @@ def terms(
         dtype: Of the model's parameters.
         is_awaited: Whether nothing hides the gathering and reducing of its unit; None for what
             is of no block.
+        exchanges: Whether cp exchanges heads (`context.attention: all_to_all`), instead of
+            gathering keys and values.
     """
     rows = rows or Rows(grid, profile, gpus_per_node, widths_of(precision, dtype))
     is_awaited = not kind.has_options if is_awaited is None else is_awaited
     join = (lambda a, b: a + b) if is_awaited else partial(hidden, profile=profile)
     forward_c, backward_c = rows.compute(kind.forward), rows.compute(kind.backward)
     forward_t, backward_t = rows.sent(kind.sent_forward), rows.sent(kind.sent_backward)
-    keys = rows.keys(kind.context_bytes)
+    keys = rows.exchanged(kind.exchanged_bytes) if exchanges else rows.keys(kind.context_bytes)
     host = rows.launch
     forward = np.maximum(forward_c + forward_t + keys, host(kind.forward, kind.sent_forward))
     gathered, reduced, summed, whole = rows.data(kind)
@@ -237,6 +242,15 @@ class Rows:
         if not num_bytes:
             return np.zeros_like(self.samples)
         return all_gather(self.micro * num_bytes, self.along_cp, self.profile, _CACHED_KV)
+
+    def exchanged(self, num_bytes: float) -> Array:
+        """Queries, keys and values to ranks of cp that have the heads, and what they make back."""
+        if not num_bytes:
+            return np.zeros_like(self.samples)
+        sent = self.samples * num_bytes
+        # Stacked before, laid after: each reads and writes it once.
+        moved = np.where(self.along_cp.ranks > 1, 4 * sent / self.profile.memory_bytes_per_s, 0.0)
+        return moved + all_to_all(sent, self.along_cp, self.profile, _EXCHANGED)
 
     def data(self, kind: Kind) -> tuple[Array, Array, Array, Array | None]:
         """Seconds that parameters and gradients take.

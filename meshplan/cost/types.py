@@ -65,6 +65,7 @@ class Kind:
             saved. Gradients of parameters are in neither.
         boundary_bytes: Of what it hands to the next block, for one sample.
         context_bytes: Of the keys and values that its attention reads, for one sample.
+        exchanged_bytes: Of these, of its queries and of what it makes.
         scores_flops: The part of `forward.flops` that grows with the square of the length.
         frozen: Elements of `numels` that get no gradient.
     """
@@ -82,6 +83,7 @@ class Kind:
     transient_bytes: tuple[float, float, float]
     boundary_bytes: float
     context_bytes: float = 0.0
+    exchanged_bytes: float = 0.0
     scores_flops: float = 0.0
     expert_numel: int = 0
     num_experts: int = 0

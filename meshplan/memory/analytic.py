@@ -33,6 +33,7 @@ class Run:
     Args:
         batch: Sequences of the microbatch.
         seq_len: Tokens of one that this rank has.
+        cp: Ranks that have the other tokens, and exchange them for heads in attention.
         element_bytes: Of the dtype that is computed in.
         tp: Ranks that `Shape.styles` are cut over, where `styled` is None.
         is_sequence: Whether what lies between styled modules is cut by tokens: there are no rows
@@ -51,6 +52,7 @@ class Run:
 
     batch: int
     seq_len: int
+    cp: int = 1
     element_bytes: int = 4
     tp: int = 1
     is_sequence: bool = False
@@ -116,6 +118,8 @@ def tape_of(shape: Shape, run: Run) -> Tape:
     logits = project(
         w, part.styled, Entered(), x, shape.hidden, shape.vocab, "lm_head", weight=tied
     )
+    if run.cp > 1:  # What is given is held as long as the call.
+        w.touch(*part.given)
     tape.loss_start = len(tape.rows)
     if part.styled.of("lm_head") == LOGITS:
         cross_entropy_of_parts(w, logits, targets)
@@ -131,8 +135,10 @@ def _rotary(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tup
     frequencies = w.tape.value(2 * -(-shape.head_dim // 2) * _FP32)
     w.tape.before[frequencies] = Term.BUFFERS
     part = _part(shape, run)
+    positions = _given_positions(w, run)
     x = look_up(w, part.styled, ids, shape.vocab, shape.hidden, "embed_tokens")
-    positions = w.row("arange", (), run.seq_len * _ID)
+    if positions is None:
+        positions = w.row("arange", (), run.seq_len * _ID)
     at, size = w.at(f"{w.module}.rotary_emb"), run.seq_len * shape.head_dim
     cos, sin = (at.row(name, (positions,), size * run.element_bytes) for name in ("cos", "sin"))
     part = replace(part, cos=cos, sin=sin, given=(positions,))
@@ -142,8 +148,10 @@ def _rotary(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tup
 def _learned(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tuple[int, ...]]:
     """Words and their places; the gradient of places is summed over the batch."""
     part = _part(shape, run)
+    positions = _given_positions(w, run)
     words = look_up(w, part.styled, ids, shape.vocab, shape.hidden, "wte")
-    positions = w.row("arange", (), run.seq_len * _ID)
+    if positions is None:
+        positions = w.row("arange", (), run.seq_len * _ID)
     places = look_up(w, part.styled, positions, shape.positions, shape.hidden, "wpe")
     total = w.row(
         "add", (words, places), w.size(words),
@@ -154,13 +162,22 @@ def _learned(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tu
     return x, part, (words, positions, places)
 
 
+def _given_positions(w: Writer, run: Run) -> int | None:
+    """Under cp the model is given them: a view of those of the whole sequence."""
+    if run.cp == 1:
+        return None
+    whole = w.row("arange", (), run.seq_len * run.cp * _ID)
+    return w.tape.value(run.seq_len * _ID, of=whole)
+
+
 def _part(shape: Shape, run: Run) -> Part:
     styled = run.styled or Styled(run.tp, shape.styles)
     return Part(
         tp=styled.tp,
         caches=run.caches,
         styled=styled,
-        seq_len=run.seq_len,
+        seq_len=run.seq_len * run.cp,
+        cp=run.cp,
         is_fused=run.is_fused,
         spread=run.spread,
     )

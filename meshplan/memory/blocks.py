@@ -35,6 +35,7 @@ class Part:
         given: What every block is called with and does not read.
         styled: Which modules tp cuts.
         seq_len: Tokens of a sequence that attention sees.
+        cp: Ranks that have parts of it, and in attention all of it, of parts of the heads.
         is_fused: Whether a fused kernel computes it.
         spread: How experts are spread over ranks.
     """
@@ -47,6 +48,7 @@ class Part:
     given: tuple[int, ...] = ()
     styled: Styled = field(default_factory=Styled)
     seq_len: int = 1
+    cp: int = 1
     is_fused: bool = True
     spread: Spread = ONE_RANK
 
@@ -107,7 +109,21 @@ def _attend(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
         raise cut_otherwise(w.module)
     if part.caches:
         k, v = w.cat(k), w.cat(v)
+    if part.cp > 1:
+        return _attend_to_whole(w, shape, q, k, v, part)
     return attend(w, q, k, v, shape.head_dim, part.seq_len, is_fused=part.is_fused)
+
+
+def _attend_to_whole(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
+    """Parts of the sequence are exchanged for parts of the heads, and back.
+
+    Source: `runtime.context.parts`; sdpa_attention.py of transformers, which lays the result anew.
+    """
+    q, k, v = w.exchange(q), w.exchange(k), w.exchange(v)
+    out = attend(w, q, k, v, shape.head_dim, part.seq_len, is_fused=part.is_fused)
+    own = w.exchange(out)
+    w.touch(q, k, v, out)
+    return w.shift(own, "clone")
 
 
 def llama_attention(w: Writer, shape: Shape, x: int, part: Part) -> int:

@@ -295,6 +295,14 @@ class Writer:
                           grads=(Grad(x, self.size(x)),), is_sent=True))  # fmt: skip
         return alias
 
+    def exchange(self, x: int) -> int:
+        """Pieces of a tensor to other ranks, and as much of theirs, laid together anew.
+
+        What is sent is stacked first, and what came is in a tensor of its own until it is laid.
+        """
+        size = self.size(x)
+        return self.row("exchange", (x,), size, takes=size, takes_back=size, grads=(Grad(x, size),))
+
     # Loss
 
     def cross_entropy(

@@ -72,7 +72,8 @@ def told_works(
     stages = plan.assignment.stages
     run = Run(
         batch=batch // (stages.microbatches if stages is not None else 1),
-        seq_len=seq_len,
+        seq_len=seq_len // plan.mesh.size("cp"),
+        cp=plan.mesh.size("cp"),
         element_bytes=_element_bytes(plan),
         is_fused=not is_cuda or is_fused(plan),
         recomputed=frozenset(recompute),
@@ -115,7 +116,7 @@ def spread_of(plan: Plan) -> Spread:
 
 def refusals(plan: Plan) -> Iterator[Problem]:
     """What a step told from a config has no rules for."""
-    a, mesh = plan.assignment, plan.mesh
+    a = plan.assignment
     blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
     experts = {f"{fqn}.mlp.experts" for fqn in blocks}
     saved = {word for r in a.recompute.values() for word in r.policy.save}
@@ -124,7 +125,10 @@ def refusals(plan: Plan) -> Iterator[Problem]:
         # Their code takes the length of a sequence, and positions, from the part that a rank has.
         (a.sequence_parallel, "sequence_parallel, with which transformers' own code does not run"),
         (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
-        (mesh.size("cp") > 1, "context parallelism"),
+        (
+            a.context is not None and a.context.attention != "all_to_all",
+            "context parallelism that gathers keys and values (all_to_all it knows)",
+        ),
         (bool(saved - PRODUCTS), f"recomputation that saves {', '.join(sorted(saved - PRODUCTS))}"),
         (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
         (bool(a.units.keys() - blocks - a.experts.keys() - {""}), "units that are no blocks"),

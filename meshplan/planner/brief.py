@@ -120,16 +120,17 @@ class Brief:
     ) -> Glance | None:
         shorter, device = self._question.shorter, self._question.device
         assert shorter is not None
-        fullest = max(range(len(stages)), key=linear.__getitem__)
+        num_ranks = len(linear)
+        fullest = max(range(num_ranks), key=linear.__getitem__)
         likely: float | None = None
         is_known = False
-        for place in dict.fromkeys((fullest, 0, len(stages) - 1)):
-            short = shorten(stages, place, shorter)
+        for place in dict.fromkeys((fullest, 0, num_ranks - 1)):
+            short = shorten(stages, place, shorter, num_ranks=num_ranks)
             if short is None:
                 continue
             try:
                 plan = self._plan(row, short.stages, short.graph)
-                rank = place * (plan.mesh.world_size // len(stages))  # pp goes outermost.
+                rank = place * (plan.mesh.world_size // num_ranks)  # pp goes outermost.
                 gauge = Gauge(told_rank(plan, rank, device=device), short)
             except MeshplanError:
                 return None  # The model itself tells why.

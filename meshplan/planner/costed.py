@@ -24,7 +24,7 @@ from meshplan.planner.numbers import Numbers, weights
 from meshplan.planner.space import STRATEGIES
 from meshplan.planner.tables import numbers_of
 
-_SCHEDULES = ("1F1B", "GPipe")
+_SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,7 @@ class Costed:
             recompute=tuple(range(len(RECOMPUTE))),
             reshard=(0, 1),
             pins={},
+            exchanges=self._exchanges,
         )
 
     def _by_stage(self, numbers: Numbers) -> list[float]:
@@ -117,7 +118,7 @@ class Costed:
         at = 0
         for kind, name in zip(numbers.order, numbers.names, strict=True):
             if stages is not None and name:
-                at = _stage_of(self.plan, name)
+                at = stages.rank_of(_stage_of(self.plan, name))
             out[at] += float(numbers.seconds[0, kind, self.option(name)])
         return out
 
@@ -154,7 +155,13 @@ class Costed:
             for k, other in zip(chain.order, chain.names, strict=True)
             if other == name
         )
-        return int(per_sample * int(self.row["micro"][0]))
+        return int(per_sample * int(self.row["micro"][0]) / int(self.row["cp"][0]))
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether cp exchanges heads."""
+        context = self.plan.assignment.context
+        return context is not None and context.attention == "all_to_all"
 
     def _terms(self, kind: int, profile: Profile) -> Terms:
         return terms(
@@ -164,6 +171,7 @@ class Costed:
             self.cluster.gpus_per_node,
             self.plan.spec.precision,
             dtype=self._dtype,
+            exchanges=self._exchanges,
         )
 
     def _part(self, found: Terms, option: int) -> tuple[float, float, float]:
@@ -223,8 +231,9 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
         (odd_data, f"{a.strategy.name} on this mesh"),
         (any(r.policy.save for r in a.recompute.values()), "a list of operations to save"),
         (stages is not None and plan.accumulate > 1, "accumulation around a pipeline"),
-        (stages is not None and (stages.virtual > 1 or stages.schedule not in _SCHEDULES),
-         "this schedule"),
+        (stages is not None and stages.schedule not in _SCHEDULES, "this schedule"),
+        (stages is not None and stages.virtual > 1 and _is_uneven(plan),
+         "stages of a rank that differ by more than a block"),
         (bool(split) and max(len(each) for each in split or ()) > 1, "blocks that a stage cuts"),
     ):  # fmt: skip
         if is_there:
@@ -239,3 +248,14 @@ def _stages_of_block(plan: Plan, block: str) -> tuple[int, ...]:
         if fqn.startswith(f"{block}."):
             counts.update(held)
     return tuple(counts)
+
+
+def _is_uneven(plan: Plan) -> bool:
+    """Whether some rank has a stage with two blocks more than another of its own."""
+    stages = plan.assignment.stages
+    assert stages is not None
+    counts = Counter(_stage_of(plan, block) for block in plan.graph.blocks())
+    by_rank: dict[int, list[int]] = {}
+    for stage in range(stages.num):
+        by_rank.setdefault(stages.rank_of(stage), []).append(counts[stage])
+    return any(max(each) - min(each) > 1 for each in by_rank.values())

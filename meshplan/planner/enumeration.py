@@ -8,9 +8,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import GRID, MODES
+from meshplan.cost.grid import GRID, MODES, SCHEDULE_WORDS
 from meshplan.planner.space import Freedom, divisors
 from meshplan.planner.spread import goes_with
+from meshplan.schedules import SCHEDULES
 
 _DDP, _ZERO1, _SHARD = range(len(MODES))
 _MOST_MICRO: Final = 64
@@ -61,7 +62,22 @@ def _steps(free: Freedom, sizes: tuple[int, ...], mode: int) -> Iterator[tuple[i
             yield (*sizes, 1, micro, microbatches, mode, 0)
             continue
         for schedule in free.schedules:
-            yield (*sizes, 1, micro, microbatches, mode, schedule)
+            for virtual in _virtual(free, SCHEDULE_WORDS[schedule], pp, microbatches):
+                yield (*sizes, virtual, micro, microbatches, mode, schedule)
+
+
+def _virtual(free: Freedom, schedule: str, pp: int, microbatches: int) -> Iterator[int]:
+    """Stages of one rank: every number that shares out what a rank has about evenly.
+
+    With fewer microbatches than ranks some would only wait.
+    """
+    row = SCHEDULES[schedule]
+    if row.virtual is not None:
+        yield row.virtual
+    elif microbatches >= pp and not row.problem(pp, microbatches):
+        few, more = free.num_blocks // pp, -(-free.num_blocks // pp)
+        every = {*divisors(few), *divisors(more)} if free.virtual is None else {free.virtual}
+        yield from (v for v in sorted(every) if v > 1 and v * pp <= free.num_blocks)
 
 
 def _microbatches(free: Freedom, ranks: int, is_pipeline: bool) -> Iterator[tuple[int, int]]:

@@ -43,7 +43,11 @@ class Short:
 
 
 def shorten(
-    stages: Sequence[Sequence[Block]], place: int, graph_of: Callable[[int], ModelGraph]
+    stages: Sequence[Sequence[Block]],
+    place: int,
+    graph_of: Callable[[int], ModelGraph],
+    *,
+    num_ranks: int | None = None,
 ) -> Short | None:
     """What one rank along the pipeline does, with few blocks; None where that is no shorter.
 
@@ -51,10 +55,12 @@ def shorten(
         stages: What each block does; all blocks are alike.
         place: Of the rank.
         graph_of: The model with so many blocks.
+        num_ranks: Of the pipeline, which stages go around; None for one stage each.
     """
+    num_ranks = len(stages) if num_ranks is None else num_ranks
     kept: list[list[tuple[Block, int]]] = []
     for number, blocks in enumerate(stages):
-        if number != place:
+        if number % num_ranks != place:
             kept.append([(blocks[0], 1)])
             continue
         kept.append([])

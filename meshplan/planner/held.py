@@ -17,6 +17,7 @@ from meshplan.cost.shares import share
 from meshplan.cost.types import Kind
 from meshplan.graph import DTYPE_BYTES
 from meshplan.plan import Plan
+from meshplan.planner.flights import has_gradients
 from meshplan.planner.knapsack import Floats
 from meshplan.spec import OPTIMIZER_STATES
 
@@ -56,9 +57,13 @@ def resident_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> F
     # What is computed with is a copy, unless nothing is cut and nothing cast.
     is_copied = (mode != _DDP) | (sizes.computed != sizes.stored)
     is_freed = (mode == _SHARD) & kind.has_options & OPTION_RESHARD[None, :]
-    copied = np.where(is_copied & ~is_freed, numel * sizes.computed, 0.0)
-    # Gradients are there once there was a backward: a pipeline runs up to pp forwards before.
-    waits = grid["microbatches"][:, None] > grid["pp"][:, None]
+    waits = has_gradients(grid)[:, None]
+    # A rank with several stages has either: what backward is done with of a stage goes until its
+    # next forward, and before the first backward nothing has a gradient.
+    several = grid["virtual"][:, None] > 1
+    is_late = several & waits & (mode != _SHARD)
+    waits = waits & (~several | is_late)
+    copied = np.where(is_copied & ~is_freed & ~is_late, numel * sizes.computed, 0.0)
     gradients = np.where(waits, np.where(mode == _ZERO1, numel, held) * sizes.stored, 0.0)
     gradients = gradients * _trained(kind)
     return np.asarray(own + copied + gradients, dtype=np.float64)
@@ -98,4 +103,5 @@ def waiting_bytes(grid: NDArray[np.void], first: Kind, last: Kind, reduce_bytes:
 def saved_bytes(grid: NDArray[np.void], kind: Kind) -> Floats:
     """[rows, options] what one block keeps of one microbatch."""
     per_sample = np.array(kind.saved_bytes)[OPTION_RECOMPUTE]
-    return np.asarray(grid["micro"][:, None] * per_sample[None, :], dtype=np.float64)
+    samples = grid["micro"] / grid["cp"]
+    return np.asarray(samples[:, None] * per_sample[None, :], dtype=np.float64)

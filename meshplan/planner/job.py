@@ -25,6 +25,7 @@ from meshplan.planner.decision import Question, Way
 from meshplan.planner.enumeration import enumerate_grid
 from meshplan.planner.found import Measured
 from meshplan.planner.held import element_bytes_of
+from meshplan.planner.lanes import NOT_ALIKE, are_alike
 from meshplan.planner.lock import overrides
 from meshplan.planner.numbers import Numbers
 from meshplan.planner.pins import Pins, check_pins, pins_of
@@ -100,7 +101,20 @@ class Job:
             refuses=self._refuses,
             can_cut=lambda stages: self._cuts.can_cut(self._graph.blocks(), stages),
             experts=experts_of(self._graph),
+            keeps_from_rounds=self._keeps_from_rounds(),
         )
+
+    def _keeps_from_rounds(self) -> str:
+        """Why no rank of a pipeline may have several stages; "" if it may."""
+        if self._traced is not None:
+            return "what a live model's stages hold is composed for one stage a rank"
+        chain, pins = self._chain(1), self._pins
+        named = {(k, pins.get(n)) for k, n in zip(chain.order, chain.names, strict=True) if n}
+        if len(named) > 1:
+            return NOT_ALIKE
+        if self._cuts.by_block or self._cuts.num is not None:
+            return "the plan states stages, and blocks are shared out over rounds by the planner"
+        return ""
 
     def _refuses(self, trial: Spec) -> str:
         """Why a trial cannot be, "" if it can be."""
@@ -180,6 +194,10 @@ class Job:
             reshard=self.free.reshard,
             pins=self._pins,
         )
+        if not are_alike(found) and (self.grid["virtual"] > 1).any():
+            what = f"the planner cannot plan several stages a rank: {NOT_ALIKE} once tp cuts them"
+            fix = "say pipeline: {schedule: 1F1B}"
+            raise PlanError(Problem(what, self.spec.origin("pipeline.schedule"), fix))
         return replace(found, stages=self._cuts.places(found.names))
 
     @cached_property

@@ -7,14 +7,19 @@ rule out is out; what a plan really takes, `settle` asks of the memory room.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import SCHEDULE_WORDS
+from meshplan.planner.flights import (
+    fewest_in_flight,
+    sent_in_flight,
+    usual_blocks,
+    usual_in_flight,
+)
 from meshplan.planner.knapsack import Counts, Floats, Menu
 
 
@@ -31,6 +36,8 @@ class Numbers:
         saved: Bytes that it keeps for the backward of one microbatch.
         resident: Bytes that it has all the time.
         top: [rows] bytes that the last stage holds in the loss, beside what is saved.
+        sent: [rows] bytes of what a stage hands on of one microbatch, and keeps until its backward
+            is done, beside what its blocks keep.
         floor: [rows] bytes of all blocks together that the optimizer's step takes at least.
         once_s: [rows] seconds of a step beside what blocks take: what stages hand on.
         stages: By place in `order`, the stage that the plan states, `cutting.LAST` for the last
@@ -47,6 +54,7 @@ class Numbers:
     saved: Floats
     resident: Floats
     top: Floats
+    sent: Floats
     floor: Floats
     once_s: Floats
     stages: tuple[int | None, ...] = ()
@@ -68,6 +76,11 @@ class Numbers:
             table[place + 1, kind] += 1
         return table
 
+    @property
+    def block(self) -> int:
+        """The kind of the blocks, where they are all alike: rows with several stages a rank."""
+        return next(k for n, k in enumerate(self.order) if not self.names or self.names[n])
+
     def only(self, row: int, options: Sequence[bool]) -> Numbers:
         """One row, with these options and no others for blocks that have a choice."""
         at = slice(row, row + 1)
@@ -82,6 +95,7 @@ class Numbers:
             saved=self.saved[at],
             resident=self.resident[at],
             top=self.top[at],
+            sent=self.sent[at],
             floor=self.floor[at],
             once_s=self.once_s[at],
             stages=self.stages,
@@ -101,27 +115,6 @@ def weights(grid: NDArray[np.void]) -> tuple[Floats, Floats]:
     return grid["microbatches"] - b, b
 
 
-def in_flight(row: np.void, stage: int) -> float:
-    """Microbatches whose activations a rank of the pipeline keeps at once, at the most."""
-    p, m, v = int(row["pp"]), int(row["microbatches"]), int(row["virtual"])
-    if p == 1:
-        return 1.0
-    word = SCHEDULE_WORDS[row["schedule"]]
-    if word == "GPipe":
-        return float(m)
-    if v == 1:
-        return float(min(m, p - stage))
-    return min(float(m), ((p - stage - 1) * 2 + (v - 1) * p + 1) / v)
-
-
-def fewest_in_flight(grid: NDArray[np.void]) -> Floats:
-    """By row, what the rank that keeps the fewest keeps: the last one."""
-    p, m, v = (grid[name].astype(float) for name in ("pp", "microbatches", "virtual"))
-    is_gpipe = grid["schedule"] == SCHEDULE_WORDS.index("GPipe")
-    least = np.where(is_gpipe, m, np.minimum(m, ((v - 1) * p + 1) / v))
-    return np.asarray(np.where(p == 1, 1.0, least), dtype=np.float64)
-
-
 def time_bounds(numbers: Numbers) -> Floats:
     """Seconds a step from below by row, whatever memory there is."""
     fastest = numbers.seconds.min(axis=2)
@@ -131,15 +124,12 @@ def time_bounds(numbers: Numbers) -> Floats:
 
 def memory_bounds(numbers: Numbers) -> Floats:
     """Bytes from below by row of the rank that holds the most, whatever time it takes."""
-    keeps = fewest_in_flight(numbers.grid)[:, None, None]
-    least = np.where(
-        np.isfinite(numbers.seconds), numbers.resident + keeps * numbers.saved, np.inf
-    ).min(axis=2)
-    there = numbers.counts > 0
     stages = numbers.grid["pp"].astype(float)
-    total = least[:, there] @ numbers.counts[there]
-    mean = np.maximum(total, numbers.floor) / stages
-    return np.asarray(np.maximum(mean, least[:, there].max(axis=1)), dtype=np.float64)
+    held = _Held(numbers, np.arange(len(numbers.grid)))
+    kept = held.total(lambda each: each.min(axis=2)) + numbers.sent * sent_in_flight(numbers.grid)
+    mean = np.maximum(kept, numbers.floor) / stages
+    most = held.least.min(axis=2).max(axis=1)
+    return np.asarray(np.maximum(mean, most), dtype=np.float64)
 
 
 def priced_bounds(numbers: Numbers, rows: Counts, capacity: float, tries: int = 14) -> Floats:
@@ -148,22 +138,64 @@ def priced_bounds(numbers: Numbers, rows: Counts, capacity: float, tries: int = 
     Whatever the price of a byte, the least of seconds + price * bytes, less price * capacity, is no
     more than the answer; the best of several prices is taken.
     """
-    grid = numbers.grid[rows]
-    stages = grid["pp"].astype(float)
-    there = np.flatnonzero(numbers.counts > 0)
-    count = numbers.counts[there]
-    at = np.ix_(rows, there)
-    seconds = numbers.seconds[at]
-    keeps = fewest_in_flight(grid)[:, None, None]
-    held = np.where(np.isfinite(seconds), numbers.resident[at] + keeps * numbers.saved[at], 0.0)
+    held = _Held(numbers, rows)
+    stages = numbers.grid[rows]["pp"].astype(float)
     whole = stages * capacity - numbers.top[rows]
-    best = seconds.min(axis=2) @ count
-    slowest = seconds.min(axis=2).max(axis=1)
+    whole -= numbers.sent[rows] * sent_in_flight(numbers.grid[rows])
+    best = held.seconds.min(axis=2) @ held.count
+    slowest = held.seconds.min(axis=2).max(axis=1)
     for number in range(tries if np.isfinite(capacity) else 0):
         price = best / np.maximum(whole, 1.0) * 2.0 ** (number - tries // 2)
-        paid = (seconds + price[:, None, None] * held).min(axis=2) @ count - price * whole
-        best = np.maximum(best, paid)
+        best = np.maximum(best, held.priced(price) - price * whole)
     return _step(numbers, best, slowest, rows)
+
+
+class _Held:
+    """What one block of each kind holds on some rows, and all blocks of a model.
+
+    Attributes:
+        count: By kind that the model has, how many.
+        seconds: [rows, kinds, options].
+        least: Bytes of a block where the fewest microbatches wait; infinite without the option.
+        more: Of one whose stage is not the last of its rank; None where every stage is.
+    """
+
+    def __init__(self, numbers: Numbers, rows: Counts) -> None:
+        grid, there = numbers.grid[rows], np.flatnonzero(numbers.counts > 0)
+        at = np.ix_(rows, there)
+        self.count = numbers.counts[there]
+        self.seconds, resident, saved = numbers.seconds[at], numbers.resident[at], numbers.saved[at]
+        is_open = np.isfinite(self.seconds)
+
+        def held(keeps: Floats) -> Floats:
+            return np.where(is_open, resident + keeps[:, None, None] * saved, np.inf)
+
+        self.least, self.more = held(fewest_in_flight(grid)), None
+        if (grid["virtual"] > 1).any():
+            self.more = held(usual_in_flight(grid))
+            block = numbers.block
+            self._block = int(np.flatnonzero(there == block)[0])
+            self._usual = usual_blocks(grid, int(numbers.counts[block]))
+
+    def total(self, value: Callable[[Floats], Floats]) -> Floats:
+        """By row, the sum over all blocks of what follows from the bytes of one: [rows, kinds]."""
+        least = value(self.least)
+        total: Floats = least @ self.count
+        if self.more is not None:
+            one = value(self.more)[:, self._block] - least[:, self._block]
+            total = total + self._usual * one
+        return total
+
+    def priced(self, price: Floats) -> Floats:
+        """By row, the least of all blocks' seconds and of their bytes at a price, together."""
+        seconds, each = self.seconds, price[:, None, None]
+        is_open = np.isfinite(seconds)
+
+        def paid(held: Floats) -> Floats:
+            cost = seconds + each * np.where(is_open, held, 0.0)
+            return np.asarray(cost.min(axis=2))
+
+        return self.total(paid)
 
 
 def _step(numbers: Numbers, total: Floats, block: Floats, rows: Counts | None = None) -> Floats:

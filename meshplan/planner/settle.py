@@ -102,6 +102,8 @@ def statements(
             out |= {switch: False} if getattr(spec, switch) else {}
     if pp > 1:
         out["pipeline.schedule"] = SCHEDULE_WORDS[int(row["schedule"])]
+        if int(row["virtual"]) > 1:
+            out["pipeline.virtual"] = int(row["virtual"])
         out["pipeline.microbatches"] = count
         # What follows a named module is of its stage, up to the next that is named.
         if spec.pipeline is None or spec.pipeline.split == AUTO:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
+from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE
 from meshplan.errors import PlanError, Problem
 from meshplan.mesh import AXES
+from meshplan.planner.orders import schedules_of, stated_virtual
 from meshplan.planner.spread import NO_EXPERTS, Experts, as_trial, is_placed
 from meshplan.spec import AUTO, Borrow, Pipeline, Rule, Spec
 
 _DDP, _ZERO1, _SHARD = range(len(MODES))
-_KNOWN_SCHEDULES: Final = ("1F1B", "GPipe")
 STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "ddp": ((_DDP,), (0,)),
     "zero1": ((_ZERO1,), (0,)),
@@ -28,8 +28,6 @@ STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "hybrid_shard_zero2": ((_SHARD,), (0,)),
 }
 """By word, (modes, reshards)."""
-_SCHEDULES: Final = ("1F1B",)
-"""Those that are tried: GPipe takes as long and keeps more."""
 
 
 class EmptySpaceError(PlanError):
@@ -53,6 +51,8 @@ class Freedom:
         axes: By axis, sizes.
         hybrid: Whether both data axes are spread; None where that is free.
         modes, schedules: Places in `grid.MODES` and `grid.SCHEDULE_WORDS`.
+        virtual: Stages of a rank, of schedules with several; None where that is free.
+        num_blocks: Of the model.
         recompute: Places in `grid.RECOMPUTE`.
         reshard: Of blocks whose parameters are sharded.
         micro: `batch.micro`: samples of one microbatch, of a pipeline of all its microbatches; ()
@@ -70,6 +70,8 @@ class Freedom:
     hybrid: bool | None = None
     modes: tuple[int, ...] = tuple(range(len(MODES)))
     schedules: tuple[int, ...] = (0,)
+    virtual: int | None = None
+    num_blocks: int = 1
     recompute: tuple[int, ...] = tuple(range(len(RECOMPUTE)))
     reshard: tuple[int, ...] = (0, 1)
     micro: tuple[int, ...] = ()
@@ -101,12 +103,14 @@ def freedom_of(
     refuses: Callable[[Spec], str],
     can_cut: Callable[[int], bool] = lambda stages: True,
     experts: Experts = NO_EXPERTS,
+    keeps_from_rounds: str = "",
 ) -> Freedom:
     """What a spec leaves free.
 
     Args:
         can_cut: Whether blocks can be cut into so many stages where the plan says that they are.
         experts: Of the model.
+        keeps_from_rounds: Why no rank may have several stages, "" if it may.
         refuses: Why a trial of a spec cannot be, "" if it can be: whether the model divides, and
             whether its step can be told.
 
@@ -122,6 +126,8 @@ def freedom_of(
     axes["pp"] = tuple(_as_stated(spec, axes["pp"], can_cut, rejected))
     axes["cp"] = tuple(_allowed(spec, "cp", axes["cp"][:2], refuses, rejected))
     axes["ep"] = tuple(_spread(spec, axes["ep"], experts, refuses, rejected))
+    schedules, without = schedules_of(spec, axes["pp"], keeps_from_rounds)
+    rejected += (Rejected(f"pipeline.schedule={word}", keeps_from_rounds) for word in without)
     modes: tuple[int, ...] = tuple(range(len(MODES)))
     reshard: tuple[int, ...] = (0, 1)
     hybrid = None
@@ -133,7 +139,9 @@ def freedom_of(
         axes=axes,
         hybrid=hybrid,
         modes=modes,
-        schedules=_schedules(spec),
+        schedules=schedules,
+        virtual=stated_virtual(spec),
+        num_blocks=num_blocks,
         recompute=tuple(_recompute(spec, refuses, rejected)),
         reshard=reshard,
         sequence_parallel=sequence,
@@ -308,19 +316,6 @@ def _rule_as_trial(rule: Rule, sizes: Mapping[str, int]) -> Rule:
 def _as_trial(pipeline: Pipeline | None) -> Pipeline | None:
     """Without what is of one number of stages."""
     return pipeline and replace(pipeline, schedule="1F1B", virtual=1, microbatches=AUTO, split=AUTO)
-
-
-def _schedules(spec: Spec) -> tuple[int, ...]:
-    """Places in SCHEDULE_WORDS."""
-    stated = spec.pipeline
-    if stated is None or stated.schedule == AUTO:
-        return tuple(SCHEDULE_WORDS.index(word) for word in _SCHEDULES)
-    if stated.schedule not in _KNOWN_SCHEDULES or stated.virtual != 1:
-        what = f"the planner does not know what {stated.schedule} takes"
-        what += f" with {stated.virtual} stages a rank" if stated.virtual != 1 else ""
-        fix = f"say schedule: auto, or {' or '.join(_KNOWN_SCHEDULES)} with virtual: 1"
-        raise PlanError(Problem(what, spec.origin("pipeline.schedule"), fix))
-    return (SCHEDULE_WORDS.index(stated.schedule),)
 
 
 def _recompute(

@@ -43,6 +43,7 @@ def numbers_of(
     recompute: tuple[int, ...],
     reshard: tuple[int, ...],
     pins: Pins,
+    exchanges: bool = True,
 ) -> Numbers:
     """Everything that the search reads.
 
@@ -52,6 +53,7 @@ def numbers_of(
         dtype: Of the model's parameters.
         recompute, reshard: What the plan leaves to blocks.
         pins: What rules leave to single ones.
+        exchanges: As in `cost.step.terms`.
     """
     cuts = [(int(tp), int(ep)) for tp, ep in np.unique(grid[["tp", "ep"]])]
     chains, left = _aligned({cut: chain_of(*cut) for cut in cuts}, pins)
@@ -59,14 +61,16 @@ def numbers_of(
     shape = (len(grid), len(first.kinds), len(OPTIONS))
     compute, tensor, repeated = np.zeros(shape[:2]), np.zeros(shape[:2]), np.zeros(shape)
     seconds, saved, resident = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
-    top, floor, crossing = (np.zeros(len(grid)) for _ in range(3))
+    top, sent, floor, crossing = (np.zeros(len(grid)) for _ in range(4))
     for (tp, ep), chain in chains.items():
         rows = np.flatnonzero((grid["tp"] == tp) & (grid["ep"] == ep))
         part = grid[rows]
         counts = np.bincount(chain.order, minlength=len(chain.kinds))
         boundary = 0.0
         for number, kind in enumerate(chain.kinds):
-            found = terms(part, kind, profile, gpus_per_node, precision, dtype=dtype)
+            found = terms(
+                part, kind, profile, gpus_per_node, precision, dtype=dtype, exchanges=exchanges
+            )
             pin = left[number]
             again, back = pin.recompute or recompute, pin.reshard or reshard
             if not kind.has_options:
@@ -82,10 +86,15 @@ def numbers_of(
             floor[rows] += counts[number] * step_bytes(part, kind, sizes)
             boundary = max(boundary, kind.boundary_bytes)
         ends = chain.kinds[chain.order[0]], chain.kinds[chain.order[-1]]
-        top[rows] = part["micro"] * ends[1].transient_bytes[0]
+        top[rows] = part["micro"] / part["cp"] * ends[1].transient_bytes[0]
         top[rows] += waiting_bytes(part, *ends, widths_of(precision, dtype).reduce)
+        cut_at = [k.boundary_bytes for k in chain.kinds if k.has_options] or [0.0]
+        sent[rows] = np.where(part["pp"] > 1, part["micro"] * min(cut_at), 0.0)
         crossing[rows] = crossing_seconds(part, boundary, profile, gpus_per_node)
     zero = np.zeros(len(grid))
+    counts = np.bincount(first.order, minlength=len(first.kinds))
+    once = pipeline_seconds(grid, zero, zero, crossing)
+    once += _unhidden(grid, compute @ counts, crossing)
     return Numbers(
         grid=grid,
         order=first.order,
@@ -94,12 +103,26 @@ def numbers_of(
         saved=saved,
         resident=resident,
         top=top,
+        sent=sent,
         floor=floor,
-        once_s=pipeline_seconds(grid, zero, zero, crossing),
+        once_s=once,
         compute_s=compute,
         tensor_s=tensor,
         again_s=repeated,
     )
+
+
+def _unhidden(
+    grid: NDArray[np.void], compute_s: NDArray[np.float64], crossing_s: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """What ranks with several stages send longer than they compute, of a step.
+
+    Each stage of each microbatch is sent from, forwards and backwards, by the link of its rank;
+    the shorter stages are, the less there is to hide it.
+    """
+    sends = 2.0 * grid["microbatches"] * grid["virtual"] * crossing_s
+    over = np.maximum(0.0, sends - grid["microbatches"] * compute_s / grid["pp"])
+    return np.asarray(np.where(grid["virtual"] > 1, over, 0.0))
 
 
 def _options(recompute: tuple[int, ...], reshard: tuple[int, ...]) -> NDArray[np.bool_]:

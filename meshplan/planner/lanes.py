@@ -1,0 +1,214 @@
+"""How the blocks of one configuration may lie on the ranks of its pipeline.
+
+With one stage a rank, each rank has a stretch of blocks. With several, each has as many stretches,
+one in each round of the ranks; of blocks that are all alike it then only counts how many a rank
+has, and they are shared out among its stages evenly. So both are a cut of a line of blocks into one
+stretch for each rank, and differ in what a stretch holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.planner.flights import flights
+from meshplan.planner.knapsack import Counts, Menu
+from meshplan.planner.numbers import Numbers
+
+Takes = tuple[tuple[int, ...], ...]
+"""By kind, how many blocks take each option."""
+
+
+class Lanes:
+    """One stage a rank.
+
+    Attributes:
+        menus: By rank, what its blocks may choose.
+        tops: By rank, bytes on top of what its blocks hold.
+        places: Where the line may be cut: before each block, and behind all of them.
+        is_even: Whether what a stretch holds follows from its rank and its length.
+    """
+
+    is_even = False
+
+    def __init__(self, numbers: Numbers, row: int) -> None:
+        self._numbers, config = numbers, numbers.grid[row]
+        self.num = int(config["pp"])
+        kept = [flights(config, rank) for rank in range(self.num)]
+        self.menus = self._menus(row, kept)
+        waiting = [sum(each) for each in kept]
+        # The last stage hands on nothing; what the first one does is charged as its input.
+        waiting[0] -= kept[0][0]
+        waiting[-1] -= kept[-1][-1] * (self.num > 1)
+        self.tops = [float(numbers.sent[row]) * many for many in waiting]
+        self.tops[-1] += float(numbers.top[row])
+        self.places = len(numbers.order) + 1
+        # Every stage has a block, and begins with one; what is in no block goes along.
+        named = np.array([bool(name) for name in numbers.names] or [True] * len(numbers.order))
+        self._can_begin = np.append(named, False)
+        self._can_begin[0] = True
+        self._can_end = np.append(False, np.logical_or.accumulate(named))
+        self._pinned = [
+            (place, stage if stage >= 0 else self.num - 1)
+            for place, stage in enumerate(numbers.stages)
+            if stage is not None
+        ]
+
+    def _menus(self, row: int, kept: Sequence[tuple[float, ...]]) -> list[Menu]:
+        known = {each: self._numbers.menu(row, each[0]) for each in dict.fromkeys(kept)}
+        return [known[each] for each in kept]
+
+    def counts(self, rank: int, i: Counts | int, j: Counts | int) -> Counts:
+        """Blocks of each kind of the menu on a rank with the stretch from i up to j."""
+        before = self._numbers.before
+        return np.asarray(before[j] - before[i])
+
+    def is_open(self, rank: int, i: Counts, j: Counts) -> NDArray[np.bool_]:
+        """Where a rank may begin and end: blocks are left for those before and after it."""
+        is_open = (i >= rank) & (j <= self.places - self.num + rank)
+        is_open &= (i == 0) == (rank == 0)
+        is_open &= (j == self.places - 1) == (rank == self.num - 1)
+        for place, own in self._pinned:
+            if rank == own:
+                is_open &= (i <= place) & (place < j)
+        return np.asarray(is_open & self._can_begin[i] & self._can_end[j])
+
+    def stages(
+        self, ends: Sequence[int], takes: Sequence[Takes]
+    ) -> tuple[tuple[int, ...], tuple[Takes, ...]]:
+        """(the ends of all stages in the order of the model, what their blocks take).
+
+        Args:
+            ends: Of the ranks' stretches.
+            takes: By rank, of its menu.
+        """
+        return tuple(ends), tuple(takes)
+
+
+class Rounds(Lanes):
+    """Several stages a rank, of blocks that are all alike.
+
+    A rank's stages differ by one block at most. Longer ones come last, where the fewest
+    microbatches wait; on the last rank first, where the last stage has the loss.
+    """
+
+    is_even = True
+
+    def __init__(self, numbers: Numbers, row: int) -> None:
+        config = numbers.grid[row]
+        self._virtual, pp = int(config["virtual"]), int(config["pp"])
+        self._kept = [flights(config, rank) for rank in range(pp)]
+        self._groups = [sorted(set(each), reverse=True) for each in self._kept]
+        """By rank, how many microbatches its stages keep."""
+        super().__init__(numbers, row)
+        self._begin, self._block, self._length = blocks_in(numbers)
+        self.places = self._length + 1
+        self._kinds = len(numbers.counts)
+        self._known: dict[tuple[int, int], Counts] = {}
+
+    def _menus(self, row: int, kept: Sequence[tuple[float, ...]]) -> list[Menu]:
+        known: dict[tuple[float, ...], Menu] = {}
+        for groups in map(tuple, self._groups):
+            if groups not in known:
+                menus = [self._numbers.menu(row, each) for each in groups]
+                known[groups] = Menu(
+                    np.concatenate([m.seconds for m in menus]),
+                    np.concatenate([m.memory for m in menus]),
+                )
+        return [known[tuple(groups)] for groups in self._groups]
+
+    def sizes(self, rank: int, blocks: int) -> list[int]:
+        """Blocks of each of a rank's stages."""
+        each, more = divmod(blocks, self._virtual)
+        short = [each] * (self._virtual - more)
+        long = [each + 1] * more
+        return long + short if rank == self.num - 1 else short + long
+
+    def counts(self, rank: int, i: Counts | int, j: Counts | int) -> Counts:
+        """Of each kind of the menu, which has every kind once for each group of stages."""
+        lengths = np.atleast_1d(np.asarray(j) - np.asarray(i))
+        found = np.array([self._of_rank(rank, int(length)) for length in lengths])
+        return found if np.ndim(j) else np.asarray(found[0])
+
+    def _of_rank(self, rank: int, blocks: int) -> Counts:
+        key = rank, blocks
+        if key not in self._known:
+            groups, kept = self._groups[rank], self._kept[rank]
+            out = np.zeros((len(groups), self._kinds), dtype=np.int64)
+            for size, microbatches in zip(self.sizes(rank, blocks), kept, strict=True):
+                out[groups.index(microbatches), self._block] += size
+            order = self._numbers.order
+            if rank == 0:
+                np.add.at(out[groups.index(kept[0])], list(order[: self._begin]), 1)
+            if rank == self.num - 1:
+                behind = list(order[self._begin + self._length :])
+                np.add.at(out[groups.index(kept[-1])], behind, 1)
+            self._known[key] = out.ravel()
+        return self._known[key]
+
+    def is_open(self, rank: int, i: Counts, j: Counts) -> NDArray[np.bool_]:
+        """Every stage of a rank has a block."""
+        v, length = self._virtual, self._length
+        is_open = (j - i >= v) & (i >= rank * v) & (length - j >= (self.num - 1 - rank) * v)
+        is_open &= (i == 0) == (rank == 0)
+        return np.asarray(is_open & ((j == length) == (rank == self.num - 1)))
+
+    def stages(
+        self, ends: Sequence[int], takes: Sequence[Takes]
+    ) -> tuple[tuple[int, ...], tuple[Takes, ...]]:
+        """Where stages keep alike, what their blocks take is dealt out in the order of OPTIONS."""
+        sizes = [self.sizes(rank, j - i) for rank, (i, j) in enumerate(itertools.pairwise(ends))]
+        ordered = [[rank[turn] for rank in sizes] for turn in range(self._virtual)]
+        lengths = [size for turn in ordered for size in turn]
+        all_ends = [0, *itertools.accumulate(lengths, initial=self._begin)]
+        del all_ends[1]
+        all_ends[-1] = len(self._numbers.order)
+        left = [np.array(each).reshape(len(g), self._kinds, -1)
+                for each, g in zip(takes, self._groups, strict=True)]  # fmt: skip
+        out: list[Takes] = []
+        last = self._virtual - 1, self.num - 1
+        for place in itertools.product(range(self._virtual), range(self.num)):
+            turn, rank = place
+            group = left[rank][self._groups[rank].index(self._kept[rank][turn])]
+            own = np.zeros_like(group)
+            for kind in range(self._kinds):
+                many = sizes[rank][turn] if kind == self._block else 0
+                many += self._ends_of(kind, place == (0, 0), place == last)
+                for option in reversed(range(group.shape[1])):
+                    own[kind, option] = taken = min(many, int(group[kind, option]))
+                    many -= taken
+            group -= own
+            out.append(tuple(tuple(map(int, options)) for options in own))
+        return tuple(all_ends), tuple(out)
+
+    def _ends_of(self, kind: int, is_first: bool, is_last: bool) -> int:
+        """What is of no block and of this kind, at the ends of the model."""
+        order = self._numbers.order
+        before = order[: self._begin].count(kind) if is_first else 0
+        return before + (order[self._begin + self._length :].count(kind) if is_last else 0)
+
+
+def lanes_of(numbers: Numbers, row: int) -> Lanes:
+    """Of one configuration."""
+    return Rounds(numbers, row) if int(numbers.grid[row]["virtual"]) > 1 else Lanes(numbers, row)
+
+
+NOT_ALIKE: Final = "its blocks are not all alike, and only alike ones are shared out over rounds"
+
+
+def are_alike(numbers: Numbers) -> bool:
+    """Whether blocks of a model may be shared out over rounds."""
+    return len({numbers.order[n] for n, name in enumerate(numbers.names) if name}) == 1
+
+
+def blocks_in(numbers: Numbers) -> tuple[int, int, int]:
+    """(where blocks begin in `order`, their kind, how many) of a model of alike ones."""
+    named = [n for n, name in enumerate(numbers.names) if name] or [*range(len(numbers.order))]
+    kinds = {numbers.order[n] for n in named}
+    assert len(kinds) == 1, NOT_ALIKE
+    assert named == [*range(named[0], named[-1] + 1)], NOT_ALIKE
+    return named[0], kinds.pop(), len(named)

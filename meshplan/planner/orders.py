@@ -1,0 +1,80 @@
+"""Which schedules a plan leaves open: those that are tried, and those that it may state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from meshplan.cost.grid import SCHEDULE_WORDS
+from meshplan.errors import PlanError, Problem
+from meshplan.schedules import SCHEDULES
+from meshplan.spec import AUTO, Spec
+
+_TRIED: Final = ("1F1B", "Interleaved1F1B")
+"""GPipe takes as long as 1F1B and keeps more."""
+_KNOWN: Final = (*_TRIED, "GPipe")
+
+
+def schedules_of(
+    spec: Spec, pipelines: Sequence[int], keeps_from_rounds: str
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """(places in SCHEDULE_WORDS, the words of those that are left out).
+
+    Args:
+        pipelines: Sizes that pp may have.
+        keeps_from_rounds: Why no rank may have several stages, "" if it may.
+
+    Raises:
+        PlanError: What is stated cannot be planned.
+    """
+    virtual, is_stated = stated_virtual(spec), _is_stated(spec)
+    words = tuple(_words(spec, virtual)) if not is_stated else (_stated(spec),)
+    if (
+        is_stated
+        and (own := SCHEDULES[words[0]].virtual) is not None
+        and virtual not in (None, own)
+    ):
+        what = f"{words[0]} has {own} stages per rank, not virtual: {virtual}"
+        fix = "say schedule: Interleaved1F1B, or leave virtual out"
+        raise PlanError(Problem(what, spec.origin("pipeline.virtual"), fix))
+    out = []
+    if keeps_from_rounds and max(pipelines, default=1) > 1:
+        out = [word for word in words if SCHEDULES[word].virtual is None]
+    left = tuple(SCHEDULE_WORDS.index(word) for word in words if word not in out)
+    if not left:
+        what = f"the planner cannot plan {out[0]}: {keeps_from_rounds}"
+        fix = "say schedule: 1F1B, or state all that is left open"
+        raise PlanError(Problem(what, spec.origin("pipeline.schedule"), fix))
+    return left, tuple(out)
+
+
+def stated_virtual(spec: Spec) -> int | None:
+    """Stages of a rank that the plan asks for."""
+    if spec.pipeline is None:
+        return None
+    is_stated = "pipeline.virtual" in spec.origins or spec.pipeline.virtual > 1
+    return spec.pipeline.virtual if is_stated else None
+
+
+def _is_stated(spec: Spec) -> bool:
+    """Whether the plan has a schedule: 1F1B is what `Pipeline` says where it says nothing."""
+    if spec.pipeline is None or spec.pipeline.schedule == AUTO:
+        return False
+    return "pipeline.schedule" in spec.origins or stated_virtual(spec) is None
+
+
+def _stated(spec: Spec) -> str:
+    assert spec.pipeline is not None
+    word = spec.pipeline.schedule
+    if word not in _KNOWN:
+        what = f"the planner does not know what {word} takes"
+        fix = f"say schedule: auto, or {', '.join(_KNOWN[:-1])} or {_KNOWN[-1]}"
+        raise PlanError(Problem(what, spec.origin("pipeline.schedule"), fix))
+    return word
+
+
+def _words(spec: Spec, virtual: int | None) -> Iterator[str]:
+    """Those that go with so many stages a rank, if any are asked for."""
+    for word in _TRIED:
+        if virtual is None or (SCHEDULES[word].virtual is None) == (virtual > 1):
+            yield word

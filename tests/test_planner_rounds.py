@@ -1,0 +1,177 @@
+"""Several stages a rank in the planner: what is searched, what its figures say, what is refused.
+
+Which seeded bug would this catch? A stage that a rank is not charged for, blocks dealt out to
+others than the plan says, a bubble of one stage too many, links that are sent over for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshplan.cost.grid import SCHEDULE_WORDS
+from meshplan.cost.profile import profile_of
+from meshplan.cost.simulate import simulate
+from meshplan.cost.stages import stage_seconds
+from meshplan.errors import PlanError
+from meshplan.memory.told import told_rank
+from meshplan.plan import Plan, make_plan
+from meshplan.planner.asking import question_of_file
+from meshplan.planner.costed import Costed
+from meshplan.planner.decide import decide_job
+from meshplan.planner.job import Job
+from meshplan.planner.lock import overrides
+from meshplan.planner.row import Candidate, Row, solve_row
+from meshplan.schedules import SCHEDULES
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,
+    "intermediate_size": 3072, "num_hidden_layers": 18, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 2048,
+    "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+
+    def job(**more: Any) -> Job:
+        plan = {
+            "version": 1, "model": {"config": "config.json"}, "mesh": "auto", "strategy": "auto",
+            "hardware": {"nodes": 2, "gpus_per_node": 8, "gpu": "h100-sxm-80gb",
+                         "inter": "50GB/s"},
+            "precision": "bf16-mixed", "batch": {"global": 64, "seq_len": 512}, **more,
+        }  # fmt: skip
+        (tmp_path / "plan.yaml").write_text(json.dumps(plan))
+        return Job(question_of_file(tmp_path / "plan.yaml"))
+
+    return job
+
+
+def some(job: Job, count: int) -> Iterator[tuple[Candidate, Plan]]:
+    """Random rows with several stages a rank, in little memory or as little as can be."""
+    rng, numbers = random.Random(0), job.usual
+    several = np.flatnonzero(job.grid["virtual"] > 1)
+    for row in rng.sample([int(each) for each in several], count):
+        smallest = Row(numbers, row, float("inf")).smallest()
+        room = max(smallest.linear_bytes) * rng.choice((1.01, 1.2, 1.5, 3))
+        found = solve_row(numbers, row, room) or smallest
+        stated = job.stated(numbers, found)
+        yield found, make_plan(job.question.read(overrides(stated)), job.question.graph)
+
+
+def test_the_space_has_every_even_number_of_stages(write: Any) -> None:
+    grid = write().grid
+    assert {int(word) for word in grid["schedule"]} == {
+        SCHEDULE_WORDS.index(word) for word in ("", "1F1B", "Interleaved1F1B")
+    }
+    of = {pp: {int(v) for v in grid["virtual"][grid["pp"] == pp]} for pp in (1, 2, 4, 8, 16)}
+    assert of == {1: {1}, 2: {1, 3, 9}, 4: {1, 2, 4}, 8: {1, 2}, 16: {1}}
+    several = grid[grid["virtual"] > 1]
+    assert (several["microbatches"] >= several["pp"]).all()
+    row = SCHEDULES["Interleaved1F1B"]
+    assert not any(row.problem(int(r["pp"]), int(r["microbatches"])) for r in several)
+
+
+def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(write: Any) -> None:
+    """What the search went by, the whole plan says too; and its memory is below the truth."""
+    job, shares = write(), []
+    for candidate, plan in some(job, 12):
+        stages, config = plan.assignment.stages, job.grid[candidate.row]
+        assert stages is not None
+        assert (stages.schedule, stages.virtual) == ("Interleaved1F1B", config["virtual"])
+        assert stages.num == len(candidate.ends) - 1
+        assert Costed(plan, job.question.cluster).seconds == pytest.approx(candidate.seconds)
+        for place in (0, stages.num_ranks - 1):
+            rank = place * (plan.mesh.world_size // stages.num_ranks)
+            live = told_rank(plan, rank, device=job.question.device).peak.live_bytes
+            assert candidate.linear_bytes[place] <= live
+            shares.append(candidate.linear_bytes[place] / live)
+    assert np.median(shares) > 0.6
+
+
+def test_a_played_step_takes_about_as_long_as_told(write: Any) -> None:
+    job = write()
+    for _, plan in some(job, 12):
+        stages = plan.assignment.stages
+        assert stages is not None
+        found = stage_seconds(plan, job.profile, 8)
+        ranks, count = stages.num_ranks, stages.microbatches
+        played = simulate(
+            SCHEDULES[stages.schedule], found.forward_s, found.backward_s, ranks=ranks,
+            microbatches=count, crossing_s=found.crossing_s,
+        )  # fmt: skip
+        each = [f + b for f, b in zip(found.forward_s, found.backward_s, strict=True)]
+        by_rank = [sum(each[rank::ranks]) for rank in range(ranks)]
+        told = count * max(by_rank) + (sum(by_rank) - max(by_rank)) / stages.virtual
+        told += 2 * (stages.num - 1) * found.crossing_s
+        spread = max(each) / min(each) - 1
+        assert abs(told / played.seconds - 1) <= 0.02 + 0.4 * spread
+
+
+def test_links_that_are_slower_than_stages_are_what_takes_the_time(write: Any) -> None:
+    job = write()
+    slow = replace(profile_of(job.question.cluster), inter_bytes_per_s=1e8, intra_bytes_per_s=1e8)
+    numbers = job.numbers(slow)
+    rows = np.flatnonzero(job.grid["virtual"] > 1)
+    for row in map(int, rows[:: len(rows) // 10]):
+        one = solve_row(numbers, row, float("inf"))
+        assert one is not None
+        config = job.grid[row]
+        boundary = int(config["micro"]) * 512 * 1024 * 2
+        sent = 2 * int(config["microbatches"]) * int(config["virtual"]) * boundary / 1e8
+        assert one.seconds > sent
+
+
+def test_stages_of_a_rank_are_stated_or_free(write: Any) -> None:
+    stated = write(pipeline={"schedule": "Interleaved1F1B", "virtual": 2})
+    assert {int(v) for v in stated.grid["virtual"]} == {2}
+    either = write(pipeline={"schedule": "auto", "virtual": 3})
+    words = {SCHEDULE_WORDS[int(word)] for word in either.grid["schedule"]}
+    assert (words, {int(v) for v in either.grid["virtual"]}) == ({"Interleaved1F1B"}, {3})
+    none = write(pipeline={"schedule": "1F1B"})
+    assert {int(v) for v in none.grid["virtual"]} == {1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"pipeline": {"schedule": "1F1B", "virtual": 2}}, "1F1B has 1 stages per rank"),
+        ({"pipeline": {"schedule": "ZBVZeroBubble"}}, "does not know what ZBVZeroBubble takes"),
+        ({"pipeline": {"schedule": "Interleaved1F1B"},
+          "rules": [{"match": "model.layers.3", "activation_checkpointing": "full"}]},
+         "not all alike"),
+        ({"pipeline": {"schedule": "Interleaved1F1B"},
+          "rules": [{"match": "model.layers.3", "stage": 0}]}, "the plan states stages"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_said(write: Any, fields: dict[str, Any], what: str) -> None:
+    with pytest.raises(PlanError, match=what):
+        _ = write(**fields).grid
+
+
+def test_blocks_that_are_not_alike_keep_it_out_of_the_space(write: Any) -> None:
+    rule = {"match": "model.layers.3", "activation_checkpointing": "full"}
+    job = write(rules=[rule])
+    assert {int(v) for v in job.grid["virtual"]} == {1}
+    assert "pipeline.schedule=Interleaved1F1B" in {each.what for each in job.free.rejected}
+
+
+def test_it_is_chosen_where_a_bubble_is_what_costs(write: Any) -> None:
+    """Few microbatches: with more stages a rank waits less."""
+    mesh = {"pp": 4, "dp_shard": 4}
+    job = write(mesh=mesh, batch={"global": 16, "seq_len": 512}, pipeline={"schedule": "auto"})
+    decision = decide_job(job)
+    assert decision.chosen is not None
+    assert decision.chosen.stated["pipeline.schedule"] == "Interleaved1F1B"
+    alone = decide_job(write(mesh=mesh, batch={"global": 16, "seq_len": 512}, pipeline={}))
+    assert alone.chosen is not None
+    assert decision.chosen.seconds < 0.97 * alone.chosen.seconds
