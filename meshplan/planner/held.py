@@ -100,6 +100,22 @@ def waiting_bytes(grid: NDArray[np.void], first: Kind, last: Kind, reduce_bytes:
     return np.asarray(np.where(waits, numel * reduce_bytes, 0.0), dtype=np.float64)
 
 
+def resting_bytes(grid: NDArray[np.void], block: Kind, reduce_bytes: int) -> Floats:
+    """[rows] gradients that other stages of a rank sent last, and hold until they send again.
+
+    Each stage is an FSDP root with buffers of its own. With three microbatches for every rank, all
+    have had a backward while as many forwards wait as ever will.
+
+    Args:
+        block: What every stage has at least one of.
+        reduce_bytes: Of an element that is summed.
+    """
+    numel = float(sum(block.numels) - block.frozen)
+    rests = (grid["mode"] == _SHARD) & (grid["microbatches"] >= 3 * grid["pp"])
+    others = np.where(rests, grid["virtual"] - 1, 0)
+    return np.asarray(others * numel * reduce_bytes, dtype=np.float64)
+
+
 def saved_bytes(grid: NDArray[np.void], kind: Kind) -> Floats:
     """[rows, options] what one block keeps of one microbatch."""
     per_sample = np.array(kind.saved_bytes)[OPTION_RECOMPUTE]

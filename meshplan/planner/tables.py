@@ -16,6 +16,7 @@ from meshplan.cost.types import Chain
 from meshplan.planner.held import (
     ElementBytes,
     resident_bytes,
+    resting_bytes,
     saved_bytes,
     step_bytes,
     waiting_bytes,
@@ -61,7 +62,7 @@ def numbers_of(
     shape = (len(grid), len(first.kinds), len(OPTIONS))
     compute, tensor, repeated = np.zeros(shape[:2]), np.zeros(shape[:2]), np.zeros(shape)
     seconds, saved, resident = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
-    top, sent, floor, crossing = (np.zeros(len(grid)) for _ in range(4))
+    top, sent, resting, floor, crossing = (np.zeros(len(grid)) for _ in range(5))
     for (tp, ep), chain in chains.items():
         rows = np.flatnonzero((grid["tp"] == tp) & (grid["ep"] == ep))
         part = grid[rows]
@@ -88,6 +89,8 @@ def numbers_of(
         ends = chain.kinds[chain.order[0]], chain.kinds[chain.order[-1]]
         top[rows] = part["micro"] / part["cp"] * ends[1].transient_bytes[0]
         top[rows] += waiting_bytes(part, *ends, widths_of(precision, dtype).reduce)
+        if (block := next((k for k in chain.kinds if k.has_options), None)) is not None:
+            resting[rows] = resting_bytes(part, block, widths_of(precision, dtype).reduce)
         cut_at = [k.boundary_bytes for k in chain.kinds if k.has_options] or [0.0]
         sent[rows] = np.where(part["pp"] > 1, part["micro"] * min(cut_at), 0.0)
         crossing[rows] = crossing_seconds(part, boundary, profile, gpus_per_node)
@@ -104,6 +107,7 @@ def numbers_of(
         resident=resident,
         top=top,
         sent=sent,
+        resting=resting,
         floor=floor,
         once_s=once,
         compute_s=compute,
