@@ -228,7 +228,25 @@ def test_hidden_communication_costs_its_contention_and_no_more():
     assert bare.forward_s[0, 1] == pytest.approx(gather + 0.1 * one_compute(block))
     root = terms(grid, chain.kinds[0], fast, 8, BF16)
     alone = terms(row(microbatches=4), chain.kinds[0], fast, 8, BF16)
-    assert root.forward_s[0, 0] > alone.forward_s[0, 0] + 0.9 * 2.0 * numel / 8 / 450e9
+    assert root.settle_s[0, 0] > alone.settle_s[0, 0] + 0.9 * 2.0 * numel / 8 / 450e9
+
+
+def test_what_is_not_given_back_is_gathered_once_a_step():
+    """However many microbatches there are; what is given back, twice for each."""
+    block = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=2).kinds[1]
+    bare = replace(REAL, kernel_s=0.0, launch_s=0.0, contention=0.0, peak_flops=1e30)
+    bare = replace(bare, memory_bytes_per_s=1e30)  # Nothing hides what is sent.
+    ring = group(np.array([8.0]), np.array([1.0]), 8)
+    gather = all_gather(np.array([2.0 * sum(block.numels)]), ring, bare)[0]
+    for count in (2, 16):
+        zero1, shard = (
+            terms(row(dp_shard=8, microbatches=count, mode=mode), block, bare, 8, BF16)
+            for mode in ("zero1", "shard")
+        )
+        reduced = all_gather(np.array([4.0 * sum(block.numels)]), ring, bare)[0]
+        assert zero1.seconds[0, 0] * count == pytest.approx(gather + reduced)
+        assert shard.seconds[0, 0] * count == pytest.approx(gather + count * reduced)
+        assert shard.seconds[0, 1] == pytest.approx(2 * gather + reduced)
 
 
 def one_compute(block):

@@ -6,8 +6,8 @@ What hides what, in meshplan's own runtime:
   the one behind it does; what lies in no block is of the root unit, whose parameters nobody waits
   with. Hidden communication slows what hides it by `Profile.contention` of its time.
 - In mode "shard" gradients are reduced after every microbatch, across replicas after the last one.
-  "ddp" and "zero1" reduce after the last one only; parameters that live in shards, zero1's too, are
-  gathered for every forward, and once more for its backward where they were given back.
+  "ddp" and "zero1" reduce after the last one only. Parameters that are given back after forward
+  are gathered for every forward and every backward, others for the first forward of a step.
 - What tp sends stands in the way of what is computed next; so does what cp gathers.
 
 Source: `runtime.data.set_gradient_sync`, `traffic.units` and `traffic.data`, which count the same
@@ -82,8 +82,8 @@ class Terms:
     Args:
         seconds: [rows, options], for each microbatch, with what comes once shared among them; inf
             where the option does not exist.
-        forward_s, backward_s: Likewise, of a microbatch.
-        settle_s: What the backward of the last microbatch takes longer.
+        forward_s, backward_s: Likewise, of a microbatch that is neither the first nor the last.
+        settle_s: What the first forward and the last backward take longer.
         update_s: [rows], of the optimizer and of what follows it.
         compute_s: [rows], forward and backward of a microbatch without anything sent or recomputed.
         exposed_tp_s: [rows], of it what tp and cp send.
@@ -152,8 +152,8 @@ def terms(
     after = np.zeros_like(gathered)
     if profile.gathers_once:
         after = np.where(rows.mode == _ZERO1, gathered, 0.0)
-    forward_s = join(forward, gathers - after)
-    first, last = [], []
+    waited = join(forward, gathers - after)
+    forwards, first, last = [], [], []
     backwards = []
     for again, (work, sent) in enumerate(zip(kind.again, kind.sent_again, strict=True)):
         device = rows.compute(work) + rows.sent(sent) + keys * (1 + (again > 0))
@@ -169,16 +169,17 @@ def terms(
             usual = np.where(is_whole, backward, usual)
             # DDP knows no root: buckets leave whatever they are of.
             end = np.where(is_whole, hidden(backward, whole, profile), end)
+        forwards.append(waited if reshard else forward)
         first.append(usual)
-        last.append(end - usual)
+        last.append(end - usual + (0.0 if reshard else waited - forward))
     missing = OPTION_RESHARD[None] & ~is_at_once[:, None]
-    backward_s, settle_s = np.stack(first, axis=1), np.stack(last, axis=1)
+    forward_s, backward_s, settle_s = (np.stack(each, axis=1) for each in (forwards, first, last))
     update = rows.update(trained(kind)) + after
     once = (settle_s + update[:, None]) / rows.microbatches[:, None]
-    seconds = forward_s[:, None] + backward_s + once
+    seconds = forward_s + backward_s + once
     return Terms(
         seconds=np.where(missing, np.inf, seconds),
-        forward_s=np.broadcast_to(forward_s[:, None], backward_s.shape),
+        forward_s=forward_s,
         backward_s=backward_s,
         settle_s=settle_s,
         update_s=update,

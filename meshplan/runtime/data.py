@@ -171,7 +171,8 @@ def set_gradient_sync(model: nn.Module, plan: Plan, is_last: bool) -> AbstractCo
 
     What is synchronized before the last microbatch follows from the layouts: gradients that
     live whole (DDP, ZeRO-1) wait, gradients that live in shards (ZeRO-2 and 3) are reduced at
-    once, and across replicas of shards (HSDP) only the last time.
+    once, and across replicas of shards (HSDP) only the last time. Parameters that stay gathered
+    after forward stay so for the next microbatch too, since the peak holds them all anyway.
     """
     if plan.accumulate == 1:
         return nullcontext()  # Every backward is the last, which is what torch assumes anyway.
@@ -182,6 +183,8 @@ def set_gradient_sync(model: nn.Module, plan: Plan, is_last: bool) -> AbstractCo
         module = model.get_submodule(unit.fqn)
         assert isinstance(module, FSDPModule)
         module.set_is_last_backward(is_last)
+        resharding = is_last or bool(unit.reshard_after_forward)
+        module.set_reshard_after_backward(resharding, recurse=False)
         if keeps_whole or not unit.is_sharded:
             module.set_requires_gradient_sync(is_last, recurse=False)
         elif unit.replicate_axes:

@@ -154,6 +154,7 @@ class _Play:
         self._groups = {f: _Group(bool(u.reshard_after_forward)) for f, u in units.items()}
         self._events, self._passes = events, passes
         self._order: list[_Group] = []
+        self._gives_back = True
 
     def uses(self) -> Iterator[tuple[str, Use]]:
         """(unit, what a step does with it), once the first step has left its traces."""
@@ -170,7 +171,8 @@ class _Play:
             if kind == "F":
                 self._forward()
             else:
-                self._backward(number == last and not self._passes.splits)
+                is_last = number == last and not self._passes.splits
+                self._backward(is_last=is_last)
         if self._passes.splits and self._passes.settles:
             for group in self._groups.values():
                 group.is_whole = False
@@ -189,7 +191,9 @@ class _Play:
                     self._order.append(group)
                     group.phase = ""
 
-    def _backward(self, is_last: bool) -> None:
+    def _backward(self, *, is_last: bool) -> None:
+        # As `runtime.data.set_gradient_sync` says it: what stays after forward stays until the end.
+        self._gives_back = is_last
         for group in self._groups.values():
             group.reductions.append(0)
         for event in reversed(self._events):
@@ -222,7 +226,8 @@ class _Play:
     def _after(self, group: _Group) -> None:
         group.phase = "post"
         group.reductions[-1] += 1
-        group.is_whole = group.is_whole and self._passes.splits
+        gives_back = (self._gives_back or group.reshards) and not self._passes.splits
+        group.is_whole = group.is_whole and not gives_back
 
     def _forget(self) -> None:
         self._order.clear()

@@ -44,6 +44,7 @@ class Unit:
         reduced: The cut gradients, by parameter; several share one storage.
         partial: Reduced, but not yet over the replicas.
         sending: The buffer of the last all-reduce.
+        reduces, reduces_replicas, gives_back: What the coming backward does.
     """
 
     shards: UnitShards
@@ -62,6 +63,7 @@ class Unit:
     sending: int | None = None
     reduces: bool = True
     reduces_replicas: bool = True
+    gives_back: bool = True
 
     @property
     def fqn(self) -> str:

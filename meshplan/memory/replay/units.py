@@ -45,6 +45,7 @@ class Units:
     def set_last(self, is_last: bool, *, keeps_whole: bool) -> None:
         """As `runtime.data.set_gradient_sync` does before each microbatch."""
         for unit in self._units.values():
+            unit.gives_back = is_last or unit.shards.reshard_after_forward
             if keeps_whole or not unit.shards.is_sharded:
                 unit.reduces = is_last
             elif unit.shards.is_replicated:
@@ -109,12 +110,12 @@ class Units:
             self._reduction.fill(unit)
         unit.doing = Doing.POST_BACKWARD
         self._reduction.add_up(unit)
-        if not unit.reduces:
+        found = self._reduction.take(unit) if unit.reduces else None
+        if unit.gives_back:
             self._gathering.reshard(unit)
+        if found is None:
             self._reduction.widen(unit)
             return
-        found = self._reduction.take(unit)
-        self._gathering.reshard(unit)
         self._reduction.run(unit, found)
 
     def end_of_backward(self, *, is_last: bool) -> None:
