@@ -78,6 +78,7 @@ LATE_BETWEEN = {
     ("cli_draw", "memory"),
     ("cli_draw", "pictures"),
     ("cli_draw", "planning"),
+    ("cli_draw", "reader"),
     ("cli_draw", "render"),
     ("cli_draw", "runtime"),
     ("cli_report", "report"),

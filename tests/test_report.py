@@ -14,6 +14,7 @@ import pytest
 
 from meshplan.cli import main
 from meshplan.errors import PlanError, SpecError
+from meshplan.pictures.counted import OF_COUNT, ONLY_COUNT
 from meshplan.pictures.main import OF_DECISIONS, WHATS
 from meshplan.planning import lock_plan, search_plan
 from meshplan.report.figures import Colours, figure
@@ -188,8 +189,9 @@ def test_without_a_model_it_tells_what_is_left_out(tmp_path):
     found = make_report(path)
     assert found.fits is None
     left = dict(found.left_out)
-    drawn = [what for what in WHATS if what not in OF_DECISIONS]
-    assert left[f"pictures: {', '.join(drawn)}"] == "no model is named"
+    drawn = [what for what in WHATS if what not in (*OF_DECISIONS, *OF_COUNT)]
+    assert left[f"pictures: {', '.join(drawn)}"] == ONLY_COUNT
+    assert found.shown == OF_COUNT
     texts = Page(found.html).texts
     assert "5.6 GiB" in texts
     assert "16*a/n" in texts

@@ -15,6 +15,7 @@ from meshplan.memory.estimate import MemoryEstimate
 from meshplan.memory.log import EventLog
 from meshplan.memory.told import told_estimate
 from meshplan.pictures.comm import comm, draw_comm
+from meshplan.pictures.counted import ONLY_COUNT, check_counted, is_counted
 from meshplan.pictures.gantt import Gantt, draw_gantt, gantt
 from meshplan.pictures.graph_drawn import draw_graph
 from meshplan.pictures.ladder import draw_ladder, ladder
@@ -28,7 +29,7 @@ from meshplan.pictures.tensor import TensorLayout, draw_layout, tensor_layout
 from meshplan.pictures.timeline import draw_timeline, log_of, timeline
 from meshplan.pictures.treemap import Of, draw_treemap, treemap
 from meshplan.pictures.types import Picture
-from meshplan.pictures.waterfall import draw_waterfall, waterfall
+from meshplan.pictures.waterfall import draw_waterfall, waterfall, waterfall_of_states
 from meshplan.plan import Plan
 from meshplan.planner.asking import cluster_of
 from meshplan.sizing import read_limit
@@ -96,6 +97,8 @@ def _layout_facts(asked: Asked) -> TensorLayout:
 
 def memory_facts(asked: Asked) -> MemoryBars:
     """Of the step where it is known, of the states where it is not."""
+    if asked.estimate is None and is_counted(asked.plan):
+        return states_alone(asked.plan, asked.limit[1], ONLY_COUNT)
     try:
         return memory_bars(asked.known)
     except PlanError as error:
@@ -108,6 +111,9 @@ def _memory(asked: Asked) -> Picture:
 
 
 def _waterfall(asked: Asked) -> Picture:
+    if asked.estimate is None and is_counted(asked.plan):
+        states = waterfall_of_states(asked.plan, asked.limit[1], ONLY_COUNT)
+        return draw_waterfall(states, asked.theme)
     return draw_waterfall(waterfall(asked.known), asked.theme)
 
 
@@ -265,6 +271,7 @@ def _asked(plan: Plan, what: str, theme: str, given: Mapping[str, Any]) -> Asked
             )
             problem = f"the picture of {what} takes no '{option}'"
             raise SpecError(Problem(problem, Origin("draw"), fix))
+    check_counted(plan, what)
     asked = Asked(plan=plan, theme=theme_of(theme), **given)
     if asked.of not in ("local", "global"):
         problem = f"there are no '{asked.of}' bytes"

@@ -54,6 +54,7 @@ class MemoryBars:
         num_more: Groups that need less, and are not shown.
         limit_bytes: What a GPU may hold; None where nothing says.
         unknown: Why more than the states is not known; "" where it is.
+        missing: What that is.
         bound: Why this is an upper bound; "" where it is the figure.
     """
 
@@ -61,6 +62,7 @@ class MemoryBars:
     num_more: int
     limit_bytes: int | None
     unknown: str = ""
+    missing: str = "activations"
     bound: str = ""
 
     @property
@@ -86,7 +88,7 @@ class MemoryBars:
         needs = format_bytes(worst.high_bytes or worst.total_bytes)
         whose = worst.name.split(", stage")[0]
         if self.unknown:
-            states = f"States alone take {needs} on {whose}; activations are unknown"
+            states = f"States alone take {needs} on {whose}; {self.missing} are unknown"
             if self.limit_bytes is not None and worst.total_bytes > self.limit_bytes:
                 return f"Does not fit: states alone are {self.verdict(worst)} on {whose}"
             return states
@@ -152,6 +154,13 @@ def _bar(group: RankGroup) -> Bar:
     )
 
 
+def missing_of(plan: Plan) -> str:
+    """What a step holds beside its states, where nobody knows how much."""
+    cuts = plan.assignment.strategy.cuts
+    is_gathered = bool(cuts) and "parameter" not in cuts
+    return "activations and gathered parameters" if is_gathered else "activations"
+
+
 def states_alone(plan: Plan, limit_bytes: int | None, why: str) -> MemoryBars:
     """The facts, where only what is resident is known.
 
@@ -182,6 +191,7 @@ def states_alone(plan: Plan, limit_bytes: int | None, why: str) -> MemoryBars:
         num_more=len(bars) - len(keep),
         limit_bytes=limit_bytes,
         unknown=why,
+        missing=missing_of(plan),
     )
 
 

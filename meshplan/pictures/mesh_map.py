@@ -117,6 +117,8 @@ class MeshMap:
         sent = self.links.crossing_bytes
         if not sent and not self.links.unknown:
             return "; nothing crosses the nodes"
+        if not sent:
+            return "; what crosses the nodes is unknown"
         least = "at least " if self.links.unknown else ""
         return f"; each rank sends {least}{format_bytes(sent)} a step along axes that cross nodes"
 
