@@ -67,7 +67,9 @@ def _start(
 ) -> Plan:
     """The plan as it stands."""
     if not isinstance(plan, Plan | Spec):
-        number = counted_plan(load_spec(plan, overrides)) if (model, config) == (None, None) else None
+        number = None
+        if (model, config) == (None, None):
+            number = counted_plan(load_spec(plan, overrides))
         return number or api.decide(plan, overrides, model=model, config=config)
     if overrides:
         what = "what was read already takes no overrides"

@@ -372,3 +372,36 @@ def test_it_prints(report, folder, shown):
     assert printed.startswith(b"%PDF")
     assert len(re.findall(rb"/Type\s*/Page\b", printed)) >= 4
     assert shown.complaints == []
+
+
+TREEMAP = "document.querySelector('#picture-treemap, body > div')"
+SEEN = (
+    f"[...{TREEMAP}.querySelectorAll('svg')].filter(s => s.clientWidth > 300)"
+    ".map(s => s.getAttribute('aria-label'))"
+)
+PRESSED = f"[...{TREEMAP}.querySelectorAll('button')].map(b => b.getAttribute('aria-pressed'))"
+FOCUSED = f"[...{TREEMAP}.querySelectorAll('button')].indexOf(document.activeElement)"
+
+
+@needs_browser
+@pytest.mark.parametrize("place", ["report", "picture"])
+def test_the_keyboard_chooses_whose_bytes_the_treemap_shows(place, report, folder, shown):
+    if place == "picture":
+        (folder / "picture.html").write_text(llama(2).draw("treemap").page())
+    shown.open(folder / f"{place}.html", width=1200)
+    (local,) = shown.ask(SEEN)
+    assert "on rank 0" in local
+    assert shown.ask(PRESSED) == ["true", "false"]
+    for _ in range(80):
+        shown.press("Tab")
+        if shown.ask(FOCUSED) == 1:
+            break
+    assert shown.ask(FOCUSED) == 1
+    shown.press("Enter")
+    (whole,) = shown.ask(SEEN)
+    assert "in all" in whole
+    assert shown.ask(PRESSED) == ["false", "true"]
+    shown.ask(f"{TREEMAP}.querySelectorAll('button')[0].focus()")
+    shown.press(" ")
+    assert shown.ask(SEEN) == [local]
+    assert shown.complaints == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -130,7 +130,13 @@ def _timeline(asked: Asked) -> Picture:
 
 
 def _treemap(asked: Asked) -> Picture:
-    return draw_treemap(treemap(asked.plan, asked.of, asked.rank or 0), asked.theme)
+    """The bytes that were asked for, and beside them the others."""
+    rank = asked.rank or 0
+    names: dict[Of, str] = {"local": f"bytes of rank {rank}", "global": "bytes of the model"}
+    order = sorted(names, key=lambda of: of != asked.of)
+    pictures = [draw_treemap(treemap(asked.plan, of, rank), asked.theme) for of in order]
+    views = tuple((names[of], each) for of, each in zip(order, pictures, strict=True))
+    return replace(pictures[0], views=views, choice="whose bytes")
 
 
 def gantt_facts(asked: Asked) -> Gantt:
