@@ -42,7 +42,7 @@ LEVELS = [
         render runtime
         report
         interop api planning verbs
-        reporting exploring
+        reporting exploring retargeting
         cli_planning cli_draw cli_report
         cli __init__
         __main__
