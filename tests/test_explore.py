@@ -13,6 +13,7 @@ import pytest
 import meshplan
 from meshplan.blueprint import from_config
 from meshplan.errors import PlanError, SpecError
+from meshplan.memory import told_works
 from meshplan.memory.told import told_estimate
 from meshplan.pictures.explored import Knobs, knobs_of, scene_of, spec_at
 from meshplan.plan import make_plan
@@ -110,6 +111,28 @@ def test_settings_that_are_none_are_refused(settings, explorer):
 
 def _as_dict(knobs):
     return {name: getattr(knobs, name) for name in knobs.__dataclass_fields__}
+
+
+def test_operations_that_are_told_once_are_those_of_the_plan():
+    """What was told before changes nothing of what is told now."""
+
+    def told(**changes):
+        plan = llama(2, **changes)
+        return told_estimate(plan, device="h100-sxm-80gb", limit_bytes=2**30)
+
+    asked = [
+        {},
+        {"batch": {"micro": 2, "seq_len": 8192}},
+        {"activation_checkpointing": "none"},
+        {"mesh": {"dp_shard": 8, "tp": 2}, "strategy": "full_shard", "tp_plan": "auto"},
+    ]
+    fresh = []
+    for changes in asked:
+        told_works._PLAYED.clear()
+        fresh.append(told(**changes))
+    for _ in range(2):
+        assert [told(**changes) for changes in asked] == fresh
+    assert told(mesh={"dp_shard": 16}, strategy="full_shard") != fresh[0]
 
 
 def test_samples_of_a_step_stay_where_they_are_stated():

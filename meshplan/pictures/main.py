@@ -72,7 +72,9 @@ class Asked:
             return self.estimate
         device, limit_bytes, notes = self.limit
         try:
-            return told_estimate(self.plan, device=device, limit_bytes=limit_bytes, notes=notes)
+            return told_estimate(
+                self.plan, device=device, limit_bytes=limit_bytes, notes=notes, packs=False
+            )  # No picture shows what it would be under another allocator.
         except PlanError as error:
             first = error.problems[0]
             fix = f"{first.fix or 'see the plan'}; or give estimate=meshplan.estimate_memory(...)"
