@@ -9,13 +9,14 @@ import pytest
 import meshplan
 from meshplan.cli import main
 from meshplan.errors import PlanError
+from meshplan.memory.states import state_bytes
 from meshplan.pictures.counted import OF_COUNT, ONLY_COUNT, counted_plan, is_counted
 from meshplan.pictures.main import WHATS, draw
 from meshplan.pictures.waterfall import waterfall_of_states
 from meshplan.reader import load_spec
 from meshplan.units import GIB
 from tests.graphs import graph
-from tests.pictured import boxes, check_readable, llama, plan_of, written
+from tests.pictured import boxes, check_readable, llama, plan_of, strange, written
 
 BILLIONS = 3_000_000_000
 HARDWARE = {"nodes": 2, "gpus_per_node": 4, "gpu": "h100-sxm-80gb"}
@@ -89,3 +90,15 @@ def test_a_model_is_no_number():
     assert not is_counted(llama(2))
     assert not is_counted(plan_of(graph({}, {}), mesh={"dp_shard": 2}))
     assert counted_plan(load_spec({"version": 1, "mesh": {"dp_shard": 2}})) is None
+
+
+def test_a_step_that_nobody_knows_has_the_way_to_its_states():
+    for plan in (llama(2, batch=None), plan_of(strange(), mesh={"dp_shard": 2}),
+                 plan_of(graph({}, {}), mesh={"dp_shard": 2})):  # fmt: skip
+        picture = draw(plan, "waterfall")
+        held = state_bytes(plan.assignment, plan.spec.optimizer).total_bytes
+        total = boxes(picture.figure, "total")["total"].get_width() * GIB
+        assert total == pytest.approx(held, abs=0.01)
+        assert picture.title.endswith("activations are unknown")
+        assert any("how many samples of which length" in t for t in written(picture.figure))
+        check_readable(picture.figure)

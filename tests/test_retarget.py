@@ -30,12 +30,13 @@ def test_other_hardware_has_its_own_plan_and_the_way_there_its_bytes(job):
     assert same.difference.fields == ()
 
 
+@pytest.mark.wide
 def test_where_nothing_fits_there_is_nothing_to_compare(job):
     found = meshplan.retarget(job(hardware=HARDWARE), {"headroom": 0.999})
     assert (found.decision.chosen, found.difference, found.moved) == (None, None, None)
 
 
-@pytest.mark.parametrize("bad", ["colour=red", "nodes", "nodes=x", "", {}])
+@pytest.mark.parametrize("bad", ["colour=red", "nodes", "", {}])
 def test_what_is_no_hardware_is_refused(bad, job):
     with pytest.raises(SpecError):
         meshplan.retarget(job(hardware=HARDWARE), bad)

@@ -116,7 +116,11 @@ def _waterfall(asked: Asked) -> Picture:
     if asked.estimate is None and is_counted(asked.plan):
         states = waterfall_of_states(asked.plan, asked.limit[1], ONLY_COUNT)
         return draw_waterfall(states, asked.theme)
-    return draw_waterfall(waterfall(asked.known), asked.theme)
+    try:
+        facts = waterfall(asked.known)
+    except PlanError as error:
+        facts = waterfall_of_states(asked.plan, asked.limit[1], error.problems[0].what)
+    return draw_waterfall(facts, asked.theme)
 
 
 def _timeline(asked: Asked) -> Picture:

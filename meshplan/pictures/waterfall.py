@@ -9,6 +9,7 @@ from meshplan.memory.estimate import MemoryEstimate, Step
 from meshplan.memory.groups import equal_ranks
 from meshplan.memory.reconcile import textbook_row
 from meshplan.memory.states import state_bytes
+from meshplan.pictures.counted import is_counted
 from meshplan.pictures.memory_bars import INKS, missing_of
 from meshplan.pictures.palette import GREY, Ink, Theme
 from meshplan.pictures.sheet import SMALL, Sheet, box, fitted, width_of, wrapped, write
@@ -120,10 +121,14 @@ def waterfall_of_states(plan: Plan, limit_bytes: int | None, why: str) -> Waterf
         reason = "as layouts, dtypes and optimizer make it" if name in real else (
             "part of a step, and no state"
         )  # fmt: skip
-        # A counter of steps stands beside each tensor, and how many there are nobody says.
-        if abs(exact - size) > _COUNTER:
+        # A counter of steps stands beside each tensor, and how many there are a count does not say.
+        if abs(exact - size) > (_COUNTER if is_counted(plan) else 0):
             total = steps[-1].total_bytes + exact - size
             steps.append(Step(what, exact - size, total, reason))
+    if held.buffers_bytes:
+        total = steps[-1].total_bytes + held.buffers_bytes
+        reason = "tensors of the model that are no parameters"
+        steps.append(Step("buffers", held.buffers_bytes, total, reason))
     return Waterfall(
         ranks=ranks, steps=tuple(steps), limit_bytes=limit_bytes, unknown=why,
         missing=missing_of(plan),
