@@ -20,6 +20,7 @@ from meshplan.plan import make_plan
 from meshplan.reader import load_spec
 from meshplan.sizing import read_limit
 from meshplan.units import format_gib
+from tests import browser
 from tests.pictured import LLAMA, STATED, check_readable, llama, plan_of, strange, written
 
 ipywidgets = pytest.importorskip("ipywidgets", reason="pip install ipywidgets")
@@ -220,3 +221,29 @@ def test_it_needs_no_torch():
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(browser.FOUND is None, reason="no chromium is installed")
+@pytest.mark.parametrize(("width", "beside"), [(1500, 2), (700, 1), (375, 1)])
+def test_a_browser_shows_the_pictures_beside_or_below_each_other(width, beside, explorer, tmp_path):
+    page = (
+        '<!DOCTYPE html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    )
+    (tmp_path / "scene.html").write_text(f"{page}<body>{explorer.scene.html()}")
+    (tmp_path / "none.html").write_text(
+        f"{page}<body>{explorer.set(tp=4, gpus_per_node=11).html()}"
+    )
+    with browser.Browser(tmp_path / "profile") as shown:
+        shown.open(tmp_path / "scene.html", width=width)
+        assert shown.ask("document.documentElement.scrollWidth") == width
+        boxes = shown.ask(
+            "[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect().toJSON())"
+        )
+        one, other = boxes
+        assert (one["right"] <= other["left"]) == (beside == 2)
+        assert (one["bottom"] <= other["top"]) == (beside == 1)
+        assert all(box["width"] > 0.4 * width for box in boxes)
+        shown.open(tmp_path / "none.html", width=width)
+        assert shown.ask("document.documentElement.scrollWidth") == width
+        assert "do not divide" in shown.ask("document.querySelector('[role=alert]').innerText")
+        assert shown.complaints == []

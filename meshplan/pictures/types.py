@@ -112,12 +112,20 @@ class Picture:
         text = out.getvalue().replace(_FONT, f"{_FONT}, Verdana, sans-serif")
         return _GROUP.sub(_titled, text)
 
-    def inline(self) -> str:
-        """As an element of a page: the svg, with its sentence for those who cannot see it."""
+    def inline(self, *, caption: bool = True) -> str:
+        """As an element of a page: the svg, with its sentence for those who cannot see it.
+
+        Args:
+            caption: Whether the sentence stands below it, too.
+        """
         text = self.svg()
         text = text[text.index("<svg") :]
         label = html.escape(f"{self.title}. {self.alt}", quote=True)
-        text = text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+        # No wider than what it is in.
+        style = 'style="max-width:100%;height:auto"'
+        text = text.replace("<svg ", f'<svg role="img" aria-label="{label}" {style} ', 1)
+        if not caption:
+            return text
         return f"<figure>{text}<figcaption>{html.escape(self.alt)}</figcaption></figure>"
 
     def page(self) -> str:
