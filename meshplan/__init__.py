@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from meshplan.planning import search_plan as search_plan
     from meshplan.reader import load_spec as load_spec
     from meshplan.reporting import make_report as make_report
+    from meshplan.retargeting import retarget as retarget
     from meshplan.runtime.guard import guarded as guarded
     from meshplan.runtime.parallelize import parallelize as parallelize
     from meshplan.runtime.state import full_state_dict as full_state_dict
@@ -55,6 +56,7 @@ _ROOMS = {
     "search_plan": "meshplan.planning",
     "explain": "meshplan.planning",
     "lock_plan": "meshplan.planning",
+    "retarget": "meshplan.retargeting",
     "calibrate": "meshplan.planning",
     "decide": "meshplan.api",
     "load_spec": "meshplan.reader",

@@ -86,7 +86,7 @@ def _in_terminal(path: str, args: argparse.Namespace) -> int:
         if args.json:
             what = "--json tells what was written, and nothing is"
         raise SpecError(Problem(what, Origin("-o"), "add -o out.png, out.svg or out.html"))
-    plan = api.decide(path, args.set, model=args.model, config=args.config)
+    plan = _decided(path, args)
     facts = facts_of(plan, args.what, **_given(path, plan, args))
     colour = wants_colour(no_color=args.no_color)
     print_lines(twins[args.what](facts), sys.stdout, colour=colour)
@@ -98,8 +98,19 @@ def _picture(path: str, args: argparse.Namespace) -> Picture:
 
     if args.what in OF_DECISIONS:
         return _of_search(path, args)
-    plan = api.decide(path, args.set, model=args.model, config=args.config)
+    plan = _decided(path, args)
     return draw(plan, args.what, theme=args.theme, **_given(path, plan, args))
+
+
+def _decided(path: str, args: argparse.Namespace) -> Plan:
+    """The plan; of a model that is a number of parameters too."""
+    from meshplan.pictures.counted import counted_plan
+    from meshplan.reader import load_spec
+
+    plan = None
+    if (args.model, args.config) == (None, None):
+        plan = counted_plan(load_spec(path, args.set))
+    return plan or api.decide(path, args.set, model=args.model, config=args.config)
 
 
 def _of_search(path: str, args: argparse.Namespace) -> Picture:
@@ -129,6 +140,8 @@ def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
         raise SpecError(Problem(f"'{args.rank}' is no rank", Origin("--rank"), "such as --rank 0"))
     if args.rank is not None:
         check_rank(plan, int(args.rank))
+    from meshplan.pictures.counted import is_counted
+
     given: dict[str, Any] = {
         "name": args.module, "rank": None if args.rank is None else int(args.rank),
         "gpu": args.gpu, "memory": args.memory, "of": args.bytes,
@@ -136,6 +149,8 @@ def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     if args.what not in (*_OF_MEMORY, "timeline"):
         return given
     # As `meshplan estimate` does: the config alone, and what it does not tell is traced.
+    if is_counted(plan):
+        return given
     estimate = _told(plan, args)
     if args.what == "timeline":
         if estimate is None:
@@ -150,9 +165,8 @@ def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
                 memory=args.memory, fixes=False, told=lambda text: print_notes(args, [text]),
             )  # fmt: skip
         except PlanError:
-            # Where nothing tells the step, the picture of memory shows the states, and says so.
-            if args.what != "memory":
-                raise
+            # Where nothing tells the step, what is drawn are the states, and the picture says so.
+            estimate = None
     given["estimate"] = estimate
     return given
 

@@ -13,9 +13,11 @@ from typing import Any, Final
 from meshplan import api
 from meshplan.blueprint import from_config
 from meshplan.errors import Origin, Problem, SpecError
+from meshplan.pictures.counted import counted_plan
 from meshplan.pictures.explored import Knobs, Scene, knobs_of, png_of, scene_of
 from meshplan.pictures.palette import theme_of
 from meshplan.plan import Plan, make_plan
+from meshplan.reader import load_spec
 from meshplan.sizing import graph_of
 from meshplan.spec import Spec
 from meshplan.strategies import STRATEGIES
@@ -65,7 +67,10 @@ def _start(
 ) -> Plan:
     """The plan as it stands."""
     if not isinstance(plan, Plan | Spec):
-        return api.decide(plan, overrides, model=model, config=config)
+        number = None
+        if (model, config) == (None, None):
+            number = counted_plan(load_spec(plan, overrides))
+        return number or api.decide(plan, overrides, model=model, config=config)
     if overrides:
         what = "what was read already takes no overrides"
         raise SpecError(Problem(what, Origin("overrides"), "give the plan file in its place"))

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from meshplan import api, planning
 from meshplan.errors import MeshplanError, PlanError, SpecError
+from meshplan.pictures.counted import counted_plan
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.decision import Decision, Way
 from meshplan.planner.lock import chosen_spec
@@ -181,6 +182,10 @@ class _Gather:
 
     def _textbook(self) -> None:
         """Without a model, what its number of parameters tells."""
+        try:
+            self._learn(counted=counted_plan(self._spec))
+        except PlanError as error:
+            self._leave_out("pictures of the states", error)
         try:
             if isinstance(self._plan, Mapping):
                 raise PlanError("the textbook's table is read from plan files")

@@ -42,7 +42,7 @@ LEVELS = [
         render runtime
         report
         interop api planning verbs
-        reporting exploring
+        reporting exploring retargeting
         cli_planning cli_draw cli_report
         cli __init__
         __main__
@@ -78,6 +78,7 @@ LATE_BETWEEN = {
     ("cli_draw", "memory"),
     ("cli_draw", "pictures"),
     ("cli_draw", "planning"),
+    ("cli_draw", "reader"),
     ("cli_draw", "render"),
     ("cli_draw", "runtime"),
     ("cli_report", "report"),

@@ -13,12 +13,14 @@ import pytest
 import meshplan
 from meshplan.blueprint import from_config
 from meshplan.errors import PlanError, SpecError
+from meshplan.memory import told_works
 from meshplan.memory.told import told_estimate
 from meshplan.pictures.explored import Knobs, knobs_of, scene_of, spec_at
 from meshplan.plan import make_plan
 from meshplan.reader import load_spec
 from meshplan.sizing import read_limit
 from meshplan.units import format_gib
+from tests import browser
 from tests.pictured import LLAMA, STATED, check_readable, llama, plan_of, strange, written
 
 ipywidgets = pytest.importorskip("ipywidgets", reason="pip install ipywidgets")
@@ -112,6 +114,28 @@ def _as_dict(knobs):
     return {name: getattr(knobs, name) for name in knobs.__dataclass_fields__}
 
 
+def test_operations_that_are_told_once_are_those_of_the_plan():
+    """What was told before changes nothing of what is told now."""
+
+    def told(**changes):
+        plan = llama(2, **changes)
+        return told_estimate(plan, device="h100-sxm-80gb", limit_bytes=2**30)
+
+    asked = [
+        {},
+        {"batch": {"micro": 2, "seq_len": 8192}},
+        {"activation_checkpointing": "none"},
+        {"mesh": {"dp_shard": 8, "tp": 2}, "strategy": "full_shard", "tp_plan": "auto"},
+    ]
+    fresh = []
+    for changes in asked:
+        told_works._PLAYED.clear()
+        fresh.append(told(**changes))
+    for _ in range(2):
+        assert [told(**changes) for changes in asked] == fresh
+    assert told(mesh={"dp_shard": 16}, strategy="full_shard") != fresh[0]
+
+
 def test_samples_of_a_step_stay_where_they_are_stated():
     given = {**STATED, "batch": {"micro": 1, "global": 64, "seq_len": 8192}}
     plan = make_plan(load_spec(given), from_config(LLAMA, blocks=2))
@@ -167,7 +191,7 @@ def test_who_only_looks_sees_a_still(explorer, monkeypatch):
     still = meshplan.explore(llama(2))
     assert (still.widget, still.controls) == (None, {})
     assert set(still._repr_mimebundle_()) == {"text/plain", "image/png"}
-    assert live["text/plain"] == still._repr_mimebundle_()["text/plain"]
+    assert live["text/plain"] == repr(still)
     before = still.scene.verdict
     assert still.set(micro=2).verdict != before
 
@@ -184,6 +208,7 @@ def test_the_still_says_how_to_get_sliders(explorer, monkeypatch):
     assert "pip install" in said[1]
 
 
+@pytest.mark.wide
 def test_it_needs_no_torch():
     script = (
         "import sys; sys.modules['torch'] = None\n"
@@ -196,3 +221,29 @@ def test_it_needs_no_torch():
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(browser.FOUND is None, reason="no chromium is installed")
+@pytest.mark.parametrize(("width", "beside"), [(1500, 2), (700, 1), (375, 1)])
+def test_a_browser_shows_the_pictures_beside_or_below_each_other(width, beside, explorer, tmp_path):
+    page = (
+        '<!DOCTYPE html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    )
+    (tmp_path / "scene.html").write_text(f"{page}<body>{explorer.scene.html()}")
+    (tmp_path / "none.html").write_text(
+        f"{page}<body>{explorer.set(tp=4, gpus_per_node=11).html()}"
+    )
+    with browser.Browser(tmp_path / "profile") as shown:
+        shown.open(tmp_path / "scene.html", width=width)
+        assert shown.ask("document.documentElement.scrollWidth") == width
+        boxes = shown.ask(
+            "[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect().toJSON())"
+        )
+        one, other = boxes
+        assert (one["right"] <= other["left"]) == (beside == 2)
+        assert (one["bottom"] <= other["top"]) == (beside == 1)
+        assert all(box["width"] > 0.4 * width for box in boxes)
+        shown.open(tmp_path / "none.html", width=width)
+        assert shown.ask("document.documentElement.scrollWidth") == width
+        assert "do not divide" in shown.ask("document.querySelector('[role=alert]').innerText")
+        assert shown.complaints == []

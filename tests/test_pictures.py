@@ -368,3 +368,9 @@ def test_bad_questions_are_refused(call, problem):
 def test_every_word_is_listed():
     assert set(WHATS) >= {"mesh", "layout", "memory", "gantt"}
     assert plan_of(blocks(), mesh={"dp_shard": 2}).draw("layout").what == "layout"
+
+
+def test_axes_of_eight_ranks_of_a_node_are_written_out():
+    texts = written(draw(llama(2), "mesh").figure)
+    assert texts.count("dp_replicate 1") == 8
+    assert not any("…" in text for text in texts)

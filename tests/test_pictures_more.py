@@ -149,6 +149,22 @@ def test_areas_are_bytes_and_what_is_whole_is_marked():
     check_readable(draw(plan, "treemap", of="global").figure)
 
 
+def test_a_page_of_a_treemap_lets_one_choose_whose_bytes():
+    for of, first in (("local", "bytes of rank 3"), ("global", "bytes of the model")):
+        picture = draw(llama(2), "treemap", of=of, rank=3)
+        assert picture.views[0][0] == first
+        assert picture.views[0][1].title == picture.title
+        page = picture.page()
+        assert page.count("<svg ") == 2
+        assert page.count(" hidden>") == 1
+        assert page.index('aria-pressed="true"') < page.index(first) < page.index("<svg ")
+        assert {of: each.title for of, each in picture.views} == {
+            "bytes of rank 3": draw(llama(2), "treemap", rank=3).title,
+            "bytes of the model": draw(llama(2), "treemap", of="global").title,
+        }
+    assert "<script>" not in draw(llama(2), "mesh").page()
+
+
 def test_a_treemap_folds_blocks_and_keeps_to_its_stage():
     plan = llama(4, **PIPED)
     names = {area.name for area in treemap(plan, rank=15).areas}

@@ -14,6 +14,7 @@ import pytest
 
 from meshplan.cli import main
 from meshplan.errors import PlanError, SpecError
+from meshplan.pictures.counted import OF_COUNT, ONLY_COUNT
 from meshplan.pictures.main import OF_DECISIONS, WHATS
 from meshplan.planning import lock_plan, search_plan
 from meshplan.report.figures import Colours, figure
@@ -188,8 +189,9 @@ def test_without_a_model_it_tells_what_is_left_out(tmp_path):
     found = make_report(path)
     assert found.fits is None
     left = dict(found.left_out)
-    drawn = [what for what in WHATS if what not in OF_DECISIONS]
-    assert left[f"pictures: {', '.join(drawn)}"] == "no model is named"
+    drawn = [what for what in WHATS if what not in (*OF_DECISIONS, *OF_COUNT)]
+    assert left[f"pictures: {', '.join(drawn)}"] == ONLY_COUNT
+    assert found.shown == OF_COUNT
     texts = Page(found.html).texts
     assert "5.6 GiB" in texts
     assert "16*a/n" in texts
@@ -369,4 +371,37 @@ def test_it_prints(report, folder, shown):
     printed = shown.printed()
     assert printed.startswith(b"%PDF")
     assert len(re.findall(rb"/Type\s*/Page\b", printed)) >= 4
+    assert shown.complaints == []
+
+
+TREEMAP = "document.querySelector('#picture-treemap, body > div')"
+SEEN = (
+    f"[...{TREEMAP}.querySelectorAll('svg')].filter(s => s.clientWidth > 300)"
+    ".map(s => s.getAttribute('aria-label'))"
+)
+PRESSED = f"[...{TREEMAP}.querySelectorAll('button')].map(b => b.getAttribute('aria-pressed'))"
+FOCUSED = f"[...{TREEMAP}.querySelectorAll('button')].indexOf(document.activeElement)"
+
+
+@needs_browser
+@pytest.mark.parametrize("place", ["report", "picture"])
+def test_the_keyboard_chooses_whose_bytes_the_treemap_shows(place, report, folder, shown):
+    if place == "picture":
+        (folder / "picture.html").write_text(llama(2).draw("treemap").page())
+    shown.open(folder / f"{place}.html", width=1200)
+    (local,) = shown.ask(SEEN)
+    assert "on rank 0" in local
+    assert shown.ask(PRESSED) == ["true", "false"]
+    for _ in range(80):
+        shown.press("Tab")
+        if shown.ask(FOCUSED) == 1:
+            break
+    assert shown.ask(FOCUSED) == 1
+    shown.press("Enter")
+    (whole,) = shown.ask(SEEN)
+    assert "in all" in whole
+    assert shown.ask(PRESSED) == ["false", "true"]
+    shown.ask(f"{TREEMAP}.querySelectorAll('button')[0].focus()")
+    shown.press(" ")
+    assert shown.ask(SEEN) == [local]
     assert shown.complaints == []

@@ -30,6 +30,7 @@ def assemble(
     notes: Sequence[str] = (),
     error: float | Sequence[float] = 0.0,
     held: Mapping[int, Reserve] = MappingProxyType({}),
+    packs: bool = True,
 ) -> MemoryEstimate:
     """What every rank needs, beside the limit, and the way there from the textbook.
 
@@ -38,6 +39,7 @@ def assemble(
         device: A name of `hardware`, "" where nobody says.
         limit_bytes: What it may hold; None where nobody says.
         error: How far the logs, or each of them, may be from the truth, as a share.
+        packs: Whether to tell, where it does not fit, what expandable segments would reserve.
         held: By place in `logs`, what is reserved for it, workspaces included, where that is known.
     """
     errors = [error] * len(logs) if isinstance(error, float) else error
@@ -57,7 +59,7 @@ def assemble(
         for number, (log, ranks, each) in enumerate(zip(logs, groups, errors, strict=True))
     ]
     worst = max(range(len(found)), key=lambda number: found[number].band[1])
-    if found[worst].fits is False:
+    if packs and found[worst].fits is False:
         log = with_workspaces(logs[worst], device)
         packed = reserve(log, expandable=True).reserved_bytes
         found[worst] = replace(found[worst], packed_bytes=packed)

@@ -63,6 +63,7 @@ def told_estimate(
     notes: Sequence[str] = (),
     most_bytes: float = float("inf"),
     tells_worst: bool = False,
+    packs: bool = True,
 ) -> MemoryEstimate:
     """What every rank needs, without torch and in a second.
 
@@ -71,6 +72,7 @@ def told_estimate(
         device, limit_bytes: As for `assemble`.
         most_bytes: What a rank may reserve at the most for the rest to be of interest.
         tells_worst: Whether to tell what a rank would need that all tokens are routed to.
+        packs: As for `assemble`.
 
     Raises:
         PlanError: The model's operations, or something in the plan, are not known.
@@ -132,6 +134,7 @@ def told_estimate(
                 notes=notes,
                 error=[ERROR + BRIEF_ERROR * (n not in in_full) for n in range(len(groups))],
                 held=held,
+                packs=packs,
             )
             fullest = [groups.index(found.worst.ranks)]
             if works.only_in_brief or in_full.issuperset(fullest):

@@ -73,7 +73,7 @@ class Scene:
         role = "status" if self.is_possible else "alert"
         head = f'<div role="{role}" style="{mark}line-height:1.5"><b>{escape(self.verdict)}</b>'
         drawn = "".join(
-            f'<div style="flex:1 1 34em;min-width:0">{each.inline()}</div>'
+            f'<div style="flex:1 1 34em;min-width:0">{each.inline(caption=False)}</div>'
             for each in self.pictures
         )
         row = '<div style="display:flex;flex-wrap:wrap;gap:1em">'

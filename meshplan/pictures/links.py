@@ -17,6 +17,7 @@ from meshplan.cost.stages import chain_of_plan, stage_of_places
 from meshplan.errors import PlanError
 from meshplan.hardware import find_device
 from meshplan.mesh import Mesh
+from meshplan.pictures.counted import ONLY_COUNT, is_counted
 from meshplan.plan import Plan
 from meshplan.traffic import forecast
 
@@ -106,6 +107,10 @@ def machine_of(plan: Plan) -> Machine:
 
 def links_of(plan: Plan, rank: int = 0) -> Links:
     """What one rank sends in a step."""
+    if is_counted(plan):
+        # What is gathered, and how often, is up to the modules.
+        is_alone = plan.mesh.world_size == 1
+        return Links((), () if is_alone else (f"what is sent: {ONLY_COUNT}",))
     told, machine, mesh = forecast(plan, rank=rank), machine_of(plan), plan.mesh
     totals: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for each in told.traffic:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +15,7 @@ from meshplan.memory.estimate import MemoryEstimate
 from meshplan.memory.log import EventLog
 from meshplan.memory.told import told_estimate
 from meshplan.pictures.comm import comm, draw_comm
+from meshplan.pictures.counted import ONLY_COUNT, check_counted, is_counted
 from meshplan.pictures.gantt import Gantt, draw_gantt, gantt
 from meshplan.pictures.graph_drawn import draw_graph
 from meshplan.pictures.ladder import draw_ladder, ladder
@@ -28,7 +29,7 @@ from meshplan.pictures.tensor import TensorLayout, draw_layout, tensor_layout
 from meshplan.pictures.timeline import draw_timeline, log_of, timeline
 from meshplan.pictures.treemap import Of, draw_treemap, treemap
 from meshplan.pictures.types import Picture
-from meshplan.pictures.waterfall import draw_waterfall, waterfall
+from meshplan.pictures.waterfall import draw_waterfall, waterfall, waterfall_of_states
 from meshplan.plan import Plan
 from meshplan.planner.asking import cluster_of
 from meshplan.sizing import read_limit
@@ -71,7 +72,9 @@ class Asked:
             return self.estimate
         device, limit_bytes, notes = self.limit
         try:
-            return told_estimate(self.plan, device=device, limit_bytes=limit_bytes, notes=notes)
+            return told_estimate(
+                self.plan, device=device, limit_bytes=limit_bytes, notes=notes, packs=False
+            )  # No picture shows what it would be under another allocator.
         except PlanError as error:
             first = error.problems[0]
             fix = f"{first.fix or 'see the plan'}; or give estimate=meshplan.estimate_memory(...)"
@@ -96,6 +99,8 @@ def _layout_facts(asked: Asked) -> TensorLayout:
 
 def memory_facts(asked: Asked) -> MemoryBars:
     """Of the step where it is known, of the states where it is not."""
+    if asked.estimate is None and is_counted(asked.plan):
+        return states_alone(asked.plan, asked.limit[1], ONLY_COUNT)
     try:
         return memory_bars(asked.known)
     except PlanError as error:
@@ -108,7 +113,14 @@ def _memory(asked: Asked) -> Picture:
 
 
 def _waterfall(asked: Asked) -> Picture:
-    return draw_waterfall(waterfall(asked.known), asked.theme)
+    if asked.estimate is None and is_counted(asked.plan):
+        states = waterfall_of_states(asked.plan, asked.limit[1], ONLY_COUNT)
+        return draw_waterfall(states, asked.theme)
+    try:
+        facts = waterfall(asked.known)
+    except PlanError as error:
+        facts = waterfall_of_states(asked.plan, asked.limit[1], error.problems[0].what)
+    return draw_waterfall(facts, asked.theme)
 
 
 def _timeline(asked: Asked) -> Picture:
@@ -124,7 +136,13 @@ def _timeline(asked: Asked) -> Picture:
 
 
 def _treemap(asked: Asked) -> Picture:
-    return draw_treemap(treemap(asked.plan, asked.of, asked.rank or 0), asked.theme)
+    """The bytes that were asked for, and beside them the others."""
+    rank = asked.rank or 0
+    names: dict[Of, str] = {"local": f"bytes of rank {rank}", "global": "bytes of the model"}
+    order = sorted(names, key=lambda of: of != asked.of)
+    pictures = [draw_treemap(treemap(asked.plan, of, rank), asked.theme) for of in order]
+    views = tuple((names[of], each) for of, each in zip(order, pictures, strict=True))
+    return replace(pictures[0], views=views, choice="whose bytes")
 
 
 def gantt_facts(asked: Asked) -> Gantt:
@@ -265,6 +283,7 @@ def _asked(plan: Plan, what: str, theme: str, given: Mapping[str, Any]) -> Asked
             )
             problem = f"the picture of {what} takes no '{option}'"
             raise SpecError(Problem(problem, Origin("draw"), fix))
+    check_counted(plan, what)
     asked = Asked(plan=plan, theme=theme_of(theme), **given)
     if asked.of not in ("local", "global"):
         problem = f"there are no '{asked.of}' bytes"

@@ -10,7 +10,7 @@ from meshplan.memory.estimate import MemoryEstimate, RankGroup
 from meshplan.memory.groups import equal_ranks
 from meshplan.memory.states import state_bytes
 from meshplan.pictures.palette import DRIVER, ROUNDING, TERMS, UNKNOWN, UNUSED, Ink, Theme
-from meshplan.pictures.sheet import SMALL, TEXT, Sheet, box, fitted, ticks_up_to, width_of, write
+from meshplan.pictures.sheet import SMALL, TEXT, Sheet, box, fitted, width_of, write
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import ranks_in_words
 from meshplan.plan import Plan
@@ -54,6 +54,7 @@ class MemoryBars:
         num_more: Groups that need less, and are not shown.
         limit_bytes: What a GPU may hold; None where nothing says.
         unknown: Why more than the states is not known; "" where it is.
+        missing: What that is.
         bound: Why this is an upper bound; "" where it is the figure.
     """
 
@@ -61,6 +62,7 @@ class MemoryBars:
     num_more: int
     limit_bytes: int | None
     unknown: str = ""
+    missing: str = "activations"
     bound: str = ""
 
     @property
@@ -86,7 +88,7 @@ class MemoryBars:
         needs = format_bytes(worst.high_bytes or worst.total_bytes)
         whose = worst.name.split(", stage")[0]
         if self.unknown:
-            states = f"States alone take {needs} on {whose}; activations are unknown"
+            states = f"States alone take {needs} on {whose}; {self.missing} are unknown"
             if self.limit_bytes is not None and worst.total_bytes > self.limit_bytes:
                 return f"Does not fit: states alone are {self.verdict(worst)} on {whose}"
             return states
@@ -152,6 +154,13 @@ def _bar(group: RankGroup) -> Bar:
     )
 
 
+def missing_of(plan: Plan) -> str:
+    """What a step holds beside its states, where nobody knows how much."""
+    cuts = plan.assignment.strategy.cuts
+    is_gathered = bool(cuts) and "parameter" not in cuts
+    return "activations and gathered parameters" if is_gathered else "activations"
+
+
 def states_alone(plan: Plan, limit_bytes: int | None, why: str) -> MemoryBars:
     """The facts, where only what is resident is known.
 
@@ -182,6 +191,7 @@ def states_alone(plan: Plan, limit_bytes: int | None, why: str) -> MemoryBars:
         num_more=len(bars) - len(keep),
         limit_bytes=limit_bytes,
         unknown=why,
+        missing=missing_of(plan),
     )
 
 
@@ -195,7 +205,6 @@ def draw_memory(facts: MemoryBars, theme: Theme) -> Picture:
         theme, facts.title, 0.62 * len(facts.bars) + 0.95, legend=legend, notes=_notes(facts)
     )
     left = min(max(width_of(bar.name, SMALL) for bar in facts.bars), 2.6) + 0.45
-    axes = sheet.axes(left=left, right=0.35, top=0.3, bottom=0.6)
     room = sheet.width - left - 0.35
     words = [f"{format_gib(bar.total_bytes)}: {facts.verdict(bar)}" for bar in facts.bars]
     beside = max(width_of(text, TEXT, bold=True) for text in words) + 0.25
@@ -203,10 +212,16 @@ def draw_memory(facts: MemoryBars, theme: Theme) -> Picture:
     shown = max(longest, (facts.limit_bytes or 0) / GIB) or 1.0
     # What is written behind a bar has its room, to the right of everything.
     scale = shown * 1.02 / (room - beside)
-    axes.set_xlim(0, scale * room)
-    axes.set_ylim(len(facts.bars) - 0.4, -0.6)
-    for place, bar in enumerate(facts.bars):
-        at = 0.0
+    rows, tall = len(facts.bars), sheet.height - 0.9
+    step = rows / tall
+    axes = sheet.plot(
+        left=left, bottom=0.6, units=(scale, step), most=shown * 1.02,
+        label="GiB of one GPU, at the worst moment of a step",
+    )  # fmt: skip
+    for number, bar in enumerate(facts.bars):
+        at, place = 0.0, rows - number - 0.5
+        name = fitted(bar.name, left - 0.3, SMALL)
+        write(axes, -0.1 * scale, place, name, theme, size=SMALL, across="right", up="center")
         for name, size in bar.parts:
             gid = f"{bar.name}: {name}: {size} B"
             box(axes, at / GIB, place - 0.3, size / GIB, 0.6, INKS[name], edge=theme.paper,
@@ -221,22 +236,17 @@ def draw_memory(facts: MemoryBars, theme: Theme) -> Picture:
         is_over = facts.verdict(bar).startswith("OVER")
         colour = theme.bad if is_over else theme.good if bar.fits else theme.ink
         write(
-            axes, shown * 1.02 + 0.12 * scale, place, words[place], theme, colour=colour,
+            axes, shown * 1.02 + 0.12 * scale, place, words[number], theme, colour=colour,
             weight="bold", up="center", gid="verdict",
         )  # fmt: skip
-    axes.set_yticks(range(len(facts.bars)))
-    labels = [fitted(bar.name, left - 0.3, SMALL) for bar in facts.bars]
-    axes.set_yticklabels(labels, parse_math=False)
-    ticks_up_to(axes, shown * 1.02)
-    axes.set_xlabel("GiB of one GPU, at the worst moment of a step")
-    axes.xaxis.grid(True, color=theme.line, lw=0.6)
     if facts.limit_bytes is not None:
         limit = facts.limit_bytes / GIB
-        axes.axvline(limit, color=theme.ink, lw=2.2, gid="limit")
+        axes.plot([limit, limit], [0, rows], color=theme.ink, lw=2.2, gid="limit")
         text = f"limit {format_gib(facts.limit_bytes)}"
         half = width_of(text, SMALL, bold=True) / 2 * scale
         at = min(max(limit, half), scale * room - half)
-        write(axes, at, -0.68, text, theme, size=SMALL, weight="bold", across="center", gid="limit")
+        write(axes, at, rows + 0.08 * step, text, theme, size=SMALL, weight="bold", across="center",
+              gid="limit")  # fmt: skip
     return Picture("memory", facts.title, facts.alt, sheet.figure)
 
 

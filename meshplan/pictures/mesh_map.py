@@ -117,6 +117,8 @@ class MeshMap:
         sent = self.links.crossing_bytes
         if not sent and not self.links.unknown:
             return "; nothing crosses the nodes"
+        if not sent:
+            return "; what crosses the nodes is unknown"
         least = "at least " if self.links.unknown else ""
         return f"; each rank sends {least}{format_bytes(sent)} a step along axes that cross nodes"
 
@@ -320,7 +322,7 @@ def _tile(
     for number, line in enumerate(lines):
         down = tall - 0.28 - 0.19 * number if is_large else tall / 2
         write(
-            plane, middle, y + down, fitted(line, wide - 0.04, size), theme, size=size,
+            plane, middle, y + down, fitted(line, wide, size), theme, size=size,
             colour=colour, weight="bold" if number == 0 and is_large else "normal",
             across="center", up="baseline" if is_large else "center",
             bbox={"facecolor": ink.colour, "edgecolor": "none", "pad": 0.6} if ink.hatch else None,

@@ -129,24 +129,58 @@ class Sheet:
 
     def plane(self) -> Plane:
         """The body as a plane whose units are inches, its corner below on the left."""
-        return Plane(self.figure, self.bottom)
+        return Plane(self.figure, (0.0, self.bottom))
+
+    def plot(
+        self, *, left: float, bottom: float, units: tuple[float, float], most: float, label: str
+    ) -> Plane:
+        """A part of the body to draw bars on, with a scale across and room for words on the left.
+
+        Args:
+            left, bottom: Of its corner, in inches.
+            units: As of `Plane`.
+            most: Up to where ticks go.
+            label: What the scale counts.
+        """
+        from matplotlib.ticker import MaxNLocator
+
+        corner = (left, self.bottom + bottom)
+        plane, body = Plane(self.figure, corner, units), Plane(self.figure, corner)
+        theme, tall = self.theme, self.height - bottom
+        for tick in MaxNLocator(nbins=6).tick_values(0.0, most):
+            if 0 <= tick <= most:
+                x = tick / units[0]
+                body.plot([x, x], [0, tall - 0.3], color=theme.line, lw=0.6, zorder=0.5)
+                body.plot([x, x], [-0.05, 0], color=theme.quiet, lw=0.8)
+                write(body, x, -0.1, f"{tick:g}", theme, size=SMALL, across="center", up="top")
+        wide = self.width - left - EDGE
+        body.plot([0, wide], [0, 0], color=theme.line, lw=0.8)
+        write(body, wide / 2, -0.3, label, theme, across="center", up="top")
+        return plane
 
 
 class Plane:
-    """A part of a figure to draw on in inches, with the methods of matplotlib's axes that it takes.
+    """A part of a figure to draw on, with the methods of matplotlib's axes that it takes.
 
     Real axes would be as slow as all that is drawn on them: they make ticks before they are told
     that none are wanted.
 
     Args:
-        bottom: How far its corner is above the figure's.
+        corner: How far it is from the figure's own, in inches.
+        units: Of what is drawn, to the inch, across and upward.
     """
 
-    def __init__(self, figure: Figure, bottom: float = 0.0) -> None:
+    def __init__(
+        self,
+        figure: Figure,
+        corner: tuple[float, float] = (0.0, 0.0),
+        units: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
         from matplotlib.transforms import Affine2D
 
         self.figure = figure
-        self._at = Affine2D().translate(0.0, bottom) + figure.dpi_scale_trans
+        inches = Affine2D().scale(1.0 / units[0], 1.0 / units[1]).translate(*corner)
+        self._at = inches + figure.dpi_scale_trans
 
     def text(self, x: float, y: float, text: str, **style: Any) -> Any:
         """A text."""

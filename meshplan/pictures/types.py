@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.pictures.fonts import drawable, families_of
+from meshplan.pictures.views import STYLE, script, switched
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,11 +42,12 @@ _PAGE: Final = """<!DOCTYPE html>
 body {{ margin: 1rem; background: {paper}; color: {ink}; font: 16px/1.5 sans-serif; }}
 figure {{ margin: 0 auto; max-width: 75rem; overflow-x: auto; }}
 svg {{ width: 100%; min-width: 44rem; height: auto; }}
+{style}
 </style>
 </head>
 <body>
 {figure}
-</body>
+{script}</body>
 </html>
 """
 
@@ -59,12 +61,17 @@ class Picture:
         title: The verdict, in words.
         alt: What the picture says, for those who cannot see it.
         figure: matplotlib's.
+        views: (name, picture) of all that a page lets its reader choose from, this one first;
+            () where there is nothing to choose.
+        choice: What is chosen by that.
     """
 
     what: str
     title: str
     alt: str
     figure: Figure
+    views: tuple[tuple[str, Picture], ...] = ()
+    choice: str = ""
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it as png, svg, or html with the svg inside, by the name's end.
@@ -105,12 +112,20 @@ class Picture:
         text = out.getvalue().replace(_FONT, f"{_FONT}, Verdana, sans-serif")
         return _GROUP.sub(_titled, text)
 
-    def inline(self) -> str:
-        """As an element of a page: the svg, with its sentence for those who cannot see it."""
+    def inline(self, *, caption: bool = True) -> str:
+        """As an element of a page: the svg, with its sentence for those who cannot see it.
+
+        Args:
+            caption: Whether the sentence stands below it, too.
+        """
         text = self.svg()
         text = text[text.index("<svg") :]
         label = html.escape(f"{self.title}. {self.alt}", quote=True)
-        text = text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+        # No wider than what it is in.
+        style = 'style="max-width:100%;height:auto"'
+        text = text.replace("<svg ", f'<svg role="img" aria-label="{label}" {style} ', 1)
+        if not caption:
+            return text
         return f"<figure>{text}<figcaption>{html.escape(self.alt)}</figcaption></figure>"
 
     def page(self) -> str:
@@ -119,9 +134,14 @@ class Picture:
 
         paper = to_hex(self.figure.get_facecolor())
         ink = "#1A1A1A" if int(paper[1:3], 16) > 127 else "#F0F0EC"
+        figure, code = self.inline(), ""
+        if self.views:
+            shown = [(name, each.inline()) for name, each in self.views]
+            figure, code = switched(self.choice, shown), f"<script>\n{script()}</script>\n"
         return _PAGE.format(
-            title=html.escape(self.title), figure=self.inline(), paper=paper, ink=ink
-        )
+            title=html.escape(self.title), figure=figure, paper=paper, ink=ink, style=STYLE,
+            script=code,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return f"<Picture of {self.what}: {self.title}>"

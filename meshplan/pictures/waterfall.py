@@ -6,14 +6,21 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshplan.memory.estimate import MemoryEstimate, Step
-from meshplan.pictures.memory_bars import INKS
+from meshplan.memory.groups import equal_ranks
+from meshplan.memory.reconcile import textbook_row
+from meshplan.memory.states import state_bytes
+from meshplan.pictures.counted import is_counted
+from meshplan.pictures.memory_bars import INKS, missing_of
 from meshplan.pictures.palette import GREY, Ink, Theme
 from meshplan.pictures.sheet import SMALL, Sheet, box, fitted, width_of, wrapped, write
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import ranks_in_words
+from meshplan.plan import Plan
 from meshplan.units import GIB, format_bytes, format_gib
 
 _WHY: Final = 3.3
+_COUNTER: Final = 8
+"""Bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +31,15 @@ class Waterfall:
         ranks: Whose it is.
         steps: As of `MemoryEstimate.reconciliation`: the first is the textbook's.
         limit_bytes: What a GPU may hold; None where nothing says.
+        unknown: Why the way ends with the states; "" where it ends with the whole step.
+        missing: What the states are without.
     """
 
     ranks: tuple[int, ...]
     steps: tuple[Step, ...]
     limit_bytes: int | None
+    unknown: str = ""
+    missing: str = "activations"
 
     @property
     def total_bytes(self) -> int:
@@ -39,6 +50,9 @@ class Waterfall:
         """The verdict."""
         first, *rest = self.steps
         book, exact = format_bytes(first.total_bytes), format_bytes(self.total_bytes)
+        if self.unknown:
+            changed = f", {exact} by the layouts between steps" if rest else ""
+            return f"The textbook's {book} of states{changed}; {self.missing} are unknown"
         if not rest:
             return f"The textbook's {book} are exact"
         most = max(rest, key=lambda step: abs(step.delta_bytes))
@@ -51,6 +65,12 @@ class Waterfall:
     def alt(self) -> str:
         """What is to be seen."""
         first = self.steps[0]
+        if self.unknown:
+            return (
+                f"A bar for each step from {first.name} ({format_bytes(first.total_bytes)}) to the "
+                f"states of {ranks_in_words(self.ranks)} ({format_bytes(self.total_bytes)}); what "
+                f"the rest of a step needs is unknown: {self.unknown}."
+            )
         ways = ", ".join(f"{step.name} {signed(step.delta_bytes)}" for step in self.steps[1:])
         return (
             f"A bar for each step from {first.name} ({format_bytes(first.total_bytes)}) to what "
@@ -76,19 +96,62 @@ def waterfall(estimate: MemoryEstimate) -> Waterfall:
     )
 
 
+def waterfall_of_states(plan: Plan, limit_bytes: int | None, why: str) -> Waterfall:
+    """The facts, where only what is resident is known.
+
+    Args:
+        why: The rest of the step is not.
+    """
+    a, optimizer = plan.assignment, plan.spec.optimizer
+    groups = equal_ranks(a)
+    ranks = max(groups, key=lambda group: state_bytes(a, optimizer, group[0]).total_bytes)
+    held = state_bytes(a, optimizer, ranks[0])
+    row = textbook_row(a, is_mixed=plan.spec.precision.is_mixed)
+    nodes = plan.mesh.size("dp_replicate") if row.strategy == "hybrid_shard" else 1
+    book = row.terms(plan.graph.num_params, plan.mesh.world_size, nodes)
+    real = {
+        "weights": ("parameters", held.parameters_bytes),
+        "gradients": ("gradients", held.gradients_bytes),
+        "adam": ("optimizer", held.optimizer_bytes),
+    }
+    start = sum(book.values())
+    steps = [Step(f"textbook: {row.strategy}, {row.formula}", start, start, row.source)]
+    for name, size in book.items():
+        what, exact = real.get(name, (f"textbook's {name.replace('_', ' ')}", 0))
+        reason = "as layouts, dtypes and optimizer make it" if name in real else (
+            "part of a step, and no state"
+        )  # fmt: skip
+        # A counter of steps stands beside each tensor, and how many there are a count does not say.
+        if abs(exact - size) > (_COUNTER if is_counted(plan) else 0):
+            total = steps[-1].total_bytes + exact - size
+            steps.append(Step(what, exact - size, total, reason))
+    if held.buffers_bytes:
+        total = steps[-1].total_bytes + held.buffers_bytes
+        reason = "tensors of the model that are no parameters"
+        steps.append(Step("buffers", held.buffers_bytes, total, reason))
+    return Waterfall(
+        ranks=ranks, steps=tuple(steps), limit_bytes=limit_bytes, unknown=why,
+        missing=missing_of(plan),
+    )  # fmt: skip
+
+
 def draw_waterfall(facts: Waterfall, theme: Theme) -> Picture:
     """A row for each step, the total below."""
     steps = facts.steps
+    note = (
+        f"Of {ranks_in_words(facts.ranks)}, which need most. Terms are those at the peak of a "
+        "step; what is written on the right is why they differ."
+    )
+    if facts.unknown:
+        note = f"States only, of {ranks_in_words(facts.ranks)}: {facts.unknown}."
     sheet = Sheet(
         theme,
         facts.title,
         0.36 * (len(steps) + 1) + 1.0,
-        notes=[
-            f"Of {ranks_in_words(facts.ranks)}, which need most. Terms are those at the peak of a "
-            "step; what is written on the right is why they differ."
-        ],
+        notes=[note],
     )
-    names = [step.name for step in steps] + ["peak, with all of it"]
+    last_name = "states alone" if facts.unknown else "peak, with all of it"
+    names = [step.name for step in steps] + [last_name]
     left = min(max(width_of(name, SMALL) for name in names), 3.2) + 0.4
     axes = sheet.axes(left=left, right=_WHY + 0.1, top=0.32, bottom=0.6)
     room = sheet.width - left - _WHY - 0.1

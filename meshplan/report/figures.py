@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from meshplan.pictures.types import Picture
+from meshplan.pictures.views import switched
 
 _COLOUR: Final = re.compile(r"#[0-9a-fA-F]{6}\b")
 _ID: Final = re.compile(r'\bid="([^"]*)"')
@@ -49,6 +50,17 @@ def figure(key: str, light: Picture, dark: Picture, colours: Colours) -> str:
         light, dark: The same picture.
         colours: Those of the page; the picture's are added.
     """
+    shown = _element(key, light, dark, colours)
+    if light.views:
+        views = zip(light.views[1:], dark.views[1:], strict=True)
+        others = [(name, _element(f"{key}-{number}", one, other, colours))
+                  for number, ((name, one), (_, other)) in enumerate(views, 1)]  # fmt: skip
+        shown = switched(light.choice, [(light.views[0][0], shown), *others])
+    return f'<figure id="{key}">{shown}</figure>'
+
+
+def _element(key: str, light: Picture, dark: Picture, colours: Colours) -> str:
+    """What is in a figure."""
     label = html.escape(f"{light.title}. {light.alt}", quote=True)
     drawn = _both(_bare(light, key), _bare(dark, key), colours) or (
         f'<div class="light">{_bare(light, key)}</div>'
@@ -57,9 +69,9 @@ def figure(key: str, light: Picture, dark: Picture, colours: Colours) -> str:
     drawn = drawn.replace("<svg ", f'<svg role="img" aria-label="{label}" ')
     name = html.escape(f"{light.what}: can be scrolled", quote=True)
     return (
-        f'<figure id="{key}"><div class="scroll" tabindex="0" role="group" aria-label="{name}">'
-        f"{drawn}</div><figcaption><strong>{html.escape(light.title)}.</strong> "
-        f"{html.escape(light.alt)}</figcaption></figure>"
+        f'<div class="scroll" tabindex="0" role="group" aria-label="{name}">{drawn}</div>'
+        f"<figcaption><strong>{html.escape(light.title)}.</strong> {html.escape(light.alt)}"
+        "</figcaption>"
     )
 
 

@@ -47,7 +47,8 @@ class Known:
         name: What the plan is called.
         text: Its file, as it is written; "" where it is none.
         on_top: What was stated beside it, as "KEY=VALUE".
-        states: The textbook's table, where there is no model.
+        counted: Where there is no model, the plan for as many parameters as are stated.
+        states: The textbook's table, likewise.
         decision: What the planner says of it; of a plan that leaves nothing open, too.
         trouble: Why there is no plan, and what would help.
         why_not: Settings that were asked about.
@@ -59,6 +60,7 @@ class Known:
     text: str = ""
     on_top: tuple[str, ...] = ()
     plan: Plan | None = None
+    counted: Plan | None = None
     states: StatesEstimate | None = None
     estimate: MemoryEstimate | None = None
     decision: Decision | None = None
@@ -181,14 +183,15 @@ def _picture(known: Known, what: str, theme: str) -> Picture:
         if known.decision is None:
             raise _AlreadyToldError
         return draw_decision(known.decision, what, theme=theme)
-    if known.plan is None:
+    plan = known.plan or known.counted
+    if plan is None:
         raise PlanError("there is no plan to draw" if known.decision else "no model is named")
     given: dict[str, Any] = {}
     if what in ("memory", "waterfall", "timeline"):
         given = {"gpu": known.gpu, "memory": known.memory}
     if what in ("memory", "waterfall"):
         given["estimate"] = known.estimate
-    return draw(known.plan, what, theme=theme, **given)
+    return draw(plan, what, theme=theme, **given)
 
 
 def _tables(known: Known, left_out: list[tuple[str, str]]) -> Mapping[str, Iterator[str]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Final
 
+from meshplan.pictures.views import STYLE, script
 from meshplan.report.figures import Colours
 
 _PAGE: Final = """<!DOCTYPE html>
@@ -57,7 +58,7 @@ def page(title: str, top: str, sections: Iterable[Section], foot: str, colours: 
     """
     shown = [section for section in sections if section.parts]
     links = "".join(f'<li><a href="#{s.key}">{html.escape(s.title)}</a></li>' for s in shown)
-    style = _file("page.css")
+    style = f"{_file('page.css')}{STYLE}\n"
     for name, is_dark in (("light", False), ("dark", True)):
         style = style.replace(f"/*{name}*/", colours.sheet(is_dark=is_dark))
     body = [
@@ -66,7 +67,10 @@ def page(title: str, top: str, sections: Iterable[Section], foot: str, colours: 
         f'<footer class="quiet">{foot}</footer>',
     ]
     return _PAGE.format(
-        title=html.escape(title), style=style, body="\n".join(body), script=_file("page.js")
+        title=html.escape(title),
+        style=style,
+        body="\n".join(body),
+        script=_file("page.js") + script(),
     )
 
 
