@@ -345,6 +345,7 @@ def estimate_memory(
                 limit_bytes=limit_bytes,
                 notes=(*notes, *more),
                 tells_worst=True,
+                tells_modules=True,
             )
         except (PlanError, SpecError) as error:
             told(f"the config alone does not tell it: {error.problems[0].what}")

@@ -68,12 +68,30 @@ def test_the_json_contract(run):
     assert 0 < peak["requested_bytes"] <= peak["allocated_bytes"] <= peak["reserved_bytes"]
     assert sum(group["terms"].values()) == peak["requested_bytes"]
     assert group["ranks"] == [0, 1, 2, 3]
+    check_modules(group, {"table": 1, "blocks.*.up": 3, "head": 1})
     low, high = group["band"]
     assert low < peak["reserved_bytes"] + peak["driver_bytes"] < high < result["limit_bytes"]
     assert group["at"]["phase"] in ("forward", "loss", "backward", "step")
     assert (group["fits"], result["fits"], result["tier"]) == (True, True, 3)
     assert (result["limit_bytes"], result["is_upper_bound"]) == (141 * 10**9, False)
     assert result["fixes"] == []
+
+
+def check_modules(group: dict[str, Any], counts: dict[str, int]) -> None:
+    """The modules of `estimated.Tower`, which four ranks hold in parts, and Adam's states."""
+    rows = {row["module"]: row for row in group["modules"]}
+    assert sum(row["bytes"] for row in rows.values()) == group["peak"]["requested_bytes"]
+    for row in rows.values():
+        assert sum(row["terms"].values()) == row["bytes"]
+    for term, size in group["terms"].items():
+        assert sum(row["terms"].get(term, 0) for row in rows.values()) == size
+    tower = estimated.tower()
+    for name, count in counts.items():
+        module = tower.get_submodule(name.replace("*", "0"))
+        part = count * sum(p.numel() for p in module.parameters()) * 4 // 4
+        assert rows[name]["count"] == count
+        assert rows[name]["terms"]["parameters"] == part
+        assert rows[name]["terms"]["optimizer"] == 2 * part
 
 
 def test_the_steps_lead_from_the_textbook_to_the_total(run):
@@ -160,8 +178,10 @@ def test_what_is_missing_is_said(run, change, what):
 
 
 def test_the_text_says_where_and_why(run):
-    code, out, err = run(PLAN, "--memory", "1GiB", "-q")
+    code, out, err = run(PLAN, "--memory", "1GiB", "-q", "-v")
     assert (code, err) == (1, "")
+    (row,) = [line.split() for line in out.splitlines() if line.startswith("  blocks.*.up ")]
+    assert row[1:3] == ["x", "3"]
     assert "OVER by" in out
     assert "the peak of ranks 0-3 is in " in out
     assert "from the textbook to this figure:\n  textbook: full_shard, 16*a/n" in out
@@ -236,6 +256,8 @@ def test_where_blocks_repeat_a_step_is_composed_and_is_the_whole_one(run, more):
     result = result_of(run, TALL | more)
     assert result["tier"] == 1
     assert "composed by rules" in result["certified"]
+    if "clip_grad_norm" in more:
+        check_modules(result["groups"][0], {"table": 1, "blocks.*.up": 24, "head": 1})
     check_is_whole(result, whole_log(TALL | more, "high_tower"))
     low, high = result["groups"][0]["band"]
     driver = result["groups"][0]["peak"]["driver_bytes"]
@@ -374,6 +396,11 @@ def test_a_config_answers_without_torch_as_the_trace_does(tmp_path):
         "import json, sys; from meshplan import api;"
         "peak = api.estimate_memory(sys.argv[1]);"
         "assert 'torch' not in sys.modules;"
+        "assert sum(m.num_bytes for m in peak.worst.modules) == peak.worst.peak.requested_bytes;"
+        "held = {m.module: (m.count, m.terms) for m in peak.worst.modules};"
+        "count, terms = held['model.layers.*.mlp.up_proj'];"
+        # Three float32 matrices in four parts, two states of each and its count of steps.
+        "assert (count, terms['parameters'], terms['optimizer']) == (3, 33792, 67596), terms;"
         "print(json.dumps([peak.tier, [g.peak for g in peak.groups]]))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)

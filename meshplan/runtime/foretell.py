@@ -21,6 +21,7 @@ from meshplan.memory.estimate import MemoryEstimate, Tier
 from meshplan.memory.extrapolate import Blocks, NotRepeatingError, extrapolate, is_same
 from meshplan.memory.groups import equal_ranks
 from meshplan.memory.log import EventLog
+from meshplan.memory.modules import with_modules
 from meshplan.plan import Plan
 from meshplan.runtime.apart import run_apart
 from meshplan.runtime.assumed import Loop, check_stated, loop_of
@@ -67,7 +68,7 @@ def foretell(
     check_stated(question.spec, plan.micro, reads_tokens=False)
     groups = equal_ranks(plan.assignment)
     answer = _logs(question, model, plan, [ranks[0] for ranks in groups], told)
-    return assemble(
+    found = assemble(
         plan,
         groups,
         answer.logs,
@@ -79,6 +80,7 @@ def foretell(
         notes=notes,
         error=answer.error,
     )
+    return with_modules(found, plan, answer.logs, question.device)
 
 
 def log_of_rank(question: Question, rank: int, told: Callable[[str], None]) -> EventLog:
