@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from meshplan.runtime.foretell import _imagine, _worth_cutting
 from meshplan.runtime.question import Question, decided
 from meshplan.runtime.repeats import Repeats
 from meshplan.runtime.shrink import Source
-from tests import estimated
+from tests import estimated, picked
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,6 +39,13 @@ PLAN: dict[str, Any] = {
     "batch": {"micro": 2, "seq_len": 16},
 }
 Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[ProcessPoolExecutor]:
+    """A process that is in no group."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
+        yield executor
 
 
 @pytest.fixture
@@ -148,7 +157,16 @@ def test_too_large_is_an_honest_no_and_each_fix_is_estimated(run):
     ("entry", "words"),
     [
         ("asking", ("aten._local_scalar_dense.default", "blocks.1 (estimated.py:")),
-        ("picking", ("aten.nonzero.default", "blocks.2 (estimated.py:")),
+        (
+            "filling",
+            (
+                "aten.nonzero.default",
+                "blocks.1 (estimated.py:",
+                "nor is there an upper",
+                "what aten.ones.default in blocks.1 makes is larger",
+            ),
+        ),
+        ("repeating", ("aten.repeat_interleave.Tensor", "blocks.0 (estimated.py:")),
         ("ruleless", ("meshplan_tests::half", "blocks.0 (estimated.py:")),
     ],
 )
@@ -159,6 +177,34 @@ def test_what_cannot_be_traced_is_named(run, entry, words):
     assert "    fix: " in err
     for word in words:
         assert word in err
+
+
+def test_what_a_mask_picks_has_an_upper_bound(run):
+    plan = PLAN | {"model": {"entry": "tests.estimated:picking"}}
+    result = result_of(run, plan)
+    assert result["is_upper_bound"]
+    assert "all is picked that aten.nonzero.default could pick, in blocks.2" in result["bound"]
+    (group,) = result["groups"]
+    # It picks all that a block computes with, which it reads and writes once more.
+    whole = result_of(run, PLAN)["groups"][0]
+    assert group["peak"]["requested_bytes"] > whole["peak"]["requested_bytes"]
+    assert group["band"][1] > group["peak"]["reserved_bytes"]
+    assert group["band"][0] < whole["band"][0]
+    code, out, _ = run(plan, "-q", "--memory", "1GiB")
+    assert code == 1
+    assert out.startswith("AT MOST: ")
+    assert "an upper bound: all is picked" in out
+
+
+def test_what_is_picked_takes_no_more_than_the_bound(pool, apart):
+    """All of it takes as much, to the byte."""
+    most = apart.submit(picked.at_most).result()
+    assert isinstance(most, dict), most
+    assert pool(2).run(picked.measured, picked.LENGTH)[0] == most
+    for count in (0, 5):
+        found = pool(2).run(picked.measured, count)[0]
+        assert {name: size for name, (size, _) in found.items() if size > most[name][0]} == {}
+        assert found["forward"][0] < most["forward"][0]
 
 
 @pytest.mark.parametrize(
