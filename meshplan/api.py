@@ -339,17 +339,16 @@ def estimate_memory(
             graph, more, _ = _find_model(spec, None, config)
             assert graph is not None
             decided = make_plan(spec, graph)
-            found = told_estimate(
+            return told_estimate(
                 decided,
                 device=device,
                 limit_bytes=limit_bytes,
                 notes=(*notes, *more),
                 tells_worst=True,
+                tells_modules=True,
             )
         except (PlanError, SpecError) as error:
             told(f"the config alone does not tell it: {error.problems[0].what}")
-        else:
-            return found
     from meshplan.runtime.fixes import with_fixes  # torch
     from meshplan.runtime.foretell import foretell
     from meshplan.runtime.question import Question

@@ -114,7 +114,8 @@ def _estimate_peaks(args: argparse.Namespace) -> int:
         print(envelope("memory/1", memory_to_json(estimate), estimate.notes))
     else:
         colour = wants_colour(no_color=args.no_color)
-        print(*memory_to_text(estimate, str(args.file), colour=colour), sep="\n")
+        print(*memory_to_text(estimate, str(args.file), colour=colour, by_module=args.verbose),
+              sep="\n")  # fmt: skip
         print_notes(args, estimate.notes)
     return NO if estimate.fits is False else YES
 

@@ -77,6 +77,35 @@ class Picks(Block):
         return out
 
 
+class Fills(Block):
+    """Makes a tensor that is the larger the fewer tokens are picked."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = x[x[..., 0] > 0]
+        rest = torch.ones(x.shape[0] * x.shape[1] + 64 - chosen.shape[0], WIDTH)
+        return super().forward(x) + rest.mean() + chosen.mean()
+
+
+def filling() -> nn.Module:
+    model = Tower(3)
+    model.blocks[1] = Fills()
+    return model
+
+
+class Repeats(Block):
+    """Computes with as many tokens as numbers add up to: no mask bounds them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        counts = (x[..., 0] > 0).long().flatten()
+        return super().forward(x) + x.flatten(0, 1).repeat_interleave(counts, 0).mean()
+
+
+def repeating() -> nn.Module:
+    model = Tower(3)
+    model.blocks[0] = Repeats()
+    return model
+
+
 def asking() -> nn.Module:
     model = Tower(3)
     model.blocks[1] = Asks()

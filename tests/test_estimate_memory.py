@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,12 @@ from meshplan.memory.extrapolate import Blocks, NotRepeatingError, extrapolate, 
 from meshplan.memory.log import Event, Storage
 from meshplan.reader import load_spec
 from meshplan.runtime.apart import run_apart
+from meshplan.runtime.fixes import _Change, _first_blocks, _least, _times
 from meshplan.runtime.foretell import _imagine, _worth_cutting
 from meshplan.runtime.question import Question, decided
 from meshplan.runtime.repeats import Repeats
 from meshplan.runtime.shrink import Source
-from tests import estimated
+from tests import estimated, picked
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,6 +41,13 @@ PLAN: dict[str, Any] = {
     "batch": {"micro": 2, "seq_len": 16},
 }
 Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[ProcessPoolExecutor]:
+    """A process that is in no group."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
+        yield executor
 
 
 @pytest.fixture
@@ -68,12 +79,30 @@ def test_the_json_contract(run):
     assert 0 < peak["requested_bytes"] <= peak["allocated_bytes"] <= peak["reserved_bytes"]
     assert sum(group["terms"].values()) == peak["requested_bytes"]
     assert group["ranks"] == [0, 1, 2, 3]
+    check_modules(group, {"table": 1, "blocks.*.up": 3, "head": 1})
     low, high = group["band"]
     assert low < peak["reserved_bytes"] + peak["driver_bytes"] < high < result["limit_bytes"]
     assert group["at"]["phase"] in ("forward", "loss", "backward", "step")
     assert (group["fits"], result["fits"], result["tier"]) == (True, True, 3)
     assert (result["limit_bytes"], result["is_upper_bound"]) == (141 * 10**9, False)
     assert result["fixes"] == []
+
+
+def check_modules(group: dict[str, Any], counts: dict[str, int]) -> None:
+    """The modules of `estimated.Tower`, which four ranks hold in parts, and Adam's states."""
+    rows = {row["module"]: row for row in group["modules"]}
+    assert sum(row["bytes"] for row in rows.values()) == group["peak"]["requested_bytes"]
+    for row in rows.values():
+        assert sum(row["terms"].values()) == row["bytes"]
+    for term, size in group["terms"].items():
+        assert sum(row["terms"].get(term, 0) for row in rows.values()) == size
+    tower = estimated.tower()
+    for name, count in counts.items():
+        module = tower.get_submodule(name.replace("*", "0"))
+        part = count * sum(p.numel() for p in module.parameters()) * 4 // 4
+        assert rows[name]["count"] == count
+        assert rows[name]["terms"]["parameters"] == part
+        assert rows[name]["terms"]["optimizer"] == 2 * part
 
 
 def test_the_steps_lead_from_the_textbook_to_the_total(run):
@@ -130,7 +159,16 @@ def test_too_large_is_an_honest_no_and_each_fix_is_estimated(run):
     ("entry", "words"),
     [
         ("asking", ("aten._local_scalar_dense.default", "blocks.1 (estimated.py:")),
-        ("picking", ("aten.nonzero.default", "blocks.2 (estimated.py:")),
+        (
+            "filling",
+            (
+                "aten.nonzero.default",
+                "blocks.1 (estimated.py:",
+                "nor is there an upper",
+                "what aten.ones.default in blocks.1 makes is larger",
+            ),
+        ),
+        ("repeating", ("aten.repeat_interleave.Tensor", "blocks.0 (estimated.py:")),
         ("ruleless", ("meshplan_tests::half", "blocks.0 (estimated.py:")),
     ],
 )
@@ -141,6 +179,34 @@ def test_what_cannot_be_traced_is_named(run, entry, words):
     assert "    fix: " in err
     for word in words:
         assert word in err
+
+
+def test_what_a_mask_picks_has_an_upper_bound(run):
+    plan = PLAN | {"model": {"entry": "tests.estimated:picking"}}
+    result = result_of(run, plan)
+    assert result["is_upper_bound"]
+    assert "all is picked that aten.nonzero.default could pick, in blocks.2" in result["bound"]
+    (group,) = result["groups"]
+    # It picks all that a block computes with, which it reads and writes once more.
+    whole = result_of(run, PLAN)["groups"][0]
+    assert group["peak"]["requested_bytes"] > whole["peak"]["requested_bytes"]
+    assert group["band"][1] > group["peak"]["reserved_bytes"]
+    assert group["band"][0] < whole["band"][0]
+    code, out, _ = run(plan, "-q", "--memory", "1GiB")
+    assert code == 1
+    assert out.startswith("AT MOST: ")
+    assert "an upper bound: all is picked" in out
+
+
+def test_what_is_picked_takes_no_more_than_the_bound(pool, apart):
+    """All of it takes as much, to the byte."""
+    most = apart.submit(picked.at_most).result()
+    assert isinstance(most, dict), most
+    assert pool(2).run(picked.measured, picked.LENGTH)[0] == most
+    for count in (0, 5):
+        found = pool(2).run(picked.measured, count)[0]
+        assert {name: size for name, (size, _) in found.items() if size > most[name][0]} == {}
+        assert found["forward"][0] < most["forward"][0]
 
 
 @pytest.mark.parametrize(
@@ -160,8 +226,10 @@ def test_what_is_missing_is_said(run, change, what):
 
 
 def test_the_text_says_where_and_why(run):
-    code, out, err = run(PLAN, "--memory", "1GiB", "-q")
+    code, out, err = run(PLAN, "--memory", "1GiB", "-q", "-v")
     assert (code, err) == (1, "")
+    (row,) = [line.split() for line in out.splitlines() if line.startswith("  blocks.*.up ")]
+    assert row[1:3] == ["x", "3"]
     assert "OVER by" in out
     assert "the peak of ranks 0-3 is in " in out
     assert "from the textbook to this figure:\n  textbook: full_shard, 16*a/n" in out
@@ -236,6 +304,8 @@ def test_where_blocks_repeat_a_step_is_composed_and_is_the_whole_one(run, more):
     result = result_of(run, TALL | more)
     assert result["tier"] == 1
     assert "composed by rules" in result["certified"]
+    if "clip_grad_norm" in more:
+        check_modules(result["groups"][0], {"table": 1, "blocks.*.up": 24, "head": 1})
     check_is_whole(result, whole_log(TALL | more, "high_tower"))
     low, high = result["groups"][0]["band"]
     driver = result["groups"][0]["peak"]["driver_bytes"]
@@ -309,6 +379,83 @@ def test_nothing_recomputed_lives_on(run):
     assert again.by_phase["step"][1] == whole_log(PLAN | tp, "tower").by_phase["step"][1]
 
 
+@pytest.mark.parametrize(("limit", "count"), [(100, 1), (99, 2), (91, 10), (77, 24), (76, None)])
+def test_the_least_of_a_change_that_fits_is_looked_for(limit, count):
+    """101 - n bytes with n blocks checkpointed: one block less would not fit."""
+    asked = []
+
+    def change(number: int) -> _Change:
+        return _Change(f"checkpoint {number}", "", load_spec(PLAN), count=number)
+
+    def high_of(part: _Change) -> int:
+        asked.append(part.count)
+        return 101 - part.count
+
+    whole = replace(change(24), part=change)
+    found = _least(whole, high_of, limit) if high_of(whole) <= limit else None
+    assert (None if found is None else found.change) == (
+        f"checkpoint {count}" if count not in (None, 24) else None
+    )
+    assert len(asked) <= 1 + whole.num_parts
+
+
+def test_the_first_blocks_are_named_as_a_rule_matches_them():
+    names = ("encoder.0", "encoder.1", "decoder.0", "decoder.1", "decoder.2")
+    part = _first_blocks(load_spec(PLAN), names, 4)
+    assert part.text == "checkpoint 4 of 5 blocks"
+    assert part.setting == (
+        'rules: [{match: ["encoder.{0..1}", "decoder.{0..1}"], activation_checkpointing: full}]'
+    )
+    assert _first_blocks(load_spec(PLAN), names, 1).spec.rules[-1].match[0].text == "encoder.0"
+
+
+@pytest.mark.wide
+def test_as_few_blocks_as_fit_are_checkpointed(run):
+    plan = TALL | {"batch": {"micro": 64, "seq_len": 64}}
+
+    def high(change: dict[str, Any]) -> int:
+        return result_of(run, plan | change)["groups"][0]["band"][1]
+
+    def of(count: int) -> dict[str, Any]:
+        rule = {"match": f"blocks.{{0..{count - 1}}}", "activation_checkpointing": "full"}
+        return {"rules": [rule]}
+
+    limit = high(of(9))
+    assert high(of(8)) > limit
+    fixes = result_of(run, plan, "--memory", str(limit), "--fixes", code=1)["fixes"]
+    found = {fix["change"]: fix for fix in fixes}
+    assert found["checkpoint 9 of 24 blocks"] == {
+        "change": "checkpoint 9 of 24 blocks",
+        "setting": 'rules: [{match: ["blocks.{0..8}"], activation_checkpointing: full}]',
+        "high_bytes": limit,
+        "fits": True,
+    }
+    assert found["checkpoint every block"]["high_bytes"] < limit
+
+
+@pytest.mark.parametrize(
+    ("more", "parts"),
+    [
+        ({}, {5: "mesh: {dp_shard: 5}", 6: "mesh: {dp_shard: 6}", 7: "mesh: {dp_shard: 7}"}),
+        ({"mesh": {"dp_shard": 4, "tp": 2}, "tp_plan": "auto",
+          "hardware": {"gpu": "h100-sxm-80gb", "gpus_per_node": 4, "nodes": 2}},
+         {3: "mesh: {dp_shard: 6, tp: 2}"}),
+        ({"hardware": {"gpu": "h100-sxm-80gb", "gpus_per_node": 4, "nodes": 1}}, {}),
+    ],
+)  # fmt: skip
+def test_gpus_are_added_by_whole_nodes(more, parts):
+    source = Source(entry="tests.estimated:tower", origin=Origin("<test>"))
+    _, plan = decided(load_spec(PLAN | more), source)
+    change = _times(plan, 2)
+    assert change.spec.mesh["dp_shard"] == 8
+    assert change.part is not None
+    between = range(change.fails + 1, change.count)
+    assert {n: change.part(n).setting for n in between} == parts
+    if parts and more:
+        assert change.part(3).spec.hardware.nodes == 3
+    assert change.further().spec.mesh["dp_shard"] == 16
+
+
 def is_alive(group: int) -> bool:
     """Whether any process of a group is."""
     try:
@@ -374,6 +521,11 @@ def test_a_config_answers_without_torch_as_the_trace_does(tmp_path):
         "import json, sys; from meshplan import api;"
         "peak = api.estimate_memory(sys.argv[1]);"
         "assert 'torch' not in sys.modules;"
+        "assert sum(m.num_bytes for m in peak.worst.modules) == peak.worst.peak.requested_bytes;"
+        "held = {m.module: (m.count, m.terms) for m in peak.worst.modules};"
+        "count, terms = held['model.layers.*.mlp.up_proj'];"
+        # Three float32 matrices in four parts, two states of each and its count of steps.
+        "assert (count, terms['parameters'], terms['optimizer']) == (3, 33792, 67596), terms;"
         "print(json.dumps([peak.tier, [g.peak for g in peak.groups]]))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)

@@ -95,7 +95,8 @@ def figures(log: EventLog) -> Figures:
     for delta, number, phase in log.events:
         live += delta
         storage = log.storages[number]
-        if delta > 0 and storage.op not in ("", "aten.empty.memory_format"):  # Not the wrappers'.
+        if phase and delta > 0 and storage.op not in ("", "aten.empty.memory_format"):
+            # Not the wrappers'.
             place = log.phases[phase], ".".join(storage.module.split(".")[:3])
             most[place] = max(most.get(place, 0), live)
     return log.by_phase, {place: size for place, size in most.items() if place[1].count(".") == 2}

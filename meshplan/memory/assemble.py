@@ -76,6 +76,21 @@ def assemble(
     return replace(estimate, reconciliation=steps)
 
 
+def as_bound(estimate: MemoryEstimate, logs: Sequence[EventLog], why: str) -> MemoryEstimate:
+    """The estimate, of whose figures only is known that nothing is larger.
+
+    At the least there is what lives before the step begins.
+
+    Args:
+        logs: Of the first rank of each group.
+    """
+    groups = tuple(
+        replace(group, band=(min(group.band[0], log.by_phase["before"][1]), group.band[1]))
+        for group, log in zip(estimate.groups, logs, strict=True)
+    )
+    return replace(estimate, groups=groups, bound=why)
+
+
 def _stages_of(plan: Plan, rank: int) -> tuple[int, ...]:
     stages = plan.assignment.stages
     return () if stages is None else stages.of_rank(plan.mesh.index(rank, ("pp",)))

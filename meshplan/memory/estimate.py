@@ -62,6 +62,26 @@ class Spot(NamedTuple):
     term: Term
 
 
+@dataclass(frozen=True, slots=True)
+class ModuleBytes:
+    """What is of one module at the peak, or of modules that are alike.
+
+    Args:
+        module: Its fqn, with a star for the number of a block that repeats; "" for none.
+        count: How many modules that are.
+        terms: What their bytes are; they add up.
+    """
+
+    module: str
+    count: int
+    terms: Mapping[Term, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all terms."""
+        return sum(self.terms.values())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
     """Ranks that are alike.
@@ -77,6 +97,8 @@ class RankGroup:
         host_bytes: What its tensors hold in the host's memory at the most, beside all that.
         packed_bytes: Where it does not, of the worst group: what would be reserved with expandable
             segments.
+        modules: The requested bytes at the peak once more, by module, those with most first; empty
+            where nobody asked. They add up to the peak too.
     """
 
     ranks: tuple[int, ...]
@@ -88,6 +110,7 @@ class RankGroup:
     fits: bool | None
     host_bytes: int = 0
     packed_bytes: int | None = None
+    modules: tuple[ModuleBytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,10 +137,15 @@ class EventLog:
         return live
 
     @cached_property
+    def live_at_peak(self) -> Mapping[int, int]:
+        """Bytes of every storage that lives at the peak."""
+        return self.live_after(self.peak.event)
+
+    @cached_property
     def terms_at_peak(self) -> Mapping[Term, int]:
         """What the peak is made of; the terms add up to it."""
         out = dict.fromkeys(Term, 0)
-        for storage, size in self.live_after(self.peak.event).items():
+        for storage, size in self.live_at_peak.items():
             out[self.storages[storage].term] += size
         return out
 

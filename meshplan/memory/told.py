@@ -20,6 +20,7 @@ from meshplan.memory.experts import Spread, most_arriving
 from meshplan.memory.fused import check_fused
 from meshplan.memory.groups import equal_ranks
 from meshplan.memory.log import EventLog, Term
+from meshplan.memory.modules import with_modules
 from meshplan.memory.replay import replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.replay.shards import offloads_params, unit_shards
@@ -64,6 +65,7 @@ def told_estimate(
     most_bytes: float = float("inf"),
     tells_worst: bool = False,
     packs: bool = True,
+    tells_modules: bool = False,
 ) -> MemoryEstimate:
     """What every rank needs, without torch and in a second.
 
@@ -73,6 +75,7 @@ def told_estimate(
         most_bytes: What a rank may reserve at the most for the rest to be of interest.
         tells_worst: Whether to tell what a rank would need that all tokens are routed to.
         packs: As for `assemble`.
+        tells_modules: Whether to tell of which modules the peak is.
 
     Raises:
         PlanError: The model's operations, or something in the plan, are not known.
@@ -138,7 +141,10 @@ def told_estimate(
             )
             fullest = [groups.index(found.worst.ranks)]
             if works.only_in_brief or in_full.issuperset(fullest):
-                return found
+                break
+    if tells_modules:
+        found = with_modules(found, plan, [told[n] for n in range(len(groups))], device)
+    return found
 
 
 def told_rank(plan: Plan, rank: int, *, device: str) -> EventLog:

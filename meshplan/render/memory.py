@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
-from meshplan.memory import MemoryEstimate
-from meshplan.memory.estimate import RankGroup
+from meshplan.memory import MemoryEstimate, Term
+from meshplan.memory.estimate import ModuleBytes, RankGroup
 from meshplan.render.text import columns, paint
 from meshplan.units import format_bytes, format_gib, spans_of
 
@@ -16,6 +16,15 @@ _HOW = {
     "3": "the whole step was traced",
 }
 _MOST_RUNS = 4
+_MOST_MODULES = 40
+_COLUMNS: Final[Mapping[str, tuple[Term, ...]]] = {
+    "parameters": (Term.PARAMETERS,),
+    "gradients": (Term.GRADIENTS,),
+    "optimizer": (Term.OPTIMIZER,),
+    "gathered": (Term.GATHERED,),
+    "activations": (Term.ACTIVATIONS, Term.LOSS),
+}
+"""What the table of modules tells apart."""
 
 
 def memory_to_json(estimate: MemoryEstimate) -> dict[str, Any]:
@@ -62,16 +71,31 @@ def _group_to_json(group: RankGroup) -> dict[str, Any]:
         "terms": {str(term): size for term, size in group.terms.items()},
         "fits": group.fits,
         "host_bytes": group.host_bytes,
+        "modules": [
+            {
+                "module": row.module,
+                "count": row.count,
+                "bytes": row.num_bytes,
+                "terms": {str(term): size for term, size in row.terms.items()},
+            }
+            for row in group.modules
+        ],
     }
 
 
-def memory_to_text(estimate: MemoryEstimate, model: str, *, colour: bool = False) -> list[str]:
+def memory_to_text(
+    estimate: MemoryEstimate, model: str, *, colour: bool = False, by_module: bool = False
+) -> list[str]:
     """The lines of the answer, without the notes.
 
     Args:
         model: What the title calls the plan and its model.
+        by_module: Whether to tell of which modules the peak is.
     """
-    sections = [_table(estimate, model, colour), _peak(estimate), reconciliation_to_text(estimate)]
+    sections = [_table(estimate, model, colour), _peak(estimate)]
+    if by_module and estimate.worst.modules:
+        sections.append(_modules(estimate.worst))
+    sections.append(reconciliation_to_text(estimate))
     if estimate.fits is False and estimate.fixes:
         sections.append(_fixes(estimate, colour))
     sections.append(_basis(estimate))
@@ -135,6 +159,35 @@ def _peak(estimate: MemoryEstimate) -> list[str]:
         (f"  {term}", format_bytes(size), f"{size / whole:.1%}") for term, size in largest_first
     ]
     return [title, *columns(rows, "<>>")]
+
+
+def _modules(group: RankGroup) -> list[str]:
+    """Of which modules the peak is: a row for each, the last ones together."""
+    shown, rest = group.modules[:_MOST_MODULES], group.modules[_MOST_MODULES:]
+    names = [row.module or "(no module)" for row in shown]
+    rows = [
+        (f"  {name}", f"x {row.count}" if row.count > 1 else "", *_columns(row.terms))
+        for name, row in zip(names, shown, strict=True)
+    ]
+    if rest:
+        others = _sum(rest)
+        rows.append((f"  {len(rest)} others", "", *_columns(others)))
+    rows.append(("  in all", "", *_columns(_sum(group.modules))))
+    header = ("  module", "", *_COLUMNS, "other", "in all")
+    return ["the same by module:", *columns([header, *rows], "<<" + ">" * (len(_COLUMNS) + 2))]
+
+
+def _sum(rows: Sequence[ModuleBytes]) -> Mapping[Term, int]:
+    return {term: sum(row.terms.get(term, 0) for row in rows) for term in Term}
+
+
+def _columns(terms: Mapping[Term, int]) -> tuple[str, ...]:
+    """The largest terms apart, and the rest together."""
+    apart = [sum(terms.get(term, 0) for term in kinds) for kinds in _COLUMNS.values()]
+    whole = sum(terms.values())
+    return tuple(
+        format_bytes(size) if size else "-" for size in (*apart, whole - sum(apart), whole)
+    )
 
 
 def reconciliation_to_text(estimate: MemoryEstimate) -> list[str]:

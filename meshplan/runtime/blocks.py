@@ -230,6 +230,8 @@ def note_held(ledger: Ledger, model: nn.Module, batch: Any) -> set[int]:
     """Say what is there already; returns the storages of the parameters."""
     ledger.note(model.parameters(), Term.PARAMETERS)
     ledger.note(model.buffers(), Term.BUFFERS)
+    for fqn, module in model.named_modules():
+        ledger.name(module.buffers(recurse=False), fqn)
     ledger.note((tensor for _, tensor in tensors_in(batch)), Term.INPUTS)
     return {number for param in model.parameters() for number in ledger.numbers_of(param)}
 

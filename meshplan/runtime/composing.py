@@ -29,7 +29,7 @@ from meshplan.runtime.blocks import trace_work
 from meshplan.runtime.private_fakes import untraceable
 from meshplan.runtime.question import Imagined, Question, decided
 from meshplan.runtime.runs import runs_of
-from meshplan.runtime.stumble import problem_of
+from meshplan.runtime.stumble import refused
 
 COMPOSED_ERROR: Final = 0.001
 """How far a composed step may be from the traced one, as a share. [Empirical]: of the models and
@@ -100,5 +100,5 @@ def _compose(
         return error.problems[0].what
     except Exception as error:  # The model's own code may raise anything.
         if untraceable(error) is not None:
-            raise PlanError(problem_of(error, model, question.source.origin)) from None
+            raise refused(error, model, question.source.origin) from None
         return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -6,9 +6,11 @@ machines. A change that the plan or the model does not admit is not offered.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Final
 
@@ -20,6 +22,8 @@ from meshplan.runtime.question import Question, decided
 from meshplan.spec import ActivationCheckpointing, Rule, Selector, Spec
 
 _A_FEW_SECONDS: Final = 8.0
+_MOST_TIMES: Final = 8
+"""As many times as many GPUs are tried."""
 _SHARDED: Final = ("zero1", "zero2", "full_shard")
 
 
@@ -32,12 +36,25 @@ class _Change:
         setting: How a plan would state it.
         spec: The plan with it.
         further: More of the same, to be tried where this is not enough.
+        count: How much of it this is.
+        fails: How much of it is known not to be enough.
+        part: The same in another measure, so that the least that fits can be looked for.
+        is_whole: Whether it is offered beside its part that fits.
     """
 
     text: str
     setting: str
     spec: Spec
     further: Callable[[], _Change] | None = None
+    count: int = 0
+    fails: int = 0
+    part: Callable[[int], _Change] | None = None
+    is_whole: bool = False
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts of it are looked at, at the most."""
+        return (self.count - self.fails - 1).bit_length() if self.part is not None else 0
 
 
 def with_fixes(
@@ -58,27 +75,56 @@ def with_fixes(
     found = list(_free(estimate))
     _, plan = decided(question.spec, question.source)
     changes = list(_changes(plan))
-    takes_s = took_s * len(changes)
+    takes_s = took_s * sum(1 + change.num_parts for change in changes)
     if is_asked is None and takes_s > _A_FEW_SECONDS:
         note = f"--fixes looks for single changes that would fit, in about {takes_s:.0f} s"
         return replace(estimate, fixes=tuple(found), notes=(*estimate.notes, note))
     waiting = deque(changes)
-    while waiting:
-        change = waiting.popleft()
+
+    def high_of(change: _Change) -> int | None:
+        """The upper end of the band of the worst ranks; None where it does not go."""
         told(f"what if: {change.text}")
         try:
-            other = foretell(replace(question, spec=change.spec), lambda text: None)
+            other = foretell(replace(question, spec=change.spec, tier=None), lambda text: None)
         except MeshplanError:
-            continue  # It does not go with this plan or this model.
-        assert other.fits is not None
-        if not other.fits and change.further is not None:
+            return None  # It does not go with this plan or this model.
+        return other.worst.band[1]
+
+    limit = estimate.limit_bytes
+    assert limit is not None
+    while waiting:
+        change = waiting.popleft()
+        high = high_of(change)
+        if high is None:
+            continue
+        if high > limit and change.further is not None:
             waiting.appendleft(change.further())
-        elif other.worst.band[1] < estimate.worst.band[1]:
-            high = other.worst.band[1]
-            found.append(
-                Fix(change=change.text, setting=change.setting, total_bytes=high, fits=other.fits)
-            )
+            continue
+        whole = _fix(change, high, limit)
+        least = _least(change, high_of, limit) if high <= limit else None
+        if least is not None:
+            found.append(least)
+        if high < estimate.worst.band[1] and (least is None or change.is_whole):
+            found.append(whole)
     return replace(estimate, fixes=tuple(found))
+
+
+def _fix(change: _Change, high: int, limit: int) -> Fix:
+    return Fix(change=change.text, setting=change.setting, total_bytes=high, fits=high <= limit)
+
+
+def _least(change: _Change, high_of: Callable[[_Change], int | None], limit: int) -> Fix | None:
+    """The least of a change that fits, where less than the whole of it does."""
+    fails, fits, found = change.fails, change.count, None
+    while change.part is not None and fits - fails > 1:
+        middle = (fails + fits) // 2
+        part = change.part(middle)
+        high = high_of(part)
+        if high is not None and high <= limit:
+            fits, found = middle, _fix(part, high, limit)
+        else:
+            fails = middle
+    return found
 
 
 def _free(estimate: MemoryEstimate) -> Iterator[Fix]:
@@ -128,10 +174,14 @@ def _changes(plan: Plan) -> Iterator[_Change]:
             ("full", "checkpoint every block"),
         ):
             policy = ActivationCheckpointing(mode=mode)  # type: ignore[arg-type]
+            blocks = plan.graph.blocks() if mode == "full" else ()
             yield _Change(
                 words,
                 f"activation_checkpointing: {mode}",
                 replace(spec, activation_checkpointing=policy),
+                count=len(blocks),
+                part=partial(_first_blocks, spec, blocks) if blocks else None,
+                is_whole=True,
             )
     elif spec.activation_checkpointing.mode != "full" or spec.activation_checkpointing.every > 1:
         policy = ActivationCheckpointing(mode="full")
@@ -141,6 +191,35 @@ def _changes(plan: Plan) -> Iterator[_Change]:
             replace(spec, activation_checkpointing=policy),
         )
     yield from _more_machines(plan)
+
+
+def _first_blocks(spec: Spec, blocks: Sequence[str], count: int) -> _Change:
+    """So many blocks run again, from the first on: the others' backward needs no forward twice."""
+    numbers: dict[str, list[str]] = {}
+    for fqn in blocks[:count]:
+        container, _, number = fqn.rpartition(".")
+        numbers.setdefault(container, []).append(number)
+    globs = [
+        ".".join(filter(None, (container, _range(each)))) for container, each in numbers.items()
+    ]
+    policy = ActivationCheckpointing(mode="full")
+    match = tuple(Selector("glob", glob) for glob in globs)
+    rule = Rule(index=len(spec.rules), match=match, activation_checkpointing=policy)
+    written = ", ".join(f'"{glob}"' for glob in globs)
+    return _Change(
+        f"checkpoint {count} of {len(blocks)} blocks",
+        f"rules: [{{match: [{written}], activation_checkpointing: full}}]",
+        replace(spec, rules=(*spec.rules, rule)),
+    )
+
+
+def _range(names: Sequence[str]) -> str:
+    """What matches these children of one container, and no others."""
+    if len(names) == 1:
+        return names[0]
+    if [*names] == [str(n) for n in range(int(names[0]), int(names[0]) + len(names))]:
+        return f"{{{names[0]}..{names[-1]}}}"
+    return f"{{{','.join(names)}}}"
 
 
 def _large_of_the_root(plan: Plan) -> list[str]:
@@ -205,18 +284,45 @@ def _strategies(plan: Plan) -> Iterator[_Change]:
 
 
 def _more_machines(plan: Plan) -> Iterator[_Change]:
-    """Twice as many ranks that share what is cut."""
+    """More ranks that share what is cut."""
+    if plan.mesh.size("dp_shard") > 1 and not plan.mesh.loans:
+        yield _times(plan, 2)
+
+
+def _times(plan: Plan, times: int) -> _Change:
+    """So many times as many GPUs, or the fewest below that do, a whole node at a time."""
+    shard, hardware = plan.mesh.size("dp_shard"), plan.spec.hardware
+    step = 1
+    if hardware is not None:
+        alike = plan.mesh.world_size // shard
+        step = hardware.gpus_per_node // math.gcd(hardware.gpus_per_node, alike)
+    change = _on(plan, times * shard)
+    more = partial(_times, plan, 2 * times) if times < _MOST_TIMES else None
+    if shard % step:
+        return replace(change, further=more)
+    return replace(
+        change,
+        further=more,
+        count=times * shard // step,
+        fails=times // 2 * shard // step,
+        part=lambda count: _on(plan, count * step),
+    )
+
+
+def _on(plan: Plan, shard: int) -> _Change:
+    """As many ranks along dp_shard."""
     spec, mesh = plan.spec, plan.mesh
-    if mesh.size("dp_shard") == 1 or mesh.loans:
-        return
-    sizes = {axis.name: axis.size * (2 if axis.name == "dp_shard" else 1) for axis in mesh}
-    hardware = spec.hardware and replace(spec.hardware, nodes=2 * spec.hardware.nodes)
-    batch = spec.batch
+    before = mesh.size("dp_shard")
+    sizes = {axis.name: shard if axis.name == "dp_shard" else axis.size for axis in mesh}
+    world = mesh.world_size // before * shard
+    hardware, batch = spec.hardware, spec.batch
+    if hardware is not None:
+        hardware = replace(hardware, nodes=-(-world // hardware.gpus_per_node))
     if batch.global_ is not None:
-        batch = replace(batch, global_=2 * batch.global_)
+        batch = replace(batch, global_=batch.global_ * shard // before)
     settings = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
-    yield _Change(
-        f"{2 * mesh.world_size} GPUs",
+    return _Change(
+        f"{world} GPUs",
         f"mesh: {{{settings}}}",
         replace(spec, mesh=MappingProxyType(sizes), hardware=hardware, batch=batch),
     )

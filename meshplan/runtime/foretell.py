@@ -16,19 +16,21 @@ from typing import Final
 from torch import nn
 
 from meshplan.errors import MeshplanError, Origin, PlanError, Problem
-from meshplan.memory.assemble import assemble
+from meshplan.memory.assemble import as_bound, assemble
 from meshplan.memory.estimate import MemoryEstimate, Tier
 from meshplan.memory.extrapolate import Blocks, NotRepeatingError, extrapolate, is_same
 from meshplan.memory.groups import equal_ranks
 from meshplan.memory.log import EventLog
+from meshplan.memory.modules import with_modules
 from meshplan.plan import Plan
 from meshplan.runtime.apart import run_apart
 from meshplan.runtime.assumed import Loop, check_stated, loop_of
+from meshplan.runtime.bounding import NoBoundError, check_grows, everything, half, picking
 from meshplan.runtime.composing import COMPOSED_ERROR, NotComposedError, composed, is_cheaper
 from meshplan.runtime.imagine import imagine_step
 from meshplan.runtime.question import Imagined, Question, decided
 from meshplan.runtime.repeats import Repeats, cut, is_alike, repeats_of
-from meshplan.runtime.stumble import problem_of
+from meshplan.runtime.stumble import UnknownShapeError, refused
 
 _CERTIFYING: Final = 2
 """How many periods more than the smallest model the one has that proves the others."""
@@ -48,6 +50,7 @@ class _Answer:
     tier: Tier
     certified: str
     error: float = 0.0
+    bound: str = ""
 
 
 def foretell(
@@ -66,8 +69,12 @@ def foretell(
     model, plan = decided(question.spec, question.source)
     check_stated(question.spec, plan.micro, reads_tokens=False)
     groups = equal_ranks(plan.assignment)
-    answer = _logs(question, model, plan, [ranks[0] for ranks in groups], told)
-    return assemble(
+    firsts = [ranks[0] for ranks in groups]
+    try:
+        answer = _logs(question, model, plan, firsts, told)
+    except UnknownShapeError as error:
+        answer = _bounded(question, firsts, told, error)
+    found = assemble(
         plan,
         groups,
         answer.logs,
@@ -79,6 +86,9 @@ def foretell(
         notes=notes,
         error=answer.error,
     )
+    if answer.bound:
+        found = as_bound(found, answer.logs, answer.bound)
+    return with_modules(found, plan, answer.logs, question.device)
 
 
 def log_of_rank(question: Question, rank: int, told: Callable[[str], None]) -> EventLog:
@@ -156,6 +166,47 @@ def _beside_composed(
     if other != right:
         words = f"has a peak {(other - right) / right:+.4%} beside it"
     return replace(found, certified=f"{found.certified}; the composed step (tier 1) {words}")
+
+
+def _bounded(
+    question: Question,
+    ranks: Sequence[int],
+    told: Callable[[str], None],
+    error: UnknownShapeError,
+) -> _Answer:
+    """Tier 3 of a step some of whose tensors are as large as numbers say: what it is at the most.
+
+    Raises:
+        PlanError: Nothing proves that it is.
+    """
+    (problem,) = error.problems
+    told("imagining the step with everything picked that could be")
+    try:
+        found = run_apart(_imagine_most, [(question, rank) for rank in ranks])
+    except UnknownShapeError:
+        raise PlanError(problem) from None
+    refused = next((each for each in found if isinstance(each, str)), None)
+    if refused is not None:
+        what = f"{problem.what}; nor is there an upper bound: {refused}"
+        raise PlanError(Problem(what, problem.origin, problem.fix))
+    op, where = problem.what.partition(" ")[0], problem.what.rpartition(": ")[2]
+    bound = f"all is picked that {op} could pick, {where}; with half of it nothing is larger"
+    logs = [each.log for each in found]
+    return _Answer(logs, found[0].assumed, Tier.WHOLE, _NOT_CERTIFIED, bound=bound)
+
+
+def _imagine_most(question: Question, rank: int) -> Imagined | str:
+    """One rank's step with everything picked; or why that is not known to be the most."""
+    model, plan = decided(question.spec, question.source)
+    with picking(everything):
+        most = _imagined(model, plan, question, rank)
+    with picking(half):
+        less = _imagined(model, plan, question, rank)
+    try:
+        check_grows(most.log, less.log)
+    except NoBoundError as error:
+        return str(error)
+    return most
 
 
 def _worth_cutting(model: nn.Module, plan: Plan) -> Repeats | None:
@@ -245,7 +296,7 @@ def _imagined(model: nn.Module, plan: Plan, question: Question, rank: int) -> Im
     except MeshplanError:
         raise
     except Exception as error:  # The model's own code may raise anything.
-        raise PlanError(problem_of(error, model, question.source.origin)) from None
+        raise refused(error, model, question.source.origin) from None
     return Imagined(log, loop.assumed)
 
 

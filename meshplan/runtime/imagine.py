@@ -171,6 +171,9 @@ def watch_steps(
     ledger.note(model.buffers(), Term.BUFFERS)
     if behaviour.has_host:
         ledger.put_on_host(params_on_host(model, applied(model).plan))
+    owners = _owners(model)
+    for held, fqn in owners.items():
+        ledger.name([held], fqn)
     ledger.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
     logs = []
 
@@ -192,6 +195,8 @@ def watch_steps(
             logs.append(ledger.log())
             states = [tensor for _, tensor in tensors_in(list(optimizer.state.values()))]
             ledger.note(states, Term.OPTIMIZER)
+            for param, kept in optimizer.state.items():
+                ledger.name((tensor for _, tensor in tensors_in(kept)), owners.get(param, ""))
             if behaviour.has_host:
                 ledger.overlook(_counters(optimizer))
     return logs[1:]
@@ -206,6 +211,16 @@ def _counters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
             count = optimizer.state.get(param, {}).get("step")
             if isinstance(count, torch.Tensor):
                 yield count
+
+
+def _owners(model: nn.Module) -> dict[torch.Tensor, str]:
+    """The fqn of the module that each parameter and buffer lies in; of several, the first."""
+    owners: dict[torch.Tensor, str] = {}
+    for module, fqn in names_of(model).items():
+        held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        for tensor in held:
+            owners.setdefault(tensor, fqn)
+    return owners
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:

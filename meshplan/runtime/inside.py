@@ -13,7 +13,13 @@ from typing import Any, Final
 
 import torch
 
+from meshplan.runtime.bounding import taken_to_pick
+
 _ops: Final[Any] = torch.ops.aten
+_INDEXING: Final = frozenset(
+    {_ops.index.Tensor, _ops.index_put_.default, _ops.index_put.default,
+     _ops._index_put_impl_.default}
+)  # fmt: skip
 _ROWS_PER_THREAD: Final = 10
 _FEW_ROWS: Final = 3072
 """Of Embedding.cu: rows summed by one thread, and indices up to which nothing is sorted."""
@@ -23,7 +29,8 @@ _SORTED_IN_PLACE: Final = 4096
 def taken_inside(func: Any, args: Any, out: Any) -> tuple[int, ...]:
     """Sizes in bytes of what an operator takes besides its results."""
     row = _ROWS.get(func)
-    return row(args, out) if row is not None else ()
+    own = row(args, out) if row is not None else ()
+    return (*own, *taken_to_pick(args)) if func in _INDEXING else own
 
 
 def _up(size: int, multiple: int) -> int:

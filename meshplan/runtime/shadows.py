@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from meshplan.runtime.bounding import picked
 from meshplan.runtime.private import without_modes
 from meshplan.runtime.private_fakes import is_fake
 
@@ -67,7 +68,8 @@ class Shadows(TorchDispatchMode):
         if not is_known:
             if func._schema.is_mutable:
                 self._forget_written(func, args)
-            return func(*args, **kwargs)
+            out = picked(func, args, kwargs)
+            return func(*args, **kwargs) if out is NotImplemented else out
         with without_modes():
             real_args, real_kwargs = tree_map_only(
                 torch.Tensor, lambda t: self._real.get(t, t), (args, kwargs)

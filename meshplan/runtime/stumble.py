@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from meshplan.errors import Origin, Problem
+from meshplan.errors import Origin, PlanError, Problem
 from meshplan.runtime.private_fakes import untraceable
 
 _WHY: Final = MappingProxyType(
@@ -33,6 +33,17 @@ _WHY: Final = MappingProxyType(
         ),
     }
 )
+
+
+class UnknownShapeError(PlanError):
+    """A tensor is as large as numbers say: what it is at the most may be known."""
+
+
+def refused(error: Exception, model: nn.Module, origin: Origin | None) -> PlanError:
+    """The same as `problem_of`, as an error that tells whether a bound may be known."""
+    found, problem = untraceable(error), problem_of(error, model, origin)
+    is_shape = found is not None and found[1] == "shape"
+    return UnknownShapeError(problem) if is_shape else PlanError(problem)
 
 
 def problem_of(error: Exception, model: nn.Module, origin: Origin | None) -> Problem:
