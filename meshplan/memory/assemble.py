@@ -10,6 +10,7 @@ from typing import Final
 from meshplan.memory.allocator import Reserve, reserve
 from meshplan.memory.driver import communicators, driver_bytes, with_workspaces
 from meshplan.memory.estimate import MemoryEstimate, Tier, group_of
+from meshplan.memory.fusing import BOUND, least_of
 from meshplan.memory.log import EventLog
 from meshplan.memory.reconcile import reconcile
 from meshplan.plan import Plan
@@ -53,6 +54,7 @@ def assemble(
             stages=_stages_of(plan, ranks[0]),
             error=each,
             held=held.get(number),
+            least=_least(plan, log, device),
         )
         for number, (log, ranks, each) in enumerate(zip(logs, groups, errors, strict=True))
     ]
@@ -67,11 +69,20 @@ def assemble(
         certified=certified,
         limit_bytes=limit_bytes,
         assumed=assumed,
+        bound=BOUND if plan.assignment.compiled else "",
         notes=tuple(notes),
     )
     is_mixed = plan.spec.precision.is_mixed
     steps = reconcile(estimate.worst, plan.assignment, is_mixed=is_mixed)
     return replace(estimate, reconciliation=steps)
+
+
+def _least(plan: Plan, log: EventLog, device: str) -> int | None:
+    """What the allocator hands out at the least where blocks are compiled."""
+    compiled = plan.assignment.compiled
+    if not compiled:
+        return None
+    return reserve(with_workspaces(least_of(log, compiled), device)).allocated_bytes
 
 
 def _stages_of(plan: Plan, rank: int) -> tuple[int, ...]:

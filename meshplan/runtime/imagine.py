@@ -172,6 +172,7 @@ def watch_steps(
     if behaviour.has_host:
         ledger.put_on_host(params_on_host(model, applied(model).plan))
     ledger.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
+    _tell_handed_on(model, ledger)
     logs = []
 
     def take(output: Any, target: Any) -> torch.Tensor:
@@ -195,6 +196,19 @@ def watch_steps(
             if behaviour.has_host:
                 ledger.overlook(_counters(optimizer))
     return logs[1:]
+
+
+def _tell_handed_on(model: nn.Module, ledger: Ledger) -> None:
+    """What a compiled module hands on is not of its inside: no compiler can spare it."""
+    compiled = frozenset(applied(model).plan.assignment.compiled)
+    for module, fqn in names_of(model).items():
+        if fqn in compiled:
+            outside = fqn.rpartition(".")[0]
+            module.register_forward_hook(
+                lambda _, args, out, outside=outside: ledger.hand_on(
+                    (tensor for _, tensor in tensors_in(out)), outside
+                )
+            )
 
 
 def _counters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
