@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import meshplan
 from meshplan.memory.fusing import least_of
@@ -23,7 +24,7 @@ def measured(name: str, plan: dict[str, Any], size: int) -> int:
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(3):
         meshplan.train_step(model, adam, *batch, models.loss)
-    inputs = sum(t.nbytes for t in batch if isinstance(t, torch.Tensor))
+    inputs = sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
     before = live_bytes(model, adam).total_bytes + inputs
     gc.collect()
     activities = [torch.profiler.ProfilerActivity.CPU]
