@@ -29,7 +29,7 @@ from meshplan.runtime.data import params_on_host
 from meshplan.runtime.expert_protocol import find_for_twin
 from meshplan.runtime.ledger import Ledger
 from meshplan.runtime.materialize import Values
-from meshplan.runtime.mesh import device_mesh
+from meshplan.runtime.mesh import device_mesh, on_imagined_devices
 from meshplan.runtime.moments import heard_by
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.peers import open_groups
@@ -108,7 +108,7 @@ def imagining(
                 fix="estimate before init_process_group, or in a process of its own",
             )
         )
-    with group_of_fakes(rank, plan.mesh.world_size):
+    with group_of_fakes(rank, plan.mesh.world_size), on_imagined_devices():
         mesh = device_mesh(plan.mesh)
         open_groups(plan, mesh)
         with meshes_outside_fakes(), imagining_alone(model, device, plan) as found:
@@ -142,7 +142,7 @@ def imagining_alone(
             return out
 
         with ExitStack() as stack:
-            for world in (fakes_unnoticed(), mode, shadows, pretending()):
+            for world in (on_imagined_devices(), fakes_unnoticed(), mode, shadows, pretending()):
                 stack.enter_context(world)
             offloads = plan is not None and offloads_params(plan.assignment)
             behaviour = stack.enter_context(behaving_as(device, offloads=offloads))
