@@ -100,7 +100,7 @@ class Plan:
                 for fqn, u in a.styles.items()
             },
             "attributes": [[x.module, x.name, x.whole, x.local] for x in a.attributes],
-            "experts": {fqn: u.num_experts for fqn, u in a.experts.items()},
+            "experts": {fqn: [u.num_experts, u.capacity] for fqn, u in a.experts.items()},
             "recompute": {fqn: str(r.policy) for fqn, r in a.recompute.items()},
             "host_activations": list(a.host_activations),
             "compiled": list(a.compiled),

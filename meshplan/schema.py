@@ -34,6 +34,7 @@ from meshplan.spec import (
     Batch,
     Borrow,
     Context,
+    Experts,
     HardwareSpec,
     InputSpec,
     ModelSpec,
@@ -270,6 +271,16 @@ def _context(value: Value, found: Findings) -> Context | None:
     return Context(**got) if got is not None else None
 
 
+_EXPERTS: Final[Mapping[str, Decoder]] = {
+    "capacity": number(lambda x: x >= 1, "a number of at least 1: a multiple of an even share"),
+}
+
+
+def _experts(value: Value, found: Findings) -> Experts | None:
+    got = section(value, found, _EXPERTS, "experts: {capacity: 1.5}")
+    return Experts(**got) if got is not None else None
+
+
 _DDP: Final[Mapping[str, Decoder]] = {
     "bucket_mb": _positive,
     "find_unused_parameters": boolean,
@@ -332,6 +343,7 @@ _PLAN: Final[Mapping[str, Decoder]] = {
     "offload": offload,
     "pipeline": _pipeline,
     "context": _context,
+    "experts": _experts,
     "tp_plan": choice(("hf", "auto", "none"), "a tp_plan"),
     "sequence_parallel": boolean,
     "loss_parallel": boolean,
@@ -350,7 +362,7 @@ _HOMES: Final = {
         key: f"write it under '{name}'"
         for name, fields in {
             "model": _MODEL, "hardware": _HARDWARE, "batch": _BATCH,
-            "pipeline": _PIPELINE, "context": _CONTEXT, "ddp": _DDP,
+            "pipeline": _PIPELINE, "context": _CONTEXT, "experts": _EXPERTS, "ddp": _DDP,
         }.items()
         for key in fields
     },

@@ -191,6 +191,18 @@ class Context:
     balance: bool | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """What is said of mixtures of experts as a whole.
+
+    Args:
+        capacity: The most tokens that a rank of ep is sent, as a multiple of an even share: what
+            memory is told for. Nothing is dropped: where more come, the step goes on and says so.
+    """
+
+    capacity: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Selector:
     """What a rule matches.
@@ -261,6 +273,7 @@ class Spec:
     offload: Offload = Offload()
     pipeline: Pipeline | None = None
     context: Context | None = None
+    experts: Experts = Experts()
     tp_plan: Literal["none", "hf", "auto"] = "none"
     sequence_parallel: bool = False
     loss_parallel: bool = False

@@ -19,10 +19,15 @@ import torch.nn.functional as F
 
 from meshplan.errors import ApplyError
 from meshplan.memory import EventLog, StateBytes, Term, reserve
+from meshplan.plan import make_plan
+from meshplan.reader import load_spec
+from meshplan.runtime.imagine import imagining, imagining_alone
 from meshplan.runtime.inside import taken_inside
 from meshplan.runtime.kernels import Kernels, attention_kind
+from meshplan.runtime.mesh import device_type
 from meshplan.runtime.personality import behaving_as
 from meshplan.runtime.private_fakes import fake_mode
+from meshplan.runtime.trace import graph_of
 from tests import exact
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -272,3 +277,18 @@ def test_gathered_parameters_lie_in_a_pool_of_their_own(apart: ProcessPoolExecut
     alone = replace(log, storages=tuple(s._replace(stream=0) for s in log.storages))
     assert reserve(log).requested_bytes == reserve(alone).requested_bytes
     assert reserve(log).reserved_bytes > reserve(alone).reserved_bytes
+
+
+def test_what_is_imagined_stays_on_the_cpu_of_a_machine_with_a_gpu(monkeypatch: Any) -> None:
+    """Tensors without numbers are the CPU's; a mesh of the GPU's would not take them."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    assert device_type() == "cuda"
+    with imagining_alone(torch.nn.Linear(2, 2)):
+        assert device_type() == "cpu"
+    plan = make_plan(
+        load_spec({"version": 1, "mesh": {"dp_shard": 2}}), graph_of(torch.nn.Linear(2, 2))
+    )
+    with imagining(torch.nn.Linear(2, 2), plan, 0) as (_, mesh, _, _):
+        assert mesh.device_type == device_type() == "cpu"
+    assert device_type() == "cuda"

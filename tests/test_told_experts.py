@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 import traceback
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -18,10 +19,11 @@ from typing import Any
 import pytest
 
 from meshplan.blueprint import from_mapping
-from meshplan.errors import PlanError
+from meshplan.errors import PlanError, SpecError
 from meshplan.memory.experts import Spread, most_arriving
 from meshplan.memory.shape import shape_of
 from meshplan.memory.told import told_estimate, told_log
+from meshplan.reader import load_spec
 from meshplan.units import format_gib
 from tests.test_told import (
     AUTO,
@@ -80,6 +82,9 @@ CASES: dict[str, Case] = {
         QWEN | {"mlp_only_layers": [0]},
         BF16 | AUTO | {"mesh": {"dp_shard": 2, "tp": 2}, "loss_parallel": True}, 4),
     "qwen, spread, recomputed": (QWEN, SPREAD | FULL, 4),
+    "mixtral, spread, half as many more": (MIXTRAL, SPREAD | {"experts": {"capacity": 1.5}}, 4),
+    "qwen, spread, as many as can be": (
+        QWEN, SPREAD | FULL | {"experts": {"capacity": 99}}, 4),
     "mixtral, spread over all": (
         MIXTRAL, SPREAD | {"mesh": {"dp_shard": 4, "ep": "4 in dp_shard"}}, 4),
     "qwen, spread, selective, some dense": (
@@ -294,6 +299,54 @@ def test_spread_experts_say_what_they_are_taken_to_be_sent() -> None:
     most = told_log(plan, batch=1, seq_len=2048, spread=all_here).peak.live_bytes
     assert most > 1.2 * even
     assert said.endswith(f"would be {format_gib(most)}")
+
+
+def test_what_a_plan_states_of_the_routing_is_what_memory_is_told_for() -> None:
+    more = SPREAD | {"batch": {"micro": 1, "seq_len": 2048}}
+
+    def peak(**stated: Any) -> tuple[int, str]:
+        plan = plan_of(MIXTRAL | LONG, {"version": 1} | more | stated, 4)
+        found = told_estimate(plan, device="h100-sxm-80gb", limit_bytes=None)
+        (said,) = (value for what, value in found.assumed if what == "routing")
+        return found.worst.peak.requested_bytes, said
+
+    even, _ = peak()
+    assert peak(experts={"capacity": 1})[0] == even
+    some, said = peak(experts={"capacity": 1.5})
+    most, _ = peak(experts={"capacity": 2})
+    assert even < some < most == peak(experts={"capacity": 7})[0]
+    assert said == "a rank of ep is sent 1.5 times an even share at the most, as stated"
+    limit = told_estimate(
+        plan_of(MIXTRAL | LONG, {"version": 1} | more, 4),
+        device="h100-sxm-80gb", limit_bytes=None,
+    ).worst.band[1]  # fmt: skip
+    full = plan_of(MIXTRAL | LONG, {"version": 1} | more | {"experts": {"capacity": 2}}, 4)
+    assert told_estimate(full, device="h100-sxm-80gb", limit_bytes=limit).fits is False
+
+
+def test_a_capacity_without_ranks_to_send_to_is_refused() -> None:
+    with pytest.raises(PlanError, match="no effect without an ep axis"):
+        plan_of(MIXTRAL, {"version": 1, "mesh": {"dp_shard": 2}, "experts": {"capacity": 2}}, 2)
+    with pytest.raises(SpecError, match="at least 1"):
+        load_spec({"version": 1, "experts": {"capacity": 0.5}})
+
+
+def over(config: dict[str, Any], plan: dict[str, Any]) -> list[str]:
+    """What a step warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exchanged(config, plan)
+    return [str(each.message) for each in caught if "even share" in str(each.message)]
+
+
+@pytest.mark.wide
+def test_more_than_stated_is_told_once_and_nothing_is_dropped(pool: Any) -> None:
+    spec = {"version": 1, "mesh": {"dp_shard": 2, "ep": "2 in dp_shard"},
+            "rules": SPREAD["rules"], "experts": {"capacity": 1.0}}  # fmt: skip
+    told = pool(2).run(over, MIXTRAL | {"num_hidden_layers": 1}, spec)
+    assert sorted(map(len, told)) == [0, 1]  # One gets more than its share, the other less.
+    assert "times an even share of tokens" in next(filter(None, told))[0]
+    assert pool(2).run(over, MIXTRAL, spec | {"experts": {"capacity": 2}}) == [[], []]
 
 
 def test_more_slots_come_where_all_are_sent_to_one() -> None:

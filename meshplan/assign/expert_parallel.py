@@ -71,9 +71,13 @@ def assign_ep(
         elif statement.value == EXPERT_STYLE:
             tensors = _inside(graph, fqn)
             reason = Reason(statement.text, spec.origin(statement.path))
-            out.uses[fqn] = ExpertUse(tensors[0].shape[0], reason)
+            out.uses[fqn] = ExpertUse(tensors[0].shape[0], reason, spec.experts.capacity)
             for tensor in tensors:
                 out.layouts[tensor.fqn] = Layout.whole(len(tensor.shape)).cut("ep", 0)
+    if spec.experts.capacity is not None and mesh.size("ep") == 1:
+        what = "'experts.capacity' has no effect without an ep axis: no tokens are sent to ranks"
+        fix = 'add ep to the mesh, such as ep: "2 in dp_shard", or remove it'
+        out.report(Problem(what, spec.origin("experts.capacity"), fix))
     for problem in _beside(spec, mesh, out, mesh.size("ep") > 1 and not is_placed):
         out.report(problem)
     return out

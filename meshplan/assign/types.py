@@ -174,10 +174,13 @@ class ExpertUse:
 
     Args:
         num_experts: On all ranks together; each rank of ep holds an equal share, in order.
+        capacity: The most slots that a rank is expected to be sent, as a multiple of what it would
+            get if all got as many; None where the plan does not say.
     """
 
     num_experts: int
     reason: Reason
+    capacity: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Final
 from meshplan.memory.allocator import Reserve, reserve
 from meshplan.memory.driver import communicators, driver_bytes, with_workspaces
 from meshplan.memory.estimate import MemoryEstimate, Tier, group_of
+from meshplan.memory.fusing import BOUND, least_of
 from meshplan.memory.log import EventLog
 from meshplan.memory.reconcile import reconcile
 from meshplan.plan import Plan
@@ -55,6 +56,7 @@ def assemble(
             stages=_stages_of(plan, ranks[0]),
             error=each,
             held=held.get(number),
+            least=_least(plan, log, device),
         )
         for number, (log, ranks, each) in enumerate(zip(logs, groups, errors, strict=True))
     ]
@@ -69,6 +71,7 @@ def assemble(
         certified=certified,
         limit_bytes=limit_bytes,
         assumed=assumed,
+        bound=BOUND if plan.assignment.compiled else "",
         notes=tuple(notes),
     )
     is_mixed = plan.spec.precision.is_mixed
@@ -89,6 +92,14 @@ def as_bound(estimate: MemoryEstimate, logs: Sequence[EventLog], why: str) -> Me
         for group, log in zip(estimate.groups, logs, strict=True)
     )
     return replace(estimate, groups=groups, bound=why)
+
+
+def _least(plan: Plan, log: EventLog, device: str) -> int | None:
+    """What the allocator hands out at the least where blocks are compiled."""
+    compiled = plan.assignment.compiled
+    if not compiled:
+        return None
+    return reserve(with_workspaces(least_of(log, compiled), device)).allocated_bytes
 
 
 def _stages_of(plan: Plan, rank: int) -> tuple[int, ...]:

@@ -203,6 +203,7 @@ def group_of(
     stages: Sequence[int] = (),
     error: float = 0.0,
     held: Reserve | None = None,
+    least: int | None = None,
 ) -> RankGroup:
     """What ranks need whose step is this log.
 
@@ -211,13 +212,15 @@ def group_of(
         limit_bytes: What the GPU may hold; None where nothing says.
         error: How far the log may be from the truth, as a share.
         held: What `reserve` says of the log, where somebody has asked.
+        least: What is allocated at the least where the log is an upper bound.
     """
     held = held or reserve(log)
     made = log.storages[log.events[log.peak.event].storage]
     peak = PeakBytes(
         held.requested_bytes, held.allocated_bytes, held.reserved_bytes, driver.expected
     )
-    low = int(held.allocated_bytes * (1 - error)) + driver.low
+    allocated = held.allocated_bytes if least is None else least
+    low = int(allocated * (1 - error)) + driver.low
     high = int(margin(held.reserved_bytes) * (1 + error)) + driver.high
     terms = {term: size for term, size in log.terms_at_peak.items() if size}
     fits = None if limit_bytes is None else high <= limit_bytes

@@ -180,7 +180,12 @@ def _of_experts(plan: Plan, *, tells_worst: bool) -> Iterator[tuple[str, str]]:
         works = told_works(plan, plan.micro, plan.spec.batch.seq_len, spread=spread)
         peak = _log_of(works, plan, 0, in_brief=False).peak.live_bytes
         worst = f"; with all of them sent to one, its tensors would be {format_gib(peak)}"
-    yield "routing", f"the {ep} ranks of ep are sent as many tokens each{worst}"
+    stated = plan.spec.experts.capacity
+    if stated is None:
+        yield "routing", f"the {ep} ranks of ep are sent as many tokens each{worst}"
+    else:
+        much = f"a rank of ep is sent {stated:g} times an even share at the most, as stated"
+        yield "routing", much + worst
 
 
 def _in_brief(num_in_full: int, num_groups: int) -> str:

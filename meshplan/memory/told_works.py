@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.analytic import Run, tape_of
-from meshplan.memory.experts import Spread
+from meshplan.memory.experts import Spread, most_arriving
 from meshplan.memory.fused import is_fused
 from meshplan.memory.replay import Prepared
 from meshplan.memory.rows import PRODUCTS
@@ -109,9 +109,15 @@ def _played(shape: Shape, run: Run, *, in_place: bool) -> Prepared:
 
 
 def spread_of(plan: Plan) -> Spread:
-    """How the plan spreads experts: all that a block has, or none."""
-    a = plan.assignment
-    return Spread(plan.mesh.size("ep"), is_unit=bool(a.experts.keys() & a.units.keys()))
+    """How the plan spreads experts: all that a block has, or none.
+
+    To a rank come as many slots as the plan states at the most, else an even share.
+    """
+    a, ep = plan.assignment, plan.mesh.size("ep")
+    is_unit, arriving = bool(a.experts.keys() & a.units.keys()), plan.spec.experts.capacity or 1.0
+    if ep > 1 and arriving > 1:
+        arriving = min(arriving, most_arriving(shape_of(plan.graph), ep))
+    return Spread(ep, arriving, is_unit=is_unit)
 
 
 def refusals(plan: Plan) -> Iterator[Problem]:

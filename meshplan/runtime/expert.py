@@ -10,6 +10,7 @@ that ranks exchange are as uneven as the routing is.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -25,7 +26,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
 from meshplan.runtime.expert_protocol import Protocol, find_protocols, with_experts
 from meshplan.runtime.mesh import local_of, submesh
-from meshplan.runtime.pretend import numbers
+from meshplan.runtime.pretend import is_pretending, numbers
 from meshplan.runtime.shard import distribute
 
 
@@ -44,7 +45,7 @@ def apply_expert_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
         assert isinstance(protocol, Protocol), protocol
         for name, _ in module.named_parameters(fqn):
             distribute(model, (name,), ep, Shard(0))
-        dispatch = _Dispatch(fqn, module, protocol, use.num_experts, ep)
+        dispatch = _Dispatch(fqn, module, protocol, use.num_experts, ep, use.capacity)
         module.forward = _bound(module.forward, dispatch)
 
 
@@ -64,8 +65,15 @@ class _Dispatch:
     """
 
     def __init__(
-        self, fqn: str, module: nn.Module, protocol: Protocol, num_experts: int, ep: DeviceMesh
+        self,
+        fqn: str,
+        module: nn.Module,
+        protocol: Protocol,
+        num_experts: int,
+        ep: DeviceMesh,
+        capacity: float | None = None,
     ) -> None:
+        self.capacity = capacity
         self.fqn, self.module, self.protocol = fqn, module, protocol
         self.forward = module.forward
         self.num_experts, self.num_local = num_experts, num_experts // ep.size()
@@ -87,10 +95,11 @@ class _Dispatch:
         dist.all_to_all_single(theirs, counts, group=self.group)
         # The one wait for the device: splits must be known to the host.
         both = torch.stack((counts, theirs)).view(2, self.ranks, self.num_local)
-        even = [[slots.shape[0] // self.ranks] * self.ranks] * 2
-        splits: list[list[int]] = numbers(both.sum(2), even)
+        even = [slots.shape[0] // self.ranks] * self.ranks
+        splits: list[list[int]] = numbers(both.sum(2), [even, self._expected(slots, top_k)])
         self._refuse(splits, index)
         sent, received = splits
+        self._warn(sum(received), slots.shape[0])
         order = slots.argsort(stable=True)
         # Whoever computes adds up the gradients of all ranks of ep, each of a mean over its own
         # samples, while the reduction over the other ranks counts one of them: divide by ep.
@@ -107,6 +116,26 @@ class _Dispatch:
         inverse[order] = torch.arange(order.shape[0], device=order.device)
         # Not a view: in-place additions to it would drop FSDP2's hooks.
         return back.index_select(0, inverse).view(*hidden.shape[:-1], top_k, back.shape[-1]).sum(-2)
+
+    def _expected(self, slots: torch.Tensor, top_k: int) -> list[int]:
+        """Slots that each rank sends here where nobody counts them: as many as the plan states."""
+        sent, most = slots.shape[0], self.ranks * min(top_k, self.num_local) / top_k
+        if self.capacity is None:
+            return [sent // self.ranks] * self.ranks
+        share = min(self.capacity, most)
+        each, more = divmod(round(sent * share), self.ranks)
+        return [each + (rank < more) for rank in range(self.ranks)]
+
+    def _warn(self, arrived: int, even: int) -> None:
+        """Once, where more came than memory was told for."""
+        if self.capacity is None or is_pretending() or arrived <= self.capacity * even:
+            return
+        warnings.warn(
+            f"'{self.fqn}' was sent {arrived / even:.2f} times an even share of tokens; the plan "
+            f"states experts: {{capacity: {self.capacity:g}}}, for which its memory was told",
+            stacklevel=2,
+        )
+        self.capacity = None
 
     def _counts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor

@@ -29,7 +29,7 @@ from meshplan.runtime.data import params_on_host
 from meshplan.runtime.expert_protocol import find_for_twin
 from meshplan.runtime.ledger import Ledger
 from meshplan.runtime.materialize import Values
-from meshplan.runtime.mesh import device_mesh
+from meshplan.runtime.mesh import device_mesh, on_imagined_devices
 from meshplan.runtime.moments import heard_by
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.peers import open_groups
@@ -108,7 +108,7 @@ def imagining(
                 fix="estimate before init_process_group, or in a process of its own",
             )
         )
-    with group_of_fakes(rank, plan.mesh.world_size):
+    with group_of_fakes(rank, plan.mesh.world_size), on_imagined_devices():
         mesh = device_mesh(plan.mesh)
         open_groups(plan, mesh)
         with meshes_outside_fakes(), imagining_alone(model, device, plan) as found:
@@ -142,7 +142,7 @@ def imagining_alone(
             return out
 
         with ExitStack() as stack:
-            for world in (fakes_unnoticed(), mode, shadows, pretending()):
+            for world in (on_imagined_devices(), fakes_unnoticed(), mode, shadows, pretending()):
                 stack.enter_context(world)
             offloads = plan is not None and offloads_params(plan.assignment)
             behaviour = stack.enter_context(behaving_as(device, offloads=offloads))
@@ -173,8 +173,9 @@ def watch_steps(
         ledger.put_on_host(params_on_host(model, applied(model).plan))
     owners = _owners(model)
     for held, fqn in owners.items():
-        ledger.name([held], fqn)
+        ledger.hand_on([held], fqn)
     ledger.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
+    _tell_handed_on(model, ledger)
     logs = []
 
     def take(output: Any, target: Any) -> torch.Tensor:
@@ -200,6 +201,19 @@ def watch_steps(
             if behaviour.has_host:
                 ledger.overlook(_counters(optimizer))
     return logs[1:]
+
+
+def _tell_handed_on(model: nn.Module, ledger: Ledger) -> None:
+    """What a compiled module hands on is not of its inside: no compiler can spare it."""
+    compiled = frozenset(applied(model).plan.assignment.compiled)
+    for module, fqn in names_of(model).items():
+        if fqn in compiled:
+            outside = fqn.rpartition(".")[0]
+            module.register_forward_hook(
+                lambda _, args, out, outside=outside: ledger.hand_on(
+                    (tensor for _, tensor in tensors_in(out)), outside
+                )
+            )
 
 
 def _counters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -106,11 +106,10 @@ class Ledger(TorchDispatchMode):
                 number = self._live[plain.untyped_storage()._cdata][0]
                 self._storages[number] = self._storages[number]._replace(term=term)
 
-    def name(self, tensors: Iterable[torch.Tensor], module: str) -> None:
-        """Say of tensors that are known which module's they are."""
-        for tensor in tensors:
-            for number in self.numbers_of(tensor):
-                self._storages[number] = self._storages[number]._replace(module=module)
+    def hand_on(self, tensors: Iterable[torch.Tensor], module: str) -> None:
+        """Say that these belong to this module, whatever made them."""
+        for number in dict.fromkeys(n for t in tensors for n in self.numbers_of(t)):
+            self._storages[number] = self._storages[number]._replace(module=module)
 
     def overlook(self, tensors: Iterable[torch.Tensor]) -> None:
         """These live already, but not in the device's memory."""

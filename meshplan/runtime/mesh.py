@@ -9,8 +9,11 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -30,12 +33,25 @@ _JOINT = "+"
 _meshes: dict[tuple[str, Mesh], tuple[object, DeviceMesh, DeviceMesh]] = {}
 
 
+_IMAGINED: Final[ContextVar[bool]] = ContextVar("imagined", default=False)
+
+
+@contextmanager
+def on_imagined_devices() -> Iterator[None]:
+    """Inside, devices are those of tensors without numbers, which are the CPU's on any machine."""
+    token = _IMAGINED.set(True)
+    try:
+        yield
+    finally:
+        _IMAGINED.reset(token)
+
+
 def device_type() -> str:
     """The kind of device to run on: the accelerator that torch finds, else the CPU.
 
     The one place that asks. A caller whose group runs gloo wants the CPU.
     """
-    if dist.is_initialized() and dist.get_backend() == "gloo":
+    if _IMAGINED.get() or (dist.is_initialized() and dist.get_backend() == "gloo"):
         return "cpu"
     if torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
