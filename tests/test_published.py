@@ -20,6 +20,7 @@ from meshplan.memory.frameworks.nanotron_pace import QUEUE, lag_of, stalls
 from meshplan.memory.log import Event, EventLog, Storage, Term
 from meshplan.memory.shape import Shape
 from tests.bench import published
+from tests.bench.time_frameworks import STALL_S, stalled_seconds
 
 TITAN: dict[str, Any] = {
     "id": "a", "group": "g",
@@ -171,6 +172,12 @@ def test_the_process_waits_where_its_code_does() -> None:
     assert not stalls(512, 1, 1)
     assert stalls(2, 32, 2)
     assert not stalls(2, 16, 2)
+
+
+def test_a_stalled_pipeline_waits_for_each_hand_over() -> None:
+    assert stalled_seconds(64, 1, 8, 100) == pytest.approx(STALL_S * (4 * 100 + 2 * 5))
+    assert stalled_seconds(16, 8, 2, 100) == pytest.approx(STALL_S * (2 * 100 + 1))
+    assert stalled_seconds(4, 8, 2, 100) == stalled_seconds(512, 1, 1, 100) == 0
 
 
 def test_what_was_given_back_is_not_held() -> None:

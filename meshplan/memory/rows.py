@@ -306,16 +306,16 @@ class Writer:
     # Loss
 
     def cross_entropy(
-        self, logits: int, ids: int, element_bytes: int, *, holds: bool = False
+        self, logits: int, ids: int, element_bytes: int, *, holds: bool = False, casts: bool = True
     ) -> int:
-        """The mean over tokens, of logits that are cast to fp32 first.
+        """The mean over tokens.
 
         Args:
             element_bytes: Of the logits' dtype.
             holds: Whether the training loop holds what is cast through backward.
+            casts: Whether logits are cast to fp32 first.
         """
-        ratio = _FP32 / element_bytes
-        wide = self.cast(logits, ratio)
+        wide = self.cast(logits, _FP32 / element_bytes) if casts else logits
         size = self.size(wide)
         probabilities = self.row(
             "_log_softmax", (wide,), size, keeps_out=True, grads=(Grad(wide, size),)

@@ -1,10 +1,13 @@
 """FSDP2 and DTensor as published PyTorch runs used them, and what their allocator came to hold.
 
 Source: pytorch/torchtitan, models/llama3/infra/parallelize.py and train.py; KempnerForge,
-distributed/parallel.py; torch 2.6, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (the
-streams of all-gather and reduce-scatter). [Empirical], from the runs themselves and no source:
-logits that spring 2024 holds through backward, what KempnerForge cuts of its loss and how it sums
-microbatches, and the allocator's segments of October 2025.
+distributed/parallel.py (gradients reduced in fp32, a root that gives its parameters back),
+training/loss.py (of bf16 logits) and training/grad.py; torchtune, modules/rms_norm.py and
+modules/loss/ce_chunked_output_loss.py; torch 2.6, torch/distributed/fsdp/_fully_shard/
+_fsdp_collectives.py (the streams of all-gather and reduce-scatter). [Empirical], from the runs
+themselves and no source: logits that spring 2024 holds through backward, KempnerForge with tp or on
+one data rank, where its own code alone tells 4 to 20 % less than was measured, and the allocator's
+segments of October 2025.
 """
 
 from __future__ import annotations
@@ -37,6 +40,10 @@ class Profile:
         cuts_loss: Whether logits stay cut over tp.
         is_pure: Whether parameters and states are bf16.
         sums_whole: Whether microbatches but the last are not reduced.
+        keeps_logits: Whether the loss is of logits in bf16, which the loop holds through backward.
+        is_bare: Whether one process holds the model in bf16 and no wrapper is around it.
+        norms_in_fp32: Whether norms are written out in fp32, which compilation fuses.
+        fuses_loss: Whether compilation fuses the loss with its cast to fp32.
         expandable: Whether the allocator's segments expand.
     """
 
@@ -47,6 +54,10 @@ class Profile:
     cuts_loss: bool = True
     is_pure: bool = False
     sums_whole: bool = False
+    keeps_logits: bool = False
+    is_bare: bool = False
+    norms_in_fp32: bool = False
+    fuses_loss: bool = False
     expandable: bool = False
 
 
@@ -59,9 +70,15 @@ TITAN_2024_04: Final = Profile(
 TITAN_2024_12: Final = Profile(what="torchtitan, December 2024", last_stays=True)
 TITAN_2025_10: Final = Profile(what="torchtitan, October 2025", ends_apart=True, expandable=True)
 KEMPNER: Final = Profile(
-    what="KempnerForge 5666d0d", cuts_loss=False, is_pure=True, sums_whole=True
+    what="KempnerForge 5666d0d",
+    cuts_loss=False,
+    is_pure=True,
+    sums_whole=True,
+    keeps_logits=True,
 )
-TORCHTUNE: Final = Profile(what="torchtune 2025-01, one device", is_pure=True)
+TORCHTUNE: Final = Profile(
+    what="torchtune 2025-01, one device", is_bare=True, norms_in_fp32=True, fuses_loss=True
+)
 
 
 def log_of(
@@ -78,7 +95,15 @@ def log_of(
         config: Of a decoder of Llama's shape.
         mesh: Sizes of dp_replicate, dp_shard and tp.
     """
-    how = replace(how, holds_logits=profile.holds_logits, cuts_loss=profile.cuts_loss)
+    keeps = profile.keeps_logits and _is_alone(mesh)
+    how = replace(
+        how,
+        holds_logits=profile.holds_logits or keeps,
+        cuts_loss=profile.cuts_loss,
+        casts_logits=not keeps,
+        fuses_loss=profile.fuses_loss and how.is_compiled and how.chunks > 1,
+        norms_in_fp32=profile.norms_in_fp32 and not how.is_compiled,
+    )
     plan = _plan(config, mesh, profile, accumulate)
     work = play(tape_of(shape_of(plan.graph), how), sums_in_place=True)
     # Fused Adam takes nothing for itself.
@@ -86,20 +111,22 @@ def log_of(
     return settled(log, streams_of(plan, 0))
 
 
+def _is_alone(mesh: Mapping[str, int]) -> bool:
+    """Whether all ranks shard, and nothing else is done."""
+    return mesh.get("tp", 1) == 1 and mesh.get("dp_shard", 1) > 1
+
+
 def _plan(
     config: Mapping[str, Any], mesh: Mapping[str, int], profile: Profile, accumulate: int
 ) -> Plan:
     spec: dict[str, Any] = {"version": 1, "mesh": dict(mesh), "rules": []}
     spec["precision"] = "bf16-mixed"
-    is_alone = mesh.get("tp", 1) == 1 and mesh.get("dp_shard", 1) > 1
-    sums_whole = profile.sums_whole and accumulate > 1 and is_alone
+    sums_whole = profile.sums_whole and accumulate > 1 and _is_alone(mesh)
     if profile.is_pure:
-        # What waits for the last microbatch waits in the dtype that it was computed in.
-        reduced = "bfloat16" if sums_whole else "float32"
-        spec["precision"] = {"param": "bfloat16", "reduce": reduced, "master": "bfloat16"}
+        spec["precision"] = {"param": "bfloat16", "reduce": "float32", "master": "bfloat16"}
     if mesh.get("tp", 1) > 1:
         spec["tp_plan"] = "hf"
-    if profile.ends_apart:
+    if profile.ends_apart or (profile.keeps_logits and _is_alone(mesh)):
         spec["rules"] += [{"match": n, "unit": True} for n in ("model.embed_tokens", "lm_head")]
     if profile.last_stays:
         last = f"model.layers.{config['num_hidden_layers'] - 1}"
@@ -109,7 +136,14 @@ def _plan(
     world = 1
     for size in mesh.values():
         world *= size
-    plan = make_plan(load_spec(spec), from_mapping(config), world_size=world)
+    graph = from_mapping(config)
+    if profile.is_bare:
+        # One process with a model in bf16, and nothing around it.
+        spec["mesh"] = {"tp": 1}
+        del spec["precision"]
+        tensors = {fqn: replace(t, dtype="bfloat16") for fqn, t in graph.tensors.items()}
+        graph = replace(graph, tensors=tensors)
+    plan = make_plan(load_spec(spec), graph, world_size=world)
     if sums_whole:
         strategy = replace(plan.assignment.strategy, cuts=frozenset({"parameter"}))
         plan = replace(plan, assignment=replace(plan.assignment, strategy=strategy))

@@ -38,6 +38,9 @@ class Training:
         cuts_loss: Whether logits stay cut over the vocabulary.
         chunks: Pieces that logits and loss are computed in, 1 for none.
         holds_logits: Whether the loop holds the logits, in fp32, through backward.
+        casts_logits: Whether the loss is of logits in fp32.
+        fuses_loss: Whether cast and loss are one kernel, which keeps the logits alone.
+        norms_in_fp32: Whether norms are written out, operation by operation, in fp32.
     """
 
     batch: int
@@ -48,6 +51,9 @@ class Training:
     cuts_loss: bool = True
     chunks: int = 1
     holds_logits: bool = False
+    casts_logits: bool = True
+    fuses_loss: bool = False
+    norms_in_fp32: bool = False
 
 
 def tape_of(shape: Shape, how: Training) -> Tape:
@@ -67,7 +73,7 @@ def tape_of(shape: Shape, how: Training) -> Tape:
         tape.units.append((fqn, start, len(tape.rows)))
         if how.recompute in ("full", "ops") or (how.recompute == "second" and not number % 2):
             w.recomputed(start, keeps_chosen=how.recompute == "ops")
-    normed = w.at("model").rms_norm(x, hidden, "norm")
+    normed = _norm(w.at("model"), x, hidden, "norm", how)
     w.touch(x)
     _head(w, shape, how, w.gather(normed, tp), targets)
     return tape
@@ -85,20 +91,42 @@ def _head(w: Writer, shape: Shape, how: Training, x: int, targets: int) -> None:
         out = w.linear(piece, shape.hidden, shape.vocab // how.tp, name)
         logits.append(out if how.cuts_loss else w.gather(out, how.tp))
     tape.loss_start = len(tape.rows)
-    losses = [w.cross_entropy(each, targets, _BF16, holds=how.holds_logits) for each in logits]
+    losses = [_loss(w, each, targets, how) for each in logits]
     if len(losses) > 1:
         w.row("sum", tuple(losses), _FP32, grads=tuple(Grad(each, 0) for each in losses))
     w.touch(*logits)
 
 
+def _loss(w: Writer, logits: int, targets: int, how: Training) -> int:
+    if not how.fuses_loss:
+        return w.cross_entropy(
+            logits, targets, _BF16, holds=how.holds_logits, casts=how.casts_logits
+        )
+    grads = (Grad(logits, w.size(logits)),)
+    return w.row("cross_entropy", (logits, targets), _FP32, keeps=(logits, targets), grads=grads)
+
+
+def _norm(w: Writer, x: int, width: int, name: str, how: Training) -> int:
+    """Written out it keeps the input in fp32 and what is scaled, and not the input."""
+    if not how.norms_in_fp32:
+        return w.rms_norm(x, width, name)
+    at = w.at(f"{w.module}.{name}")
+    wide = at.cast(x, _FP32 / _BF16)
+    normed = at.row("rsqrt_mul", (wide,), w.size(wide), keeps=(wide,), takes_back=w.size(wide),
+                    grads=(Grad(wide, w.size(wide)),))  # fmt: skip
+    narrow = at.cast(normed, _BF16 / _FP32)
+    return at.row("mul", (narrow,), w.size(x), keeps=(narrow,), grads=(Grad(narrow, w.size(x)),),
+                  parameters=((f"{at.module}.weight", width * _BF16),))  # fmt: skip
+
+
 def _block(w: Writer, shape: Shape, x: int, part: Part, how: Training) -> int:
     first = x
-    normed = enter(w, w.rms_norm(x, shape.hidden, "input_layernorm"), part)
+    normed = enter(w, _norm(w, x, shape.hidden, "input_layernorm", how), part)
     out = leave(w, _attention(w.at(f"{w.module}.self_attn"), shape, normed, part, how), part)
     w.touch(normed)
     x = w.add(first, out)
     w.touch(out)
-    normed = enter(w, w.rms_norm(x, shape.hidden, "post_attention_layernorm"), part)
+    normed = enter(w, _norm(w, x, shape.hidden, "post_attention_layernorm", how), part)
     out = leave(w, _feed_forward(w.at(f"{w.module}.mlp"), shape, normed, part, how), part)
     w.touch(normed)
     y = w.add(x, out)
