@@ -93,7 +93,12 @@ def stage_seconds(plan: Plan, profile: Profile, gpus_per_node: int) -> StageSeco
     dtype = next(p.info.dtype for p in a.tensors.values() if not p.info.is_buffer)
     found = [
         terms(
-            row, kind, profile, gpus_per_node, plan.spec.precision, dtype=dtype,
+            row,
+            kind,
+            profile,
+            gpus_per_node,
+            plan.spec.precision,
+            dtype=dtype,
             exchanges=a.context is not None and a.context.attention == "all_to_all",
         )
         for kind in chain.kinds

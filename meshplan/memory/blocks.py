@@ -119,10 +119,10 @@ def _attend_to_whole(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part
 
     Source: `runtime.context.parts`; sdpa_attention.py of transformers, which lays the result anew.
     """
-    whole = [w.exchange(each) for each in (q, k, v)]
-    out = attend(w, *whole, shape.head_dim, part.seq_len, is_fused=part.is_fused)
+    q, k, v = (w.exchange(each) for each in (q, k, v))
+    out = attend(w, q, k, v, shape.head_dim, part.seq_len, is_fused=part.is_fused)
     own = w.exchange(out)
-    w.touch(*whole, out)
+    w.touch(q, k, v, out)
     return w.shift(own, "clone")
 
 

@@ -101,7 +101,7 @@ def spread_of(plan: Plan) -> Spread:
 
 def refusals(plan: Plan) -> Iterator[Problem]:
     """What a step told from a config has no rules for."""
-    a, mesh = plan.assignment, plan.mesh
+    a = plan.assignment
     blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
     experts = {f"{fqn}.mlp.experts" for fqn in blocks}
     saved = {word for r in a.recompute.values() for word in r.policy.save}
@@ -110,8 +110,11 @@ def refusals(plan: Plan) -> Iterator[Problem]:
         # Their code takes the length of a sequence, and positions, from the part that a rank has.
         (a.sequence_parallel, "sequence_parallel, with which transformers' own code does not run"),
         (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
-        (a.context is not None and a.context.attention != "all_to_all",
-         "context parallelism that gathers keys and values (all_to_all it knows)"),
+        (
+            a.context is not None and a.context.attention != "all_to_all",
+            "context parallelism that gathers keys and values (all_to_all it knows)",
+        ),
+        (_parts_heads(plan), "all_to_all over heads that do not divide by tp and cp together"),
         (bool(saved - PRODUCTS), f"recomputation that saves {', '.join(sorted(saved - PRODUCTS))}"),
         (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
         (bool(a.units.keys() - blocks - a.experts.keys() - {""}), "units that are no blocks"),
@@ -123,6 +126,14 @@ def refusals(plan: Plan) -> Iterator[Problem]:
                 f"a step told from a config has no rules for {what}",
                 fix="give the model itself (model: entry, with torch), so that it is traced",
             )
+
+
+def _parts_heads(plan: Plan) -> bool:
+    """Whether ranks of cp cannot share out the heads that a rank of tp may have."""
+    if plan.mesh.size("cp") == 1 or not plan.graph.config:
+        return False
+    shape, ranks = shape_of(plan.graph), plan.mesh.size("cp", "tp")
+    return bool(shape.heads % ranks or shape.kv_heads % ranks)
 
 
 def _is_block(plan: Plan, fqn: str) -> bool:
