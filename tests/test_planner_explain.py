@@ -50,7 +50,7 @@ def test_shares_add_up_to_the_step(job):
 def test_what_is_not_in_the_space_says_why(job):
     path = job()
     assert "8 devices do not divide by 3" in verdict(ask(path, "mesh.tp=3"))
-    assert "no rules for context parallelism" in verdict(ask(path, "mesh.cp=2"))
+    assert "heads do not divide by it" in verdict(ask(path, "mesh.cp=8"))
     path = job(mesh={"dp_shard": 8}, strategy=None)
     assert "does not have that axis" in verdict(ask(path, "mesh.tp=2"))
 

@@ -44,7 +44,7 @@ def random_numbers(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
     grid = np.zeros(num_rows, GRID)
     for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual"):
         grid[name] = 1
-    own = "ep" if seed % 2 else "dp_replicate"
+    own = ("dp_replicate", "ep", "cp")[seed % 3]
     grid[own] = 1 + np.arange(num_rows)  # Each is another mesh, or spreads experts otherwise.
     for row in grid:
         row["pp"] = rng.integers(1, min(3, length) + 1)
@@ -238,11 +238,11 @@ def test_nothing_in_the_space_is_faster(block):
 
 
 @pytest.mark.parametrize(
-    "block", [0, *(pytest.param(n, marks=pytest.mark.wide) for n in range(1, 20))]
+    "block", [0, *(pytest.param(n, marks=pytest.mark.wide) for n in range(1, 50))]
 )
 def test_nothing_is_faster_with_several_stages_a_rank(block):
     several = 0
-    for seed in range(block * 20, block * 20 + 20):
+    for seed in range(block * 8, block * 8 + 8):
         numbers, capacity = random_rounds(seed)
         by_row = [fastest(numbers, row, capacity) for row in range(len(numbers.grid))]
         for row, each in enumerate(by_row):
@@ -253,7 +253,7 @@ def test_nothing_is_faster_with_several_stages_a_rank(block):
         seconds = found.best.seconds if found.best else float("inf")
         assert seconds == pytest.approx(expected, rel=1e-9), seed
         several += found.best is not None and numbers.grid[found.best.row]["virtual"] > 1
-    assert several > 2
+    assert several
 
 
 def test_what_is_dealt_out_to_stages_is_what_was_chosen():
@@ -387,7 +387,7 @@ def test_a_good_guess_spares_measures():
 
 def test_bounds_are_below_and_not_far():
     shares = []
-    for seed in range(40):
+    for seed in range(24):
         numbers, capacity = (random_rounds if seed % 2 else random_numbers)(seed)
         rows = np.arange(len(numbers.grid))
         plain, priced = time_bounds(numbers), priced_bounds(numbers, rows, capacity)

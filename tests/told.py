@@ -43,7 +43,7 @@ def _traced(
     example = (torch.zeros(2, LENGTH, dtype=torch.long),)
     graph, rehearse = graph_of(model, record(model, example)), rehearser(model, example)
     plan = make_plan(load_spec(dict(spec)), graph, world_size=world, rehearse=rehearse)
-    ids = torch.zeros(samples(plan), LENGTH, dtype=torch.long)
+    ids = torch.zeros(samples(plan), LENGTH // plan.mesh.size("cp"), dtype=torch.long)
 
     def loss_fn(output: Any, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
@@ -57,5 +57,5 @@ def _traced(
 
 def samples(plan: Plan) -> int:
     """Two for each microbatch of a step."""
-    assert plan.assignment.stages is not None
-    return 2 * plan.assignment.stages.microbatches * plan.accumulate
+    stages = plan.assignment.stages
+    return 2 * (stages.microbatches if stages is not None else 1) * plan.accumulate

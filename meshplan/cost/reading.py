@@ -125,6 +125,7 @@ class Reading:
         for number, (name, start, end) in enumerate(self._units):
             rows = range(start, end)
             parameters = self._parameters(start, end)
+            attentions = [row for row in self._tape.rows[start:end] if row.op == "attention"]
             stacks = [row for row in self._tape.rows[start:end] if row.op == "grouped_mm"]
             numels = tuple(b // self._element_bytes for f, b in parameters.items() if f not in seen)
             seen |= parameters.keys()
@@ -138,18 +139,11 @@ class Reading:
                     saved_bytes=tuple(h[number][0] for h in held),  # type: ignore[arg-type]
                     transient_bytes=tuple(h[number][1] for h in held),  # type: ignore[arg-type]
                     boundary_bytes=self._boundary(start, end),
-                    context_bytes=sum(
-                        self._sizes(row.reads[1:])
-                        for row in self._tape.rows[start:end] if row.op == "attention"
-                    ),
+                    context_bytes=sum(self._sizes(row.reads[1:]) for row in attentions),
                     exchanged_bytes=sum(
-                        self._sizes((*row.reads, row.makes[0]))
-                        for row in self._tape.rows[start:end] if row.op == "attention"
+                        self._sizes((*row.reads, row.makes[0])) for row in attentions
                     ),
-                    scores_flops=sum(
-                        self._flops(row)
-                        for row in self._tape.rows[start:end] if row.op == "attention"
-                    ),
+                    scores_flops=sum(map(self._flops, attentions)),
                     expert_numel=sum(
                         nbytes // self._element_bytes
                         for row in stacks for _, nbytes in row.parameters

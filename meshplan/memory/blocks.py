@@ -119,7 +119,7 @@ def _attend_to_whole(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part
 
     Source: `runtime.context.parts`; sdpa_attention.py of transformers, which lays the result anew.
     """
-    q, k, v = w.exchange(q), w.exchange(k), w.exchange(v)
+    q, k, v = (w.exchange(each) for each in (q, k, v))
     out = attend(w, q, k, v, shape.head_dim, part.seq_len, is_fused=part.is_fused)
     own = w.exchange(out)
     w.touch(q, k, v, out)

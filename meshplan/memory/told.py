@@ -89,7 +89,8 @@ def told_estimate(
         raise PlanError(Problem(what, spec.origin("batch"), fix))
     check_fused(plan, spec.batch.seq_len, device=device)
     groups = equal_ranks(plan.assignment)
-    shape = f"[{plan.micro * plan.accumulate}, {spec.batch.seq_len}] int64"
+    own = spec.batch.seq_len // plan.mesh.size("cp")
+    shape = f"[{plan.micro * plan.accumulate}, {own}] int64"
     certified = f"told from the config; traced models differ by at most {ERROR:.0%}"
     with _no_collection():
         works = told_works(plan, plan.micro, spec.batch.seq_len)

@@ -135,6 +135,7 @@ def refusals(plan: Plan) -> Iterator[Problem]:
             a.context is not None and a.context.attention != "all_to_all",
             "context parallelism that gathers keys and values (all_to_all it knows)",
         ),
+        (_parts_heads(plan), "all_to_all over heads that do not divide by tp and cp together"),
         (bool(saved - PRODUCTS), f"recomputation that saves {', '.join(sorted(saved - PRODUCTS))}"),
         (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
         (bool(a.units.keys() - blocks - a.experts.keys() - {""}), "units that are no blocks"),
@@ -146,6 +147,14 @@ def refusals(plan: Plan) -> Iterator[Problem]:
                 f"a step told from a config has no rules for {what}",
                 fix="give the model itself (model: entry, with torch), so that it is traced",
             )
+
+
+def _parts_heads(plan: Plan) -> bool:
+    """Whether ranks of cp cannot share out the heads that a rank of tp may have."""
+    if plan.mesh.size("cp") == 1 or not plan.graph.config:
+        return False
+    shape, ranks = shape_of(plan.graph), plan.mesh.size("cp", "tp")
+    return bool(shape.heads % ranks or shape.kv_heads % ranks)
 
 
 def _is_block(plan: Plan, fqn: str) -> bool:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from meshplan.cost.grid import GRID, MODES, SCHEDULE_WORDS
 from meshplan.planner.space import Freedom, divisors
-from meshplan.planner.spread import goes_with
+from meshplan.planner.spread import go_together
 from meshplan.schedules import SCHEDULES
 
 _DDP, _ZERO1, _SHARD = range(len(MODES))
@@ -24,18 +24,23 @@ def enumerate_grid(free: Freedom) -> NDArray[np.void]:
         for cp in free.axes["cp"]:
             for pp in free.axes["pp"]:
                 inner = tp * cp * pp
-                if free.world % inner == 0:
+                if free.world % inner == 0 and _shares_heads(free, tp, cp):
                     for data in _data(free, free.world // inner):
                         for ep in _lent(free, data[1], {"pp": pp, "cp": cp, "tp": tp}):
                             rows += _steps(free, (pp, *data[:2], cp, tp, ep), data[2])
     return np.array(rows, GRID)
 
 
+def _shares_heads(free: Freedom, tp: int, cp: int) -> bool:
+    """Whether ranks of cp may share out the heads that one of tp has."""
+    return cp == 1 or not any(heads % (tp * cp) for heads in free.heads)
+
+
 def _lent(free: Freedom, shard: int, sizes: Mapping[str, int]) -> Iterator[int]:
-    """What ep may borrow of so many ranks along dp_shard."""
+    """What ep may borrow of so many ranks along dp_shard; nothing, where two axes clash."""
     is_sequence = free.sequence_parallel.get(sizes["tp"], False)
     for ep in free.axes["ep"]:
-        if shard % ep == 0 and goes_with({**sizes, "ep": ep}, is_sequence=is_sequence):
+        if shard % ep == 0 and go_together({**sizes, "ep": ep}, is_sequence=is_sequence):
             yield ep
 
 

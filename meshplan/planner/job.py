@@ -16,10 +16,12 @@ from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
 from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
+from meshplan.memory.shape import shape_of
 from meshplan.memory.told import ERROR, OverError, told_estimate
 from meshplan.memory.told_works import refusals, styled_of
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.brief import Brief, Glance, Stages
+from meshplan.planner.contexts import EXCHANGES, context_of
 from meshplan.planner.cutting import StagePins, stage_pins_of
 from meshplan.planner.decision import Question, Way
 from meshplan.planner.enumeration import enumerate_grid
@@ -102,7 +104,15 @@ class Job:
             can_cut=lambda stages: self._cuts.can_cut(self._graph.blocks(), stages),
             experts=experts_of(self._graph),
             keeps_from_rounds=self._keeps_from_rounds(),
+            heads=self._heads(),
         )
+
+    def _heads(self) -> tuple[int, ...]:
+        """Of one attention, and of its keys and values."""
+        if self._traced is not None:
+            return ()
+        shape = shape_of(self._graph)
+        return shape.heads, shape.kv_heads
 
     def _keeps_from_rounds(self) -> str:
         """Why no rank of a pipeline may have several stages; "" if it may."""
@@ -193,6 +203,7 @@ class Job:
             recompute=self.free.recompute,
             reshard=self.free.reshard,
             pins=self._pins,
+            exchanges=context_of(self.spec).attention == EXCHANGES,
         )
         if not are_alike(found) and (self.grid["virtual"] > 1).any():
             what = f"the planner cannot plan several stages a rank: {NOT_ALIKE} once tp cuts them"

@@ -244,20 +244,37 @@ def _ways(seconds: Floats, memory: Floats, count: int, price: float, slack: floa
     All that is paid beyond comes on top of the relaxation's bound, so it is at most `slack`.
     """
     paid = seconds + price * memory
-    extra = [float(each) for each in paid - paid.min()]
-    partial: list[tuple[float, tuple[int, ...], int]] = [(0.0, (), count)]
+    extra = paid - paid.min()
+    takes = np.zeros((1, 0), dtype=np.int64)
+    spent, left = np.zeros(1), np.array([count])
     for option, each in enumerate(extra):
-        is_last = option == len(extra) - 1
-        grown = []
-        for spent, takes, left in partial:
-            most = left if each * left + spent <= slack else int((slack - spent) / each)
-            for n in (left,) if is_last else range(most + 1):
-                if n <= most:
-                    grown.append((spent + n * each, (*takes, n), left - n))
-        partial = grown
-    table = np.array([takes for _, takes, _ in partial], dtype=np.int64).reshape(-1, len(extra))
-    t, m = table @ seconds, table @ memory
-    return [_Way(float(t[i]), float(m[i]), tuple(map(int, table[i]))) for i in _undominated(t, m)]
+        if option == len(extra) - 1:
+            takes = np.column_stack((takes, left))[spent + left * each <= slack]
+            break
+        within = np.floor((slack - spent) / each) if each > 0 else np.inf
+        most = np.where(each * left + spent <= slack, left, np.minimum(left, within))
+        repeats = np.maximum(most, -1).astype(np.int64) + 1
+        at = np.repeat(np.arange(len(left)), repeats)
+        many = np.arange(len(at)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+        takes = np.column_stack((takes[at], many))
+        spent, left = spent[at] + many * each, left[at] - many
+        t, m = (takes @ part[: option + 1] for part in (seconds, memory))
+        kept = _undominated_each(left, t, m)
+        takes, spent, left = takes[kept], spent[kept], left[kept]
+    t, m = takes @ seconds, takes @ memory
+    return [_Way(float(t[i]), float(m[i]), tuple(map(int, takes[i]))) for i in _undominated(t, m)]
+
+
+def _undominated_each(groups: Counts, seconds: Floats, memory: Floats) -> Counts:
+    """Those of each group that no other of the same group beats: what is left to add is alike."""
+    _, rank = np.unique(memory, return_inverse=True)
+    order = np.lexsort((rank, seconds, groups))
+    # Ranks of later groups lie below those of earlier ones, so that each begins anew.
+    own = rank[order] - groups[order] * (len(rank) + 1)
+    least = np.minimum.accumulate(own)
+    is_better = np.ones(len(order), dtype=bool)
+    is_better[1:] = own[1:] < least[:-1]
+    return np.asarray(order[is_better])
 
 
 def _undominated(seconds: Floats, memory: Floats) -> Counts:

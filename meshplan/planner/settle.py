@@ -15,6 +15,7 @@ import numpy as np
 
 from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
 from meshplan.mesh import AXES
+from meshplan.planner.contexts import context_of
 from meshplan.planner.pins import Pins
 from meshplan.planner.row import Candidate
 from meshplan.planner.space import Freedom
@@ -115,6 +116,8 @@ def statements(
     rules = list(_recompute_rules(open_, word))
     open_ = [b for b in blocks if not (b.name in pins and pins[b.name].reshard)]
     rules += _reshard_rules(open_, usual)
+    if sizes["cp"] > 1 and spec.context is None:
+        out["context.attention"] = context_of(spec).attention
     if ep > 1 and not is_placed(spec):
         rules.append(words(free.experts))
     for number, rule in enumerate(rules, len(spec.rules)):

@@ -14,6 +14,7 @@ from typing import Final, Literal
 from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE
 from meshplan.errors import PlanError, Problem
 from meshplan.mesh import AXES
+from meshplan.planner.contexts import context_of, contexts_of
 from meshplan.planner.orders import schedules_of, stated_virtual
 from meshplan.planner.spread import NO_EXPERTS, Experts, as_trial, is_placed
 from meshplan.spec import AUTO, Borrow, Pipeline, Rule, Spec
@@ -53,6 +54,7 @@ class Freedom:
         modes, schedules: Places in `grid.MODES` and `grid.SCHEDULE_WORDS`.
         virtual: Stages of a rank, of schedules with several; None where that is free.
         num_blocks: Of the model.
+        heads: Of one attention, and of its keys and values; () where nobody knows.
         recompute: Places in `grid.RECOMPUTE`.
         reshard: Of blocks whose parameters are sharded.
         micro: `batch.micro`: samples of one microbatch, of a pipeline of all its microbatches; ()
@@ -72,6 +74,7 @@ class Freedom:
     schedules: tuple[int, ...] = (0,)
     virtual: int | None = None
     num_blocks: int = 1
+    heads: tuple[int, ...] = ()
     recompute: tuple[int, ...] = tuple(range(len(RECOMPUTE)))
     reshard: tuple[int, ...] = (0, 1)
     micro: tuple[int, ...] = ()
@@ -104,12 +107,14 @@ def freedom_of(
     can_cut: Callable[[int], bool] = lambda stages: True,
     experts: Experts = NO_EXPERTS,
     keeps_from_rounds: str = "",
+    heads: tuple[int, ...] = (),
 ) -> Freedom:
     """What a spec leaves free.
 
     Args:
         can_cut: Whether blocks can be cut into so many stages where the plan says that they are.
         experts: Of the model.
+        heads: As in `Freedom`.
         keeps_from_rounds: Why no rank may have several stages, "" if it may.
         refuses: Why a trial of a spec cannot be, "" if it can be: whether the model divides, and
             whether its step can be told.
@@ -124,7 +129,10 @@ def freedom_of(
     axes["tp"] = tuple(sequence)
     axes["pp"] = _pipelines(spec, axes["pp"], num_blocks, refuses, rejected)
     axes["pp"] = tuple(_as_stated(spec, axes["pp"], can_cut, rejected))
-    axes["cp"] = tuple(_allowed(spec, "cp", axes["cp"][:2], refuses, rejected))
+    axes["cp"], left_out = contexts_of(
+        spec, axes["cp"], heads, lambda size: refuses(with_axes(spec, {"cp": size}))
+    )
+    rejected += (Rejected(what, why) for what, why in left_out)
     axes["ep"] = tuple(_spread(spec, axes["ep"], experts, refuses, rejected))
     schedules, without = schedules_of(spec, axes["pp"], keeps_from_rounds)
     rejected += (Rejected(f"pipeline.schedule={word}", keeps_from_rounds) for word in without)
@@ -142,6 +150,7 @@ def freedom_of(
         schedules=schedules,
         virtual=stated_virtual(spec),
         num_blocks=num_blocks,
+        heads=heads,
         recompute=tuple(_recompute(spec, refuses, rejected)),
         reshard=reshard,
         sequence_parallel=sequence,
@@ -240,21 +249,6 @@ def _stated_microbatches(spec: Spec) -> int | None:
     return stated if isinstance(stated, int) else None
 
 
-def _allowed(
-    spec: Spec,
-    axis: str,
-    sizes: Sequence[int],
-    refuses: Callable[[Spec], str],
-    rejected: list[Rejected],
-) -> Iterator[int]:
-    for size in sizes:
-        why = "" if size == 1 else refuses(with_axes(spec, {axis: size}))
-        if why:
-            rejected.append(Rejected(f"mesh.{axis}={size}", why))
-        else:
-            yield size
-
-
 def _spread(
     spec: Spec,
     sizes: Sequence[int],
@@ -302,6 +296,7 @@ def with_axes(
         batch=replace(spec.batch, micro=sizes.get("pp", 1), accumulate=None, global_=None),
         activation_checkpointing=replace(spec.activation_checkpointing, mode="none", budget=None),
         pipeline=_as_trial(spec.pipeline) if "pp" in sizes else None,
+        context=context_of(spec) if sizes.get("cp", 1) > 1 else None,
         # A trial may be of fewer blocks than rules speak of.
         rules=tuple(_rule_as_trial(rule, sizes) for rule in spec.rules),
     )

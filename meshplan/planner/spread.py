@@ -50,11 +50,11 @@ def is_placed(spec: Spec) -> bool:
     return any("ep" in rule.place for rule in spec.rules)
 
 
-def goes_with(sizes: Mapping[str, int], *, is_sequence: bool) -> bool:
-    """Whether nothing in a mesh clashes with ep."""
+def go_together(sizes: Mapping[str, int], *, is_sequence: bool) -> bool:
+    """Whether no two things in a mesh clash."""
     there = {axis for axis, size in sizes.items() if size > 1}
     there |= {"sequence_parallel"} if is_sequence else set()
-    return "ep" not in there or not any(frozenset(("ep", other)) in _CLASHES for other in there)
+    return not any(clash <= there for clash in _CLASHES)
 
 
 def as_trial(spec: Spec, sizes: Mapping[str, int], modules: tuple[str, ...]) -> Spec:

@@ -231,7 +231,7 @@ def note_held(ledger: Ledger, model: nn.Module, batch: Any) -> set[int]:
     ledger.note(model.parameters(), Term.PARAMETERS)
     ledger.note(model.buffers(), Term.BUFFERS)
     for fqn, module in model.named_modules():
-        ledger.name(module.buffers(recurse=False), fqn)
+        ledger.hand_on(module.buffers(recurse=False), fqn)
     ledger.note((tensor for _, tensor in tensors_in(batch)), Term.INPUTS)
     return {number for param in model.parameters() for number in ledger.numbers_of(param)}
 

@@ -197,7 +197,7 @@ def watch_steps(
             states = [tensor for _, tensor in tensors_in(list(optimizer.state.values()))]
             ledger.note(states, Term.OPTIMIZER)
             for param, kept in optimizer.state.items():
-                ledger.name((tensor for _, tensor in tensors_in(kept)), owners.get(param, ""))
+                ledger.hand_on((tensor for _, tensor in tensors_in(kept)), owners.get(param, ""))
             if behaviour.has_host:
                 ledger.overlook(_counters(optimizer))
     return logs[1:]

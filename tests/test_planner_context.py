@@ -1,0 +1,95 @@
+"""Sequences over ranks in the planner: what is searched, what its figures say, what is refused.
+
+Which seeded bug would this catch? Heads that ranks cannot share out, activations of the whole
+sequence, an exchange that nobody pays, a pair of axes that clash.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshplan.errors import PlanError
+from meshplan.memory.told import told_rank
+from meshplan.plan import make_plan
+from meshplan.planner.asking import question_of_file
+from meshplan.planner.costed import Costed
+from meshplan.planner.decide import decide_job
+from meshplan.planner.job import Job
+from meshplan.planner.lock import overrides
+from meshplan.planner.row import Row, solve_row
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,
+    "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 131072,
+    "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def job(kv_heads: int = 4, **more: Any) -> Job:
+        config = LLAMA | {"num_key_value_heads": kv_heads}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        plan = {
+            "version": 1, "model": {"config": "config.json"}, "mesh": "auto", "strategy": "auto",
+            "hardware": {"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"},
+            "precision": "bf16-mixed", "batch": {"global": 16, "seq_len": 2048}, **more,
+        }  # fmt: skip
+        (tmp_path / "plan.yaml").write_text(json.dumps(plan))
+        return Job(question_of_file(tmp_path / "plan.yaml"))
+
+    return job
+
+
+def test_the_space_has_every_number_of_ranks_that_shares_out_heads(write: Any) -> None:
+    job = write()
+    grid = job.grid
+    pairs = {(int(row["tp"]), int(row["cp"])) for row in grid}
+    assert pairs == {(tp, cp) for tp in (1, 2, 4) for cp in (1, 2, 4) if tp * cp <= 4}
+    assert not ((grid["cp"] > 1) & (grid["pp"] > 1)).any()
+    whys = {each.what: each.why for each in job.free.rejected}
+    assert whys["mesh.cp=8"] == "16 and 4 heads do not divide by it"
+
+
+def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(write: Any) -> None:
+    job, rng, shares = write(), random.Random(0), []
+    rows = [int(row) for row in np.flatnonzero(job.grid["cp"] > 1)]
+    for row in rng.sample(rows, 12):
+        smallest = Row(job.usual, row, float("inf")).smallest()
+        room = max(smallest.linear_bytes) * rng.choice((1.01, 1.2, 1.5, 3))
+        found = solve_row(job.usual, row, room) or smallest
+        stated = job.stated(job.usual, found)
+        assert stated["context.attention"] == "all_to_all"
+        plan = make_plan(job.question.read(overrides(stated)), job.question.graph)
+        assert plan.mesh.size("cp") == job.grid["cp"][row]
+        assert Costed(plan, job.question.cluster).seconds == pytest.approx(found.seconds)
+        live = told_rank(plan, 0, device=job.question.device).peak.live_bytes
+        assert found.linear_bytes[0] <= live
+        shares.append(found.linear_bytes[0] / live)
+    assert np.median(shares) > 0.6
+
+
+def test_one_long_sequence_is_cut(write: Any) -> None:
+    """There is nothing else to share out among as many ranks."""
+    decision = decide_job(write(kv_heads=8, batch={"global": 1, "seq_len": 131072}))
+    assert decision.chosen is not None
+    assert decision.chosen.stated["mesh"].get("cp", 1) > 1
+    assert decision.chosen.memory.fits
+
+
+def test_what_a_plan_says_of_attention_is_kept(write: Any) -> None:
+    """Stated, sequences are cut; what is not told is refused, with the way out."""
+    job = write(context={"attention": "all_to_all"})
+    assert job.grid["cp"].min() > 1
+    found = solve_row(job.usual, 0, float("inf"))
+    assert found is not None
+    assert "context.attention" not in job.stated(job.usual, found)
+    with pytest.raises(PlanError, match="gathers keys and values"):
+        _ = write(context={"attention": "all_gather"}).grid
