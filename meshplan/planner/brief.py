@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from meshplan.cost.grid import SCHEDULE_WORDS
 from meshplan.errors import MeshplanError
 from meshplan.graph import ModelGraph
 from meshplan.memory.driver import communicators, driver_bytes
 from meshplan.memory.told import told_rank
+from meshplan.mesh import AXES
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.decision import Question
-from meshplan.planner.found import mesh_key
 from meshplan.planner.gauge import Gauge, shorten
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Candidate
@@ -70,7 +71,7 @@ class Brief:
 
     def taken(self, row: np.void) -> float:
         """The same of a row of the grid, whatever its blocks do; 0 where nothing tells."""
-        key, shorter = mesh_key(row), self._question.shorter
+        key, shorter = tuple(int(row[name]) for name in (*AXES, "mode")), self._question.shorter
         if key not in self._taken:
             try:
                 self._taken[key] = 0.0 if shorter is None else self.links(self._least(row, shorter))
@@ -79,11 +80,13 @@ class Brief:
         return self._taken[key]
 
     def _least(self, row: np.void, shorter: Callable[[int], ModelGraph]) -> Plan:
-        """A row's plan for a model with one block a stage, or two."""
-        num_stages = int(row["pp"] * row["virtual"])
-        graph = shorter(max(2, num_stages))
+        """A plan of its mesh for a model with one block a stage, and one stage a rank, or two."""
+        pp, row = int(row["pp"]), row.copy()
+        if row["virtual"] > 1:
+            row["virtual"], row["schedule"] = 1, SCHEDULE_WORDS.index("1F1B")
+        graph = shorter(max(2, pp))
         blocks = [Block(name, 0, 0) for name in graph.blocks()]
-        stages = [blocks] if num_stages == 1 else [[block] for block in blocks]
+        stages = [blocks] if pp == 1 else [[block] for block in blocks]
         return self._plan(row, stages, graph)
 
     def glance(
