@@ -8,6 +8,7 @@ whole: peaks of some phase would be off.
 from __future__ import annotations
 
 import multiprocessing
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 
 from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
-from meshplan.memory import blocks
+from meshplan.memory import blocks, told_works
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.rows import Writer
 from meshplan.memory.told import told_estimate, told_log
@@ -106,6 +107,7 @@ def _lay_nothing(w: Writer, shape: Any, q: int, k: int, v: int, part: Any) -> in
 def test_a_mistake_shows(mistake: tuple[Any, str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     plan = decided(*CASES["heads"])
     right = log_of(plan).by_phase
+    monkeypatch.setattr(told_works, "_PLAYED", deque())  # Nothing that was played without it.
     monkeypatch.setattr(*mistake)
     assert log_of(plan).by_phase != right
 
