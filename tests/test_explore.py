@@ -223,6 +223,14 @@ def test_it_needs_no_torch():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.wide
+def test_a_live_model_is_cut_anew():
+    explorer = meshplan.explore("plans/tp_auto.yaml")
+    scene = explorer.set(gpus_per_node=4)
+    assert "mesh: {dp_shard: 2, tp: 2}" in scene.words[-1]
+    assert "activations are unknown" in scene.verdict
+
+
 @pytest.mark.skipif(browser.FOUND is None, reason="no chromium is installed")
 @pytest.mark.parametrize(("width", "beside"), [(1500, 2), (700, 1), (375, 1)])
 def test_a_browser_shows_the_pictures_beside_or_below_each_other(width, beside, explorer, tmp_path):

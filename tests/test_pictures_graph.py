@@ -246,6 +246,7 @@ def test_long_names_and_many_beside_each_other_stay_in_their_boxes():
     picture = draw(plan, "graph")
     check_drawn(facts, picture)
     assert picture.figure.get_figwidth() == 10
+    assert all(f": {name}, Linear · 16</title>" in picture.svg() for name in names)
 
 
 def test_a_module_that_runs_again_makes_no_circle():

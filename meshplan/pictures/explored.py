@@ -25,6 +25,7 @@ from meshplan.pictures.sheet import EDGE, TEXT, WIDTH, Sheet, wrapped, write
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import counted
 from meshplan.plan import Plan, make_plan
+from meshplan.rehearsal import Rehearse
 from meshplan.spec import AUTO, Auto, Borrow, HardwareSpec, Spec
 from meshplan.strategies import STRATEGIES
 
@@ -160,16 +161,20 @@ def scene_of(
     theme: str = "light",
     gpu: str | None = None,
     memory: str | int | None = None,
+    rehearse: Rehearse | None = None,
 ) -> Scene:
     """What is shown of a plan with other settings.
 
     Args:
         plan: What is not turned is as it says.
         gpu, memory: As of `estimate_memory`.
+        rehearse: As of `make_plan`.
     """
     try:
         spec = spec_at(plan, knobs)
-        turned = plan if spec is plan.spec else make_plan(spec, plan.graph)
+        turned = plan
+        if spec is not plan.spec:
+            turned = make_plan(spec, plan.graph, rehearse=rehearse)
         mesh = mesh_map(turned, most_nodes=_MOST_NODES)
         bars = facts_of(turned, "memory", gpu=gpu, memory=memory)
     except MeshplanError as error:

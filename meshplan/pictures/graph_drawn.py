@@ -221,7 +221,8 @@ def _module(
 ) -> None:
     x, y, wide = at
     ink = inks.get(each.group, Ink(theme.panel))
-    gid = f"module {number}: {each.group or NOTHING}"
+    # Where the pointer is, a page says the whole of what there was no room for.
+    gid = f"module {number}: {each.group or NOTHING}: {each.name}, {_words(each)}"
     box(plane, x, y, wide, _TALL, ink, edge=theme.quiet, gid=gid)
     colour = ink_on(ink.colour)
     behind = {"facecolor": ink.colour, "edgecolor": "none", "pad": 0.8} if ink.hatch else None
