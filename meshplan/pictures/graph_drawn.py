@@ -83,6 +83,9 @@ def _notes(facts: Graph) -> list[str]:
     if facts.source == "recorded":
         notes.append("Arrows: what one gives another, by a recorded forward; a sign is where code "
                      "between modules joins values.")  # fmt: skip
+    elif facts.source == "told":
+        notes.append("Arrows: what one gives another, as transformers computes this family; a sign "
+                     "is where code between modules joins values.")  # fmt: skip
     elif facts.source:
         notes.append("Arrows: what one gives another. Within a frame without arrows the order is "
                      "that of definition: the config does not tell more.")  # fmt: skip
