@@ -254,6 +254,10 @@ def test_other_families_are_told_too(family, tmp_path):
     assert facts.source == "told"
     frame = next(n for n, box in enumerate(facts.boxes) if box.is_frame)
     assert {"in", "out"} <= {end for link in named(facts, frame) for end in link}
+    # Whatever is there is on the way from the first to the last, or says why it is not.
+    ends = {n for found in facts.links.values() for link in found for n in link}
+    assert ends >= set(range(len(facts.boxes)))
+    assert facts.num_idle == (3 if family == "gpt2" else 0)
     assert sum(b.num_params for b in facts.boxes if not b.is_frame) == plan.graph.num_params
     check_drawn(facts, draw(plan, "graph"))
 

@@ -26,6 +26,7 @@ from meshplan.pictures.sheet import (
     write,
 )
 from meshplan.pictures.types import Picture
+from meshplan.pictures.words import counted
 from meshplan.units import format_count
 
 _TALL: Final = 0.5
@@ -92,6 +93,9 @@ def _notes(facts: Graph) -> list[str]:
     else:
         notes.append("In order of definition: no forward was recorded, so nothing tells what goes "
                      "between them.")  # fmt: skip
+    if facts.num_idle:
+        boxes = counted(facts.num_idle, "box", "boxes")
+        notes.append(f"Left out: {boxes} of modules that do not run and hold no parameters.")
     return notes
 
 

@@ -186,9 +186,17 @@ class Reader:
             self._links.setdefault(frame, {})[begin, end] = None
 
     def _in_order(self) -> tuple[list[Box], Mapping[int, Links]]:
-        """Boxes by when they first ran; arrows back, of modules that run again, are left out."""
+        """Boxes by when they first ran; arrows back, of modules that run again, are left out.
+
+        So are boxes that never run and hold nothing, such as a dropout of nothing.
+        """
         last = len(self._flow.ops)
-        order = sorted(range(len(self._boxes)), key=lambda n: (self._first.get(n, last), n))
+        idle = {
+            n for n, box in enumerate(self._boxes)
+            if n not in self._first and not (box.num_params or box.is_frame or box.num_below)
+        }  # fmt: skip
+        shown = [n for n in range(len(self._boxes)) if n not in idle]
+        order = sorted(shown, key=lambda n: (self._first.get(n, last), n))
         place = {old: new for new, old in enumerate(order)} | {-1: -1}
         boxes = [self._boxes[n] for n in order]
         boxes = [replace(box, frame=place[box.frame]) for box in boxes]

@@ -31,6 +31,7 @@ class Graph:
         by: What colours are: "stage" or "layout".
         boxes: In the order of running, where that is known.
         links: By frame, -1 for what is in none: who gives to whom, by numbers of boxes.
+        num_idle: Modules that have no box, since they do not run and hold nothing.
         source: "recorded", "told" from the config, "outline", which knows no inside of blocks, or
             "" where nobody knows.
     """
@@ -40,6 +41,7 @@ class Graph:
     boxes: tuple[Box, ...]
     links: Mapping[int, Links]
     source: str
+    num_idle: int = 0
     groups: tuple[str, ...]
     num_modules: int
     num_params: int
@@ -86,6 +88,7 @@ def module_graph(plan: Plan) -> Graph:
     links: Mapping[int, Links] = {}
     if flow is not None:
         boxes, links = Reader(flow, items, boxes).read()
+    num_idle = len(items) - sum(not box.is_meeting for box in boxes)
     groups = dict.fromkeys(name for name in own.values() if name)
     if stages is not None:
         groups = dict.fromkeys(f"stage {number}" for number in range(stages.num))
@@ -95,6 +98,7 @@ def module_graph(plan: Plan) -> Graph:
         boxes=tuple(boxes),
         links=links,
         source=source,
+        num_idle=num_idle,
         groups=tuple(groups),
         num_modules=len(graph.modules),
         num_params=graph.num_params,
@@ -150,6 +154,8 @@ def _may_open(item: Item, plan: Plan, called: set[str] | None) -> bool:
         return True
     if called is None or not _has_forward(item, plan):
         return True
+    if plan.graph.owned(item.node.fqns[0]):
+        return False  # What it computes itself stands between what is in it.
     return any(fqn in called for kid in item.node.children for fqn in kid.fqns)
 
 
