@@ -32,7 +32,7 @@ from meshplan.units import format_count
 _TALL: Final = 0.5
 _MEETING: Final = 0.24
 _LEAST: Final = 1.15
-_MOST: Final = 2.7
+_MOST: Final = 3.6
 _GAP: Final = 0.2
 _BETWEEN: Final = 0.3
 _IN_ROW: Final = 5
@@ -155,7 +155,7 @@ def _size(each: Box, inside: _Level | None, most: float) -> tuple[float, float]:
     if each.is_meeting:
         return max(width_of(each.name, SMALL) + 0.16, 0.3), _MEETING
     if inside is not None:
-        head = min(width_of(_head(each), SMALL, bold=True) + 0.3, _MOST * 2)
+        head = min(width_of(_head(each), SMALL, bold=True) + 0.3, _MOST * 1.5)
         return max(inside.width + 2 * _EDGE, head), inside.height + _HEAD + _EDGE
     wanted = max(width_of(each.name, TEXT, bold=True), width_of(_words(each), SMALL)) + 0.2
     return min(max(wanted, _LEAST), most), _TALL
