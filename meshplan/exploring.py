@@ -18,6 +18,7 @@ from meshplan.pictures.explored import Knobs, Scene, knobs_of, png_of, scene_of
 from meshplan.pictures.palette import theme_of
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
+from meshplan.rehearsal import Rehearse
 from meshplan.sizing import graph_of
 from meshplan.spec import Spec
 from meshplan.strategies import STRATEGIES
@@ -55,8 +56,8 @@ def explore(
         PlanError: The plan as it stands does not fit the model.
     """
     theme_of(theme)
-    start = _start(plan, overrides, model, config)
-    return Explorer(start, gpu=gpu, memory=memory, theme=theme)
+    start, rehearse = _start(plan, overrides, model, config)
+    return Explorer(start, gpu=gpu, memory=memory, theme=theme, rehearse=rehearse)
 
 
 def _start(
@@ -64,32 +65,34 @@ def _start(
     overrides: Sequence[str],
     model: str | None,
     config: str | Path | None,
-) -> Plan:
-    """The plan as it stands."""
-    if not isinstance(plan, Plan | Spec):
-        number = None
-        if (model, config) == (None, None):
-            number = counted_plan(load_spec(plan, overrides))
-        return number or api.decide(plan, overrides, model=model, config=config)
-    if overrides:
+) -> tuple[Plan, Rehearse | None]:
+    """The plan as it stands, and of a live model whose forward is read, what runs it again."""
+    if isinstance(plan, Plan | Spec) and overrides:
         what = "what was read already takes no overrides"
         raise SpecError(Problem(what, Origin("overrides"), "give the plan file in its place"))
     if isinstance(plan, Plan):
         if (model, config) != (None, None):
             what = "a plan that was decided has its model"
             raise SpecError(Problem(what, Origin("model"), "leave model and config out"))
-        return plan
-    entry = model or (plan.model.entry if plan.model is not None and config is None else None)
-    if entry is not None:
+        return plan, None
+    spec = plan if isinstance(plan, Spec) else load_spec(plan, overrides)
+    entry = model or (spec.model.entry if spec.model is not None and config is None else None)
+    if entry is not None and not spec.free_fields:
         from meshplan.runtime.live import live_graph  # torch
 
-        graph, rehearse = live_graph(entry, Origin("model"), plan)
-        return make_plan(plan, graph, rehearse=rehearse)
-    told = from_config(config, Origin("config")) if config is not None else graph_of(plan)
+        origin = Origin("model") if model is not None else spec.origin("model.entry")
+        graph, rehearse = live_graph(entry, origin, spec)
+        return make_plan(spec, graph, rehearse=rehearse), rehearse
+    number = counted_plan(spec) if (entry, config) == (None, None) else None
+    if number is not None:
+        return number, None
+    if not isinstance(plan, Spec):
+        return api.decide(plan, overrides, model=model, config=config), None
+    told = from_config(config, Origin("config")) if config is not None else graph_of(spec)
     if told is None:
         what = "nothing says which modules the model has"
-        raise SpecError(Problem(what, Origin(plan.source, "model"), "give model or config"))
-    return make_plan(plan, told)
+        raise SpecError(Problem(what, Origin(spec.source, "model"), "give model or config"))
+    return make_plan(spec, told), None
 
 
 class Explorer:
@@ -103,11 +106,19 @@ class Explorer:
     """
 
     def __init__(
-        self, plan: Plan, *, gpu: str | None, memory: str | int | None, theme: str
+        self,
+        plan: Plan,
+        *,
+        gpu: str | None,
+        memory: str | int | None,
+        theme: str,
+        rehearse: Rehearse | None = None,
     ) -> None:
         self.plan, self._theme = plan, theme
         self._scene_at: Callable[[Knobs], Scene] = lru_cache(_KEPT)(
-            lambda knobs: scene_of(plan, knobs, theme=theme, gpu=gpu, memory=memory)
+            lambda knobs: scene_of(
+                plan, knobs, theme=theme, gpu=gpu, memory=memory, rehearse=rehearse
+            )
         )
         self.scene = self._scene_at(knobs_of(plan))
         self.controls: Mapping[str, Any] = {}

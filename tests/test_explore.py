@@ -136,6 +136,17 @@ def test_operations_that_are_told_once_are_those_of_the_plan():
     assert told(mesh={"dp_shard": 16}, strategy="full_shard") != fresh[0]
 
 
+def test_what_a_move_leaves_as_it_is_is_not_drawn_again(explorer):
+    first, before = explorer.scene.pictures
+    explorer.controls["micro"].value = 2
+    second, after = explorer.scene.pictures
+    assert second is first
+    assert after is not before
+    explorer.controls["nodes"].value = 3
+    third, _ = explorer.scene.pictures
+    assert third.title.startswith("24 ranks on 3 nodes")
+
+
 def test_samples_of_a_step_stay_where_they_are_stated():
     given = {**STATED, "batch": {"micro": 1, "global": 64, "seq_len": 8192}}
     plan = make_plan(load_spec(given), from_config(LLAMA, blocks=2))
@@ -221,6 +232,14 @@ def test_it_needs_no_torch():
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.wide
+def test_a_live_model_is_cut_anew():
+    explorer = meshplan.explore("plans/tp_auto.yaml")
+    scene = explorer.set(gpus_per_node=4)
+    assert "mesh: {dp_shard: 2, tp: 2}" in scene.words[-1]
+    assert "activations are unknown" in scene.verdict
 
 
 @pytest.mark.skipif(browser.FOUND is None, reason="no chromium is installed")

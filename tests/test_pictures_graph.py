@@ -11,6 +11,7 @@ import sys
 import pytest
 from matplotlib.lines import Line2D
 
+from meshplan.blueprint import from_config
 from meshplan.cli import main
 from meshplan.flow import Call, Flow, Op, Ref, Value
 from meshplan.pictures.layered import lay_out
@@ -20,7 +21,22 @@ from meshplan.pictures.module_graph import module_graph
 from meshplan.pictures.palette import THEMES
 from meshplan.units import format_count
 from tests.graphs import graph
-from tests.pictured import LONG, PIPED, boxes, check_readable, llama, plan_of, strange, written
+from tests.pictured import (
+    LLAMA,
+    LONG,
+    PIPED,
+    boxes,
+    check_readable,
+    llama,
+    plan_of,
+    strange,
+    written,
+)
+
+GPT2 = {
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 97, "n_embd": 32,
+    "n_layer": 5, "n_head": 4, "n_positions": 64,
+}  # fmt: skip
 
 
 class Recorder:
@@ -181,20 +197,69 @@ def test_parameters_of_all_boxes_are_those_of_the_model():
         assert held == plan.graph.num_params
 
 
-def test_the_outline_of_a_config_has_arrows_between_blocks_and_none_inside():
+AROUND = {
+    ("model.embed_tokens", "model.layers.{0..31}"), ("model.norm", "lm_head"),
+    ("model.rotary_emb", "model.layers.{0..31}"), ("model.layers.{0..31}", "model.norm"),
+}  # fmt: skip
+
+
+def test_a_config_of_a_known_family_has_the_arrows_of_its_operations():
     facts = module_graph(llama())
     frame = next(n for n, box in enumerate(facts.boxes) if box.is_frame)
-    assert named(facts) == {
-        ("model.embed_tokens", "model.layers.{0..31}"), ("model.norm", "lm_head"),
-        ("model.rotary_emb", "model.layers.{0..31}"), ("model.layers.{0..31}", "model.norm"),
+    assert named(facts) == AROUND
+    assert named(facts, frame) == {
+        ("in", "input_layernorm"), ("in", "+"), ("+", "out"), ("+", "+"),
+        *(("input_layernorm", f"self_attn.{x}_proj") for x in "qkv"),
+        *((f"self_attn.{x}_proj", "attention") for x in "qkv"),
+        ("attention", "self_attn.o_proj"), ("self_attn.o_proj", "+"),
+        ("+", "post_attention_layernorm"), ("post_attention_layernorm", "mlp.gate_proj"),
+        ("post_attention_layernorm", "mlp.up_proj"), ("mlp.gate_proj", "mlp.act_fn"),
+        ("mlp.act_fn", "×"), ("mlp.up_proj", "×"), ("×", "mlp.down_proj"), ("mlp.down_proj", "+"),
     }  # fmt: skip
-    assert frame not in facts.links
     picture = draw(llama(), "graph")
     check_drawn(facts, picture)
     assert picture.title == (
         "LlamaForCausalLM: 423 modules of 8.03 B parameters, all laid out as S(0)@dp_shard"
     )
+    assert any("as transformers computes" in text for text in written(picture.figure))
+
+
+def test_layouts_of_tensor_parallelism_are_seen_on_each_projection():
+    plan = llama(mesh={"dp_shard": 4, "tp": 4}, strategy="full_shard", tp_plan="auto")
+    group = {box.name: box.group for box in module_graph(plan).boxes}
+    assert group["self_attn.q_proj"] == group["mlp.up_proj"] == "S(0)@tp,dp_shard"
+    assert group["self_attn.o_proj"] == group["mlp.down_proj"] == "S(0)@dp_shard S(1)@tp"
+    check_drawn(module_graph(plan), draw(plan, "graph", theme="dark"))
+
+
+def test_an_outline_has_arrows_between_blocks_and_none_inside():
+    plan = llama()
+    plan = dataclasses.replace(plan, graph=dataclasses.replace(plan.graph, config={}))
+    facts = module_graph(plan)
+    frame = next(n for n, box in enumerate(facts.boxes) if box.is_frame)
+    assert named(facts) == AROUND
+    assert frame not in facts.links
+    picture = draw(plan, "graph")
+    check_drawn(facts, picture)
     assert any("the config does not tell more" in text for text in written(picture.figure))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_other_families_are_told_too(family, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GPT2))
+    on = from_config(path if family == "gpt2" else LLAMA.with_name("mixtral-8x7b.json"))
+    plan = plan_of(on, mesh={"dp_shard": 2}, strategy="full_shard")
+    facts = module_graph(plan)
+    assert facts.source == "told"
+    frame = next(n for n, box in enumerate(facts.boxes) if box.is_frame)
+    assert {"in", "out"} <= {end for link in named(facts, frame) for end in link}
+    # Whatever is there is on the way from the first to the last, or says why it is not.
+    ends = {n for found in facts.links.values() for link in found for n in link}
+    assert ends >= set(range(len(facts.boxes)))
+    assert facts.num_idle == (3 if family == "gpt2" else 0)
+    assert sum(b.num_params for b in facts.boxes if not b.is_frame) == plan.graph.num_params
+    check_drawn(facts, draw(plan, "graph"))
 
 
 def test_stages_have_colours_and_each_its_part_of_the_blocks():
@@ -246,6 +311,7 @@ def test_long_names_and_many_beside_each_other_stay_in_their_boxes():
     picture = draw(plan, "graph")
     check_drawn(facts, picture)
     assert picture.figure.get_figwidth() == 10
+    assert all(f": {name}, Linear · 16</title>" in picture.svg() for name in names)
 
 
 def test_a_module_that_runs_again_makes_no_circle():

@@ -10,6 +10,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from html import escape
 from typing import Any, Final
 
@@ -19,12 +20,13 @@ from meshplan.errors import MeshplanError, Origin, Problem
 from meshplan.mesh import DATA_AXES
 from meshplan.pictures.main import facts_of
 from meshplan.pictures.memory_bars import draw_memory
-from meshplan.pictures.mesh_map import draw_mesh, mesh_map
+from meshplan.pictures.mesh_map import MeshMap, draw_mesh, mesh_map
 from meshplan.pictures.palette import Theme, theme_of
 from meshplan.pictures.sheet import EDGE, TEXT, WIDTH, Sheet, wrapped, write
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import counted
 from meshplan.plan import Plan, make_plan
+from meshplan.rehearsal import Rehearse
 from meshplan.spec import AUTO, Auto, Borrow, HardwareSpec, Spec
 from meshplan.strategies import STRATEGIES
 
@@ -73,7 +75,7 @@ class Scene:
         role = "status" if self.is_possible else "alert"
         head = f'<div role="{role}" style="{mark}line-height:1.5"><b>{escape(self.verdict)}</b>'
         drawn = "".join(
-            f'<div style="flex:1 1 34em;min-width:0">{each.inline(caption=False)}</div>'
+            f'<div style="flex:1 1 34em;min-width:0">{_inline(each)}</div>'
             for each in self.pictures
         )
         row = '<div style="display:flex;flex-wrap:wrap;gap:1em">'
@@ -160,30 +162,46 @@ def scene_of(
     theme: str = "light",
     gpu: str | None = None,
     memory: str | int | None = None,
+    rehearse: Rehearse | None = None,
 ) -> Scene:
     """What is shown of a plan with other settings.
 
     Args:
         plan: What is not turned is as it says.
         gpu, memory: As of `estimate_memory`.
+        rehearse: As of `make_plan`.
     """
     try:
         spec = spec_at(plan, knobs)
-        turned = plan if spec is plan.spec else make_plan(spec, plan.graph)
+        turned = plan
+        if spec is not plan.spec:
+            turned = make_plan(spec, plan.graph, rehearse=rehearse)
         mesh = mesh_map(turned, most_nodes=_MOST_NODES)
         bars = facts_of(turned, "memory", gpu=gpu, memory=memory)
     except MeshplanError as error:
         said = [_in_words(problem) for problem in error.problems]
         what = f"{_asked(knobs)}: this cannot be"
         return Scene(knobs=knobs, verdict=what, words=tuple(said), is_possible=False, pictures=())
-    look = theme_of(theme)
     return Scene(
         knobs=knobs,
         verdict=bars.title,
         words=(mesh.title, _settings(turned, plan)),
         is_possible=True,
-        pictures=(draw_mesh(mesh, look, is_small=True), draw_memory(bars, look)),
+        pictures=(_map(mesh, theme), draw_memory(bars, theme_of(theme))),
     )
+
+
+# What a move leaves as it is, such as the map when the micro batch grows, is drawn once.
+
+
+@lru_cache(maxsize=8)
+def _map(facts: MeshMap, theme: str) -> Picture:
+    return draw_mesh(facts, theme_of(theme), is_small=True)
+
+
+@lru_cache(maxsize=16)
+def _inline(picture: Picture) -> str:
+    return picture.inline(caption=False)
 
 
 def _asked(knobs: Knobs) -> str:

@@ -26,12 +26,13 @@ from meshplan.pictures.sheet import (
     write,
 )
 from meshplan.pictures.types import Picture
+from meshplan.pictures.words import counted
 from meshplan.units import format_count
 
 _TALL: Final = 0.5
 _MEETING: Final = 0.24
 _LEAST: Final = 1.15
-_MOST: Final = 2.7
+_MOST: Final = 3.6
 _GAP: Final = 0.2
 _BETWEEN: Final = 0.3
 _IN_ROW: Final = 5
@@ -83,12 +84,18 @@ def _notes(facts: Graph) -> list[str]:
     if facts.source == "recorded":
         notes.append("Arrows: what one gives another, by a recorded forward; a sign is where code "
                      "between modules joins values.")  # fmt: skip
+    elif facts.source == "told":
+        notes.append("Arrows: what one gives another, as transformers computes this family; a sign "
+                     "is where code between modules joins values.")  # fmt: skip
     elif facts.source:
         notes.append("Arrows: what one gives another. Within a frame without arrows the order is "
                      "that of definition: the config does not tell more.")  # fmt: skip
     else:
         notes.append("In order of definition: no forward was recorded, so nothing tells what goes "
                      "between them.")  # fmt: skip
+    if facts.num_idle:
+        boxes = counted(facts.num_idle, "box", "boxes")
+        notes.append(f"Left out: {boxes} of modules that do not run and hold no parameters.")
     return notes
 
 
@@ -148,7 +155,7 @@ def _size(each: Box, inside: _Level | None, most: float) -> tuple[float, float]:
     if each.is_meeting:
         return max(width_of(each.name, SMALL) + 0.16, 0.3), _MEETING
     if inside is not None:
-        head = min(width_of(_head(each), SMALL, bold=True) + 0.3, _MOST * 2)
+        head = min(width_of(_head(each), SMALL, bold=True) + 0.3, _MOST * 1.5)
         return max(inside.width + 2 * _EDGE, head), inside.height + _HEAD + _EDGE
     wanted = max(width_of(each.name, TEXT, bold=True), width_of(_words(each), SMALL)) + 0.2
     return min(max(wanted, _LEAST), most), _TALL
@@ -221,7 +228,8 @@ def _module(
 ) -> None:
     x, y, wide = at
     ink = inks.get(each.group, Ink(theme.panel))
-    gid = f"module {number}: {each.group or NOTHING}"
+    # Where the pointer is, a page says the whole of what there was no room for.
+    gid = f"module {number}: {each.group or NOTHING}: {each.name}, {_words(each)}"
     box(plane, x, y, wide, _TALL, ink, edge=theme.quiet, gid=gid)
     colour = ink_on(ink.colour)
     behind = {"facecolor": ink.colour, "edgecolor": "none", "pad": 0.8} if ink.hatch else None

@@ -30,7 +30,7 @@ class Box:
         group: What colours it: its stage or its layout; "" for what has no parameters.
         frame: The number of the frame that it is in; -1 for none.
         is_frame: Whether others are in it.
-        num_below: Modules in it that are not shown.
+        num_below: Modules in it that are not shown, of one repeat of its frame.
     """
 
     name: str
@@ -140,7 +140,11 @@ class Reader:
         sign = _sign(op.name)
         seen = frozenset(self._seen(each, frame, repeat) for each in given)
         if ENTRY in seen and sign not in ("+", "join"):
-            seen -= {ENTRY}  # Angles, masks and the like.
+            # Angles, masks and the like: what they are used for inside is no way of the data's own.
+            for each in given:
+                if self._seen(each, frame, repeat) == ENTRY:
+                    self._enter(each, frame)
+            seen -= {ENTRY}
             given = frozenset(e for e in given if self._seen(e, frame, repeat) in seen) or given
         if len(seen) < 2 or not sign:
             return given
@@ -167,22 +171,32 @@ class Reader:
             return
         self._add(frame, begin, to[0])
         if begin == ENTRY:
-            inside = self._boxes[origin[0]].frame
-            if inside != frame:
-                if inside >= 0:
-                    self._add(inside, origin[0], EXIT)
-                self._add(-1, inside if inside >= 0 else origin[0], frame)
-            else:
-                self._add(frame, origin[0], EXIT)
+            self._enter(origin, frame)
+
+    def _enter(self, origin: _Origin, frame: int) -> None:
+        """A value comes into a frame: from another box, or from the repeat before."""
+        inside = self._boxes[origin[0]].frame
+        if inside >= 0:
+            self._add(inside, origin[0], EXIT)
+        if inside != frame:
+            self._add(-1, inside if inside >= 0 else origin[0], frame)
 
     def _add(self, frame: int, begin: int, end: int) -> None:
         if begin != end:
             self._links.setdefault(frame, {})[begin, end] = None
 
     def _in_order(self) -> tuple[list[Box], Mapping[int, Links]]:
-        """Boxes by when they first ran; arrows back, of modules that run again, are left out."""
+        """Boxes by when they first ran; arrows back, of modules that run again, are left out.
+
+        So are boxes that never run and hold nothing, such as a dropout of nothing.
+        """
         last = len(self._flow.ops)
-        order = sorted(range(len(self._boxes)), key=lambda n: (self._first.get(n, last), n))
+        idle = {
+            n for n, box in enumerate(self._boxes)
+            if n not in self._first and not (box.num_params or box.is_frame or box.num_below)
+        }  # fmt: skip
+        shown = [n for n in range(len(self._boxes)) if n not in idle]
+        order = sorted(shown, key=lambda n: (self._first.get(n, last), n))
         place = {old: new for new, old in enumerate(order)} | {-1: -1}
         boxes = [self._boxes[n] for n in order]
         boxes = [replace(box, frame=place[box.frame]) for box in boxes]

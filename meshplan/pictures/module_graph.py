@@ -13,6 +13,7 @@ from typing import Final
 from meshplan.match import fold
 from meshplan.pictures.module_arrows import Box, Item, Links, Reader
 from meshplan.pictures.module_tree import Folded, folded, group_of, sizes_of
+from meshplan.pictures.told_flow import told_flow
 from meshplan.pictures.words import counted
 from meshplan.plan import Plan
 from meshplan.units import format_count
@@ -30,7 +31,9 @@ class Graph:
         by: What colours are: "stage" or "layout".
         boxes: In the order of running, where that is known.
         links: By frame, -1 for what is in none: who gives to whom, by numbers of boxes.
-        source: "recorded", "outline", or "" where nobody knows.
+        num_idle: Modules that have no box, since they do not run and hold nothing.
+        source: "recorded", "told" from the config, "outline", which knows no inside of blocks, or
+            "" where nobody knows.
     """
 
     model: str
@@ -38,6 +41,7 @@ class Graph:
     boxes: tuple[Box, ...]
     links: Mapping[int, Links]
     source: str
+    num_idle: int = 0
     groups: tuple[str, ...]
     num_modules: int
     num_params: int
@@ -70,7 +74,11 @@ class Graph:
 def module_graph(plan: Plan) -> Graph:
     """The facts."""
     graph, stages = plan.graph, plan.assignment.stages
-    flow = graph.flow or graph.outline
+    sources = {"recorded": graph.flow, "told": None, "outline": graph.outline}
+    if graph.flow is None:
+        sources["told"] = told_flow(graph)
+    source = next((name for name, each in sources.items() if each is not None), "")
+    flow = sources.get(source)
     own = {fqn: group_of(plan, fqn) for fqn in graph.modules}
     root = folded(plan, own)
     items = _chosen(root, plan, {call.module for call in flow.calls} if flow else None)
@@ -80,6 +88,7 @@ def module_graph(plan: Plan) -> Graph:
     links: Mapping[int, Links] = {}
     if flow is not None:
         boxes, links = Reader(flow, items, boxes).read()
+    num_idle = len(items) - sum(not box.is_meeting for box in boxes)
     groups = dict.fromkeys(name for name in own.values() if name)
     if stages is not None:
         groups = dict.fromkeys(f"stage {number}" for number in range(stages.num))
@@ -88,7 +97,8 @@ def module_graph(plan: Plan) -> Graph:
         by="stage" if stages is not None else "layout",
         boxes=tuple(boxes),
         links=links,
-        source="" if flow is None else "recorded" if graph.flow is not None else "outline",
+        source=source,
+        num_idle=num_idle,
         groups=tuple(groups),
         num_modules=len(graph.modules),
         num_params=graph.num_params,
@@ -120,16 +130,16 @@ def _chosen(root: Folded, plan: Plan, called: set[str] | None) -> list[Item]:
         for shape, alike in sorted(kinds.items(), key=lambda kind: _has_forward(kind[1][0], plan)):
             if shape in opened:
                 continue
-            if any(len(item.node.fqns) > 1 for item in alike):
+            if any(map(_repeats, alike)):
                 alike = alike[:1]
-            more = sum(len(_opened(item, plan)) - 1 + (len(item.node.fqns) > 1) for item in alike)
+            more = sum(len(_opened(item, plan)) - 1 + _repeats(item) for item in alike)
             if len(items) + more > _MOST_BOXES:
                 continue
             opened.append(shape)
             for item in alike:
                 place = items.index(item)
                 inside = _opened(item, plan)
-                item.is_frame = len(item.node.fqns) > 1
+                item.is_frame = _repeats(item)
                 items[place : place + 1] = [item, *inside] if item.is_frame else inside
         depth += 1
     return items
@@ -138,11 +148,20 @@ def _chosen(root: Folded, plan: Plan, called: set[str] | None) -> list[Item]:
 def _may_open(item: Item, plan: Plan, called: set[str] | None) -> bool:
     if not item.node.children or item.name.startswith("…"):
         return False
-    if len(item.node.fqns) > 1:
-        return item.frame is None
+    if item.frame is not None and len(item.node.fqns) > len(item.frame.node.fqns):
+        return False
+    if _repeats(item):
+        return True
     if called is None or not _has_forward(item, plan):
         return True
+    if plan.graph.owned(item.node.fqns[0]):
+        return False  # What it computes itself stands between what is in it.
     return any(fqn in called for kid in item.node.children for fqn in kid.fqns)
+
+
+def _repeats(item: Item) -> bool:
+    """Whether it stands for several in a row, of which a frame can show one."""
+    return item.frame is None and len(item.node.fqns) > 1
 
 
 def _has_forward(item: Item, plan: Plan) -> bool:
@@ -156,7 +175,7 @@ def _shape(node: Folded) -> tuple[object, ...]:
 
 def _opened(item: Item, plan: Plan) -> list[Item]:
     """What is in it, and it itself where it has tensors of its own."""
-    is_frame = len(item.node.fqns) > 1
+    is_frame = _repeats(item)
     frame = item if is_frame else item.frame
     before = "" if is_frame else f"{item.name}."
     out = [_item(kid, before, item.depth + 1, frame) for kid in item.node.children]
@@ -193,8 +212,13 @@ def _box(
         group=next(iter(groups)) if len(groups) == 1 else SEVERAL if groups else "",
         frame=numbers[id(item.frame)] if item.frame is not None else -1,
         is_frame=item.is_frame,
-        num_below=0 if item.is_frame else len(below),
+        num_below=0 if item.is_frame else len(below) // _times(item),
     )
+
+
+def _times(item: Item) -> int:
+    """How often what is around it repeats."""
+    return 1 if item.frame is None else len(item.frame.node.fqns)
 
 
 def _below(node: Folded) -> Iterator[str]:

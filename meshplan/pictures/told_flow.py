@@ -1,0 +1,55 @@
+"""The forward of a model of a known family, from its config: what each operation reads and makes.
+
+The operations are those that `memory.analytic` tells for memory's sake, once and in order.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from meshplan.errors import PlanError
+from meshplan.flow import Call, Flow, Op, Ref, Value
+from meshplan.graph import ModelGraph
+from meshplan.memory.analytic import Run, tape_of
+from meshplan.memory.shape import shape_of
+
+_ANY: Final = Run(batch=1, seq_len=16, element_bytes=2)
+"""Sizes do not matter to who reads what."""
+
+
+def told_flow(graph: ModelGraph) -> Flow | None:
+    """The forward without its loss; None of models that no config of a known family tells."""
+    if not graph.config:
+        return None
+    try:
+        tape = tape_of(shape_of(graph), _ANY)
+    except PlanError:
+        return None
+    values = [Value(id=n, shape=(), dtype="", origin="op") for n in range(len(tape.nbytes))]
+    known: dict[str, int] = {}
+    calls = [Call(id=0, module="", parent=None, inputs=(), outputs=(), ops=(0, 0))]
+    places = {"": 0}
+    ops = []
+    for row in tape.rows[: tape.loss_start]:
+        if row.module not in places:
+            places[row.module] = len(calls)
+            calls.append(
+                Call(id=len(calls), module=row.module, parent=0, inputs=(), outputs=(), ops=(0, 0))
+            )
+        for fqn, _ in row.parameters:
+            if fqn not in known:
+                known[fqn] = len(values)
+                values.append(
+                    Value(id=len(values), shape=(), dtype="", origin="parameter", name=fqn)
+                )
+        reads = (*row.reads, *(known[fqn] for fqn, _ in row.parameters))
+        ops.append(
+            Op(
+                name=row.op,
+                args=tuple(map(Ref, reads)),
+                kwargs={},
+                outputs=row.makes,
+                call=places[row.module],
+            )
+        )
+    return Flow(values=tuple(values), ops=tuple(ops), calls=tuple(calls))
