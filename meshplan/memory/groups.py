@@ -5,9 +5,10 @@ They hold parts of the same sizes and stand at the same place of the pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from meshplan.assign import Assignment
 from meshplan.layout import Layout
@@ -27,22 +28,35 @@ def equal_ranks(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
 @lru_cache(maxsize=64)
 def _grouped(mesh: Mesh, uneven: tuple[_Cut, ...]) -> tuple[tuple[int, ...], ...]:
     """The groups that these cuts make; the planner asks of many plans that cut the same."""
-    full = [cut.num_full(mesh) for cut in uneven]
-    sizes: list[dict[int, tuple[tuple[int, ...], int]]] = [{} for _ in uneven]
-    spread = dict.fromkeys([("pp",), *(cut.layout.axes for cut in uneven)])
+    columns: dict[object, Sequence[object]] = {("pp",): mesh.indices(("pp",))}
+    for cut in uneven:
+        kinds = cut.kinds(mesh)
+        if kinds is None:
+            columns[cut] = cut.by_rank(mesh)
+            continue
+        for kind in kinds:
+            if kind not in columns:
+                columns[kind] = kind.by_rank(mesh)
     groups: dict[tuple[object, ...], list[int]] = {}
-    index = {axes: mesh.indices(axes) for axes in spread}
-    for rank in range(mesh.world_size):
-        key: list[object] = [index["pp",][rank]]
-        for cut, num, known in zip(uneven, full, sizes, strict=True):
-            at = index[cut.layout.axes][rank]
-            if num is not None:
-                at = min(max(at - num, -1), 1)
-            if at not in known:
-                known[at] = cut.of_rank(mesh, rank)
-            key.append(known[at])
-        groups.setdefault(tuple(key), []).append(rank)
+    for rank, key in enumerate(zip(*columns.values(), strict=True)):
+        groups.setdefault(key, []).append(rank)
     return tuple(map(tuple, groups.values()))
+
+
+class _Kind(NamedTuple):
+    """How parts along one axis differ: the first ones are full, one may be shorter, others empty.
+
+    Of 16,384 ranks three need to be looked at.
+    """
+
+    axis: str
+    num_full: int
+    has_shorter: bool
+
+    def by_rank(self, mesh: Mesh) -> list[int]:
+        """Of each rank: -1 full, 0 the next part, 1 one behind that which differs from it."""
+        most = int(self.has_shorter)
+        return [min(max(at - self.num_full, -1), most) for at in mesh.indices((self.axis,))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +73,32 @@ class _Cut:
             for dim, (size, axes) in enumerate(zip(self.shape, self.layout.cuts, strict=True))
         )
 
-    def num_full(self, mesh: Mesh) -> int | None:
-        """How many parts are full; then one is shorter, then they are empty. None: not so simple.
-
-        Of 16,384 ranks three need to be looked at.
-        """
-        if len(self.layout.axes) > 1 or self.layout.packed:
+    def kinds(self, mesh: Mesh) -> list[_Kind] | None:
+        """How parts differ along each axis that matters. None: not so simple."""
+        if self.layout.packed:
             return None
-        dim = self.layout.dim_of(self.layout.axes[0])
-        assert dim is not None
-        return self.shape[dim] // -(-self.shape[dim] // mesh.size(*self.layout.axes))
+        out = []
+        for size, axes in zip(self.shape, self.layout.cuts, strict=True):
+            if not axes:
+                continue
+            *outer, last = axes
+            own, rest = divmod(size, mesh.size(*outer))
+            if rest:
+                return None
+            if own % mesh.size(last):
+                part = -(-own // mesh.size(last))
+                out.append(_Kind(last, own // part, own % part > 0))
+        return out
+
+    def by_rank(self, mesh: Mesh) -> list[tuple[tuple[int, ...], int]]:
+        """What each rank holds."""
+        known: dict[int, tuple[tuple[int, ...], int]] = {}
+        out = []
+        for rank, at in enumerate(mesh.indices(self.layout.axes)):
+            if at not in known:
+                known[at] = self.of_rank(mesh, rank)
+            out.append(known[at])
+        return out
 
     def of_rank(self, mesh: Mesh, rank: int) -> tuple[tuple[int, ...], int]:
         """(the shape that a rank holds, elements of its storage)."""

@@ -25,7 +25,7 @@ from meshplan.memory.work import AT_STAGE, Mark, Work
 from meshplan.mesh import UNIT_AXES
 from meshplan.plan import Plan
 from meshplan.restrict import restrict
-from meshplan.runtime.applied import applied, apply_plan
+from meshplan.runtime.applied import applied, apply_plan, cast_parameters
 from meshplan.runtime.batch import as_arguments, mapped
 from meshplan.runtime.imagine import imagining, names_of
 from meshplan.runtime.ledger import Ledger
@@ -130,6 +130,9 @@ def _traced_pass(
         finally:
             INSTEAD_OF_WRAPPING.reset(token)
         assert isinstance(wrapped, PipelinedModule)
+        # Forwards are recorded with parameters as they are held: what lies in other stages has
+        # the dtypes that it had then.
+        cast_parameters(wrapped.skeleton, plan)
         names.update(names_of(wrapped))
         held = note_held(ledger, wrapped, (batch, goals))
 

@@ -98,6 +98,11 @@ class PipelinedModule(nn.Module):
             )
         )
 
+    @property
+    def skeleton(self) -> nn.Module:
+        """The model without numbers, that forwards are recorded with."""
+        return self._hidden[0]
+
     @guarded()
     def step(
         self,
