@@ -148,6 +148,7 @@ def test_what_cannot_be_traced_is_named(run, entry, words):
         ({"batch": {"seq_len": 16}}, "add batch: {micro: 1}"),
         ({"batch": {"micro": 2}}, "add batch: {seq_len: 2048}"),
         ({"optimizer": "lion"}, "torch has no optimizer 'lion'"),
+        ({"optimizer": "adafactor"}, "does not step on parameters that lie in parts"),
         ({"model": {"entry": "tests.estimated:nobody"}}, "has no 'nobody'"),
         ({"model": {"entry": "tests.estimated:Block"}}, "nothing says what Block takes"),
     ],
