@@ -52,7 +52,17 @@ DTYPE_WORDS: Mapping[str, str] = MappingProxyType(
 )  # fmt: skip
 
 OPTIMIZER_STATES: Mapping[str, int] = MappingProxyType(
-    {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "lion": 1, "adagrad": 1, "rmsprop": 1}
+    {
+        "adamw": 2,
+        "adam": 2,
+        "adamw_fused": 2,
+        "adam_fused": 2,
+        "sgd": 0,
+        "sgd_momentum": 1,
+        "lion": 1,
+        "adagrad": 1,
+        "rmsprop": 1,
+    }
 )
 """Per optimizer, how many tensors of the parameter's size and dtype it keeps."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 
 import meshplan
 from meshplan.memory import EventLog, StateBytes, state_bytes
+from meshplan.runtime.optimizers import OPTIMIZERS
 from tests import models
 
 Figures = dict[str, tuple[int, int]]
@@ -26,31 +27,12 @@ def optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     is_uniform = len({type(p.data) for p in model.parameters()}) == 1
     if name == "default":  # As the user of torch gets it.
         return torch.optim.AdamW(model.parameters(), lr=1e-3)
-    make: Any = {"muon": _MuonLike, "adafactor": torch.optim.Adafactor}.get(name)
-    if make is not None:
-        return make(model.parameters(), lr=1e-3)
+    if name in ("muon", "adafactor", "adamw_fused"):
+        return OPTIMIZERS[name][0](list(model.parameters()))
+    make: Any
     make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adam": torch.optim.Adam,
                  "rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad}[name]  # fmt: skip
     return make(model.parameters(), lr=1e-3, foreach=is_uniform)
-
-
-class _MuonLike(torch.optim.Optimizer):
-    """Muon for matrices and AdamW for the rest, as it is meant to be used."""
-
-    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
-        given = list(params)
-        super().__init__(given, {"lr": lr})
-        matrices = [p for p in given if p.ndim == 2]
-        others = [p for p in given if p.ndim != 2]
-        self._parts: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr=lr)]
-        if others:
-            self._parts.append(torch.optim.AdamW(others, lr=lr, foreach=False))
-        for part in self._parts:
-            part.state = self.state
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for part in self._parts:
-            part.step()
 
 
 def measured(model_name: str, plan: Mapping[str, Any], how: str, num_steps: int) -> Figures:

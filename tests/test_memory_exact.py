@@ -44,6 +44,8 @@ def selective(mode: str = "selective") -> dict[str, Any]:
 
 CASES: dict[str, tuple[str, int, dict[str, Any]] | tuple[str, int, dict[str, Any], str]] = {
     "full_shard": ("own_llama", 4, FULL),
+    "full_shard, fused": ("own_llama", 4, FULL | {"clip_grad_norm": 1.0}, "adamw_fused"),
+    "ddp, fused": ("gpt2", 2, DDP | BF16, "adamw_fused"),
     "full_shard, sgd": ("gpt2", 4, FULL, "sgd"),
     "full_shard, rmsprop": ("vit", 2, FULL, "rmsprop"),
     "ddp, adafactor": ("resnet", 2, DDP, "adafactor"),
@@ -114,6 +116,7 @@ def apart() -> Iterator[ProcessPoolExecutor]:
 
 
 WIDE = (
+    "full_shard, fused", "ddp, fused",
     "full_shard, muon", "zero1, muon", "ddp, muon",
     "full_shard, fp16, clipped", "ddp, fp16, accumulated",
     "full_shard, rmsprop", "full_shard, clipped", "full_shard, tied", "zero1, accumulated", "zero2",

@@ -25,6 +25,7 @@ from meshplan.render.memory import memory_to_json, memory_to_text
 from meshplan.render.show import plan_to_text
 from meshplan.runtime import offload
 from meshplan.runtime.host import to_host
+from meshplan.traffic import forecast
 from tests import models, offloaded, parity
 from tests.graphs import blocks
 from tests.test_parity import assert_same
@@ -209,3 +210,12 @@ def test_only_activations_move_and_come_back_as_they_were(monkeypatch: Any) -> N
         moved.clear()
         block(x)
         assert not moved
+
+
+def test_norms_of_what_lies_on_the_host_are_sent_apart() -> None:
+    """What lies on one side only is one number; on both sides, two (`meshplan verify` counts)."""
+    some = [{"match": "model.layers.0", "offload": "params"}]
+    for more, count in (({}, 1), ({"offload": "params"}, 1), ({"rules": some}, 2)):
+        told = forecast(plan_of(clip_grad_norm=1.0, **more))
+        norms = [t for t in told.traffic if t.what == "the norm of the gradients"]
+        assert sum(each.count for each in norms) == count

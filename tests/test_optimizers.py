@@ -12,8 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+from meshplan.memory.replay.optimizer import Updated, states_of, step
+from meshplan.memory.replay.writer import Writer
+from meshplan.memory.states import STEP_COUNTERS
 from meshplan.optimizers import SHAPED_STATES
 from meshplan.reader import load_spec
+from meshplan.runtime.optimizers import OPTIMIZERS
+from meshplan.spec import OPTIMIZER_STATES
 
 SHAPES = ((6, 10), (7,), (4, 3, 5, 2), ())
 
@@ -51,3 +56,28 @@ def test_eight_bits_have_a_scale_for_each_block(numel: int, num_bytes: int) -> N
 @pytest.mark.parametrize("word", SHAPED_STATES)
 def test_a_plan_may_name_them(word: str) -> None:
     assert load_spec({"version": 1, "optimizer": word}).optimizer == word
+
+
+@pytest.mark.parametrize("word", OPTIMIZERS)
+def test_what_can_be_traced_keeps_what_the_layouts_say(word: str) -> None:
+    """A matrix and a vector, one process: a trace meets the state of the closed form."""
+    params = [nn.Parameter(torch.ones(6, 10)), nn.Parameter(torch.ones(7))]
+    make, words = OPTIMIZERS[word]
+    found = kept(make(params))
+    if word in SHAPED_STATES:
+        expected = sum(SHAPED_STATES[word](tuple(p.shape), p.numel(), 4) for p in params)
+    else:
+        counters = 4 * STEP_COUNTERS.get(word, 0)
+        expected = sum(OPTIMIZER_STATES[word] * p.nbytes + counters for p in params)
+    assert found == expected
+    assert words.startswith("torch's ")
+
+
+def test_a_fused_step_takes_nothing_and_its_counts_are_read_by_the_kernel() -> None:
+    params = [Updated("a", 100, "float32"), Updated("b", 7, "float32")]
+    for foreach in (False, True):
+        writer = Writer()
+        step(writer, params, "adamw_fused", foreach=foreach)
+        assert writer.log().peak.live_bytes == 0
+    assert states_of(params[0], "adamw_fused", has_host=True) == [400, 400, 4]
+    assert states_of(params[0], "adamw", has_host=True) == [400, 400]

@@ -21,9 +21,12 @@ from meshplan.optimizers import SHAPED_STATES
 from meshplan.spec import OPTIMIZER_STATES
 
 STEP_COUNTERS: Final[Mapping[str, int]] = MappingProxyType(
-    {"adamw": 1, "adam": 1, "adagrad": 1, "rmsprop": 1}
+    {"adamw": 1, "adam": 1, "adamw_fused": 1, "adam_fused": 1, "adagrad": 1, "rmsprop": 1}
 )
 """torch keeps the step count of these as one float32 scalar per parameter."""
+
+READ_BY_KERNELS: Final = frozenset({"adamw_fused", "adam_fused"})
+"""Whose step counts lie on the device, where others keep them on the host."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from meshplan.plan import Plan
 from meshplan.runtime.batch import mapped
 from meshplan.runtime.context.batch import has_sequence, sequence_length
 from meshplan.runtime.nest import tensors_in
+from meshplan.runtime.optimizers import OPTIMIZERS
 from meshplan.runtime.pretend import pretending
 from meshplan.runtime.private_fakes import fake_mode, quiet_fakes
 from meshplan.runtime.record import stand_in, twin_of
@@ -32,14 +33,6 @@ _KEPT: Final = 1 << 20
 
 Returned = tuple[str, list[tuple[int, ...]]]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-_OPTIMIZERS: Final[dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]]] = {
-    "adamw": (torch.optim.AdamW, {}),
-    "adam": (torch.optim.Adam, {}),
-    "sgd": (torch.optim.SGD, {}),
-    "sgd_momentum": (torch.optim.SGD, {"momentum": 0.9}),
-    "adagrad": (torch.optim.Adagrad, {}),
-    "rmsprop": (torch.optim.RMSprop, {}),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +69,22 @@ def check_stated(spec: Spec, micro: int | None, *, reads_tokens: bool) -> None:
     if reads_tokens and spec.batch.seq_len is None and spec.input is None:
         what = "nothing says how long a sequence is, on which a step's memory depends"
         problems.append(Problem(what, spec.origin("batch"), "add batch: {seq_len: 2048}"))
-    if spec.optimizer not in _OPTIMIZERS:
+    if spec.optimizer not in OPTIMIZERS:
         what = f"torch has no optimizer '{spec.optimizer}' whose step could be traced"
-        fix = f"use one of {', '.join(_OPTIMIZERS)}"
+        fix = f"use one of {', '.join(OPTIMIZERS)}"
         problems.append(Problem(what, spec.origin("optimizer"), fix))
     if problems:
         raise PlanError(problems)
+
+
+def _check_in_parts(plan: Plan) -> None:
+    """Torch 2.13's Adafactor takes norms of rows and columns in place, which no DTensor can."""
+    a = plan.assignment
+    in_parts = a.wrapper == "units" or any(p.stored.axes for p in a.tensors.values())
+    if plan.spec.optimizer == "adafactor" and in_parts:
+        what = "torch's Adafactor does not step on parameters that lie in parts, as these do"
+        fix = "use strategy: ddp in single precision, or another optimizer"
+        raise PlanError(Problem(what, plan.spec.origin("optimizer"), fix))
 
 
 def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> Loop:
@@ -100,6 +103,7 @@ def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> L
     few = sample_inputs(model, spec, _SAMPLES, 0)
     are_tokens = any(t.ndim == 2 and not t.is_floating_point() for _, t in tensors_in(few))
     check_stated(plan.spec, plan.micro, reads_tokens=are_tokens)
+    _check_in_parts(plan)
     assert plan.micro is not None
     samples = plan.micro * plan.accumulate
     name, shapes = returned = returned or _returned(model, few)
@@ -107,16 +111,21 @@ def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> L
     inputs = _whole_batch(few, lambda: sample_inputs(model, spec, samples, 0), samples)
     inputs, targets = _local_parts(plan, (inputs, targets))
     parts = [f"{list(t.shape)} {str(t.dtype)[6:]}" for _, t in tensors_in(inputs)]
-    make, options = _OPTIMIZERS[spec.optimizer]
+    make, called = OPTIMIZERS[spec.optimizer]
 
     def make_optimizer(wrapped: nn.Module) -> torch.optim.Optimizer:
-        trained = [p for p in wrapped.parameters() if p.requires_grad]
-        return make(trained, lr=1e-3, **options)
+        return make([p for p in wrapped.parameters() if p.requires_grad])
 
     assumed = [("inputs of a rank's step", ", ".join(parts)), ("loss", words)]
-    assumed.append(("optimizer", f"torch's {make.__name__} with its defaults"))
+    assumed.append(("optimizer", called))
     if (ep := plan.mesh.size("ep")) > 1:
-        assumed.append(("routing", f"the {ep} ranks of ep are sent as many tokens each"))
+        stated = spec.experts.capacity
+        much = (
+            f"a rank of ep is sent {stated:g} times an even share at the most, as stated"
+            if stated is not None
+            else f"the {ep} ranks of ep are sent as many tokens each"
+        )
+        assumed.append(("routing", much))
     return Loop(
         inputs=inputs,
         targets=targets,

@@ -180,9 +180,11 @@ def _clipping(plan: Plan, rank: int) -> Iterator[Traffic]:
     """One number per group of gradients that are cut alike, along each axis that cuts them."""
     if plan.spec.clip_grad_norm is None:
         return
-    mesh, tensors = plan.mesh, plan.assignment.tensors
-    cut_alike = {frozenset(tensors[fqn].stored.axes) for fqn in counted_once(plan, rank)}
-    for axes in cut_alike:
+    mesh, a = plan.mesh, plan.assignment
+    held = [a.tensors[fqn] for fqn in counted_once(plan, rank)]
+    # What lies on the host is added up there, apart.
+    cut_alike = {(frozenset(placed.stored.axes), a.is_on_host(placed)) for placed in held}
+    for axes, _ in cut_alike:
         for axis in sorted(axes):
             yield one(mesh, "all_reduce", (axis,), 4, "the norm of the gradients")
     yield one(mesh, "all_reduce", ("pp",), 4, "the norm of the gradients of other stages")

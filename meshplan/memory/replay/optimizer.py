@@ -16,7 +16,7 @@ from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.log import Term
 from meshplan.memory.replay.shards import offloads_params
 from meshplan.memory.replay.writer import Writer
-from meshplan.memory.states import STEP_COUNTERS
+from meshplan.memory.states import READ_BY_KERNELS, STEP_COUNTERS
 from meshplan.spec import OPTIMIZER_STATES
 
 
@@ -38,6 +38,8 @@ OPTIMIZERS: Final[Mapping[str, Steps]] = MappingProxyType(
     {
         "adamw": Steps(1, 2),  # The root of the second moment; also divided by its bias.
         "adam": Steps(1, 2),
+        "adamw_fused": Steps(0, 0),  # One kernel reads and writes all in place.
+        "adam_fused": Steps(0, 0),
         "rmsprop": Steps(1, 1),
         "adagrad": Steps(2, 1),  # The root, and the update.
         "sgd": Steps(0, 0),
@@ -83,7 +85,8 @@ def is_uniform(assignment: Assignment) -> bool:
 
 def states_of(param: Updated, name: str, *, has_host: bool = False) -> list[int]:
     """Bytes of each tensor that is kept of one parameter from the second step on."""
-    counters = 0 if has_host else STEP_COUNTERS.get(name, 0)
+    are_here = not has_host or name in READ_BY_KERNELS
+    counters = STEP_COUNTERS.get(name, 0) if are_here else 0
     return [param.num_bytes] * OPTIMIZER_STATES[name] + [4] * counters
 
 
