@@ -19,7 +19,7 @@ from meshplan.memory.frameworks.nanotron_job import Job, log_of
 from meshplan.memory.frameworks.nanotron_pace import QUEUE, lag_of, stalls
 from meshplan.memory.log import Event, EventLog, Storage, Term
 from meshplan.memory.shape import Shape
-from tests.bench import published
+from tests.bench import published, residuals
 from tests.bench.time_frameworks import STALL_S, stalled_seconds
 
 TITAN: dict[str, Any] = {
@@ -126,6 +126,19 @@ def test_what_is_too_big_does_not_fit(tmp_path: Any) -> None:
     told = json.loads(out.read_text())["memory"]
     assert [row["fits"] for row in told["rows"]] == [True, False]
     assert told["summary"]["all"]["false_fits"] == 0
+
+
+def test_residuals_are_signed_and_by_field() -> None:
+    rows = [changed(TITAN | {"id": str(n)}, "measured", peak_mem_gib=8.0) for n in range(3)]
+    rows[2]["parallel"]["tp"] = 2
+    told = [{"id": str(n), "skipped": None, "predicted_bytes": gib * 2**30}
+            for n, gib in enumerate((4, 6, 10))]  # fmt: skip
+    pairs = list(residuals.errors(rows, {"memory": {"rows": told}}, "memory"))
+    lines = residuals.table(pairs, ["tp", "nodes"]).splitlines()
+    assert lines[1].split() == ["1", "1", "2", "-37.5%", "37.5%", "50.0%"]
+    assert lines[2].split() == ["2", "1", "1", "+25.0%", "25.0%", "25.0%"]
+    told[0]["skipped"] = "why"
+    assert len(list(residuals.errors(rows, {"memory": {"rows": told}}, "memory"))) == 2
 
 
 def test_stages_are_cut_by_cost() -> None:
