@@ -170,6 +170,19 @@ def test_a_lagging_device_holds_more() -> None:
         assert live == sum(e.delta for e in log_of(shape, job, 0).events)
 
 
+def test_memory_that_runs_out_makes_the_process_wait() -> None:
+    shape = Shape(layers=2, hidden=1024, heads=8, kv_heads=8, head_dim=128, mlp=4096, vocab=8192)
+    job = Job(stage=stages(shape, 1)[0], rank=0, batch=4, seq_len=2048, accumulate=4, dp=2,
+              tp=2, pp=1, zero=1)  # fmt: skip
+    least, most = (reserve(log_of(shape, job, lag)).reserved_bytes for lag in (0, QUEUE))
+    room = (least + most) // 2
+    held = published._lagging(shape, job, QUEUE, room)
+    assert least <= held.reserved_bytes <= room < most
+    assert published._lagging(shape, job, QUEUE, 2 * most).reserved_bytes == most
+    # Nothing makes room for a job that needs more than there is.
+    assert published._lagging(shape, job, QUEUE, least // 2).reserved_bytes == least
+
+
 def test_the_process_waits_where_its_code_does() -> None:
     shape = Shape(layers=8, hidden=1024, heads=32, kv_heads=32, head_dim=32, mlp=4096, vocab=32768)
 
