@@ -16,7 +16,7 @@ from meshplan.blueprint import from_mapping
 from meshplan.cost.chain import chain_of
 from meshplan.cost.collectives import all_gather, all_reduce, all_to_all, group, send
 from meshplan.cost.grid import GRID, MODES, OPTIONS, SCHEDULE_WORDS
-from meshplan.cost.profile import profile_of
+from meshplan.cost.profile import profile_of, without
 from meshplan.cost.simulate import simulate
 from meshplan.cost.step import crossing_seconds, pipeline_seconds, terms, widths_of
 from meshplan.hardware import Cluster, Link, find_device
@@ -271,6 +271,25 @@ def test_a_process_that_is_slower_than_the_device_is_what_takes_the_time():
     assert terms(row(tp=2, pp=4), block, far, 8, BF16).forward_s == pytest.approx(told.forward_s)
     beside = terms(row(tp=2, pp=8), block, far, 8, BF16).forward_s
     assert beside == pytest.approx(told.forward_s + 2 * 2 * 1e-3)
+
+
+def test_a_collective_that_leaves_its_node_takes_longer_whatever_it_sends():
+    block = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=2, tp=2).kinds[1]
+    plain = replace(REAL, launch_s=0.0, collective_s=0.0, collective_node_s=0.0)
+    far = replace(plain, collective_node_s=1e-3)
+    for micro in (1, 64):
+        grid = row(tp=2, micro=micro)
+        near, apart = (
+            [terms(grid, block, p, per_node, BF16).forward_s[0, 0] for p in (plain, far)]
+            for per_node in (8, 1)
+        )
+        assert near[0] == near[1]
+        assert apart[1] == pytest.approx(apart[0] + 2 * 1e-3)
+    assert without(far, network=True).collective_node_s == 0
+    # And in the process, where a pipeline makes it wait for each of them.
+    waits = replace(far, collective_rank_s=1.0)
+    told = terms(row(tp=2, pp=2), block, waits, 1, BF16).forward_s[0, 0]
+    assert told == pytest.approx(2 * (2 * 1.0 + 1e-3))
 
 
 def test_replicas_are_reduced_after_the_last_microbatch_only():

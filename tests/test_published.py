@@ -19,7 +19,7 @@ from meshplan.memory.frameworks.nanotron_job import Job, log_of
 from meshplan.memory.frameworks.nanotron_pace import QUEUE, lag_of, stalls
 from meshplan.memory.log import Event, EventLog, Storage, Term
 from meshplan.memory.shape import Shape
-from tests.bench import published
+from tests.bench import published, residuals
 from tests.bench.time_frameworks import STALL_S, stalled_seconds
 
 TITAN: dict[str, Any] = {
@@ -128,6 +128,19 @@ def test_what_is_too_big_does_not_fit(tmp_path: Any) -> None:
     assert told["summary"]["all"]["false_fits"] == 0
 
 
+def test_residuals_are_signed_and_by_field() -> None:
+    rows = [changed(TITAN | {"id": str(n)}, "measured", peak_mem_gib=8.0) for n in range(3)]
+    rows[2]["parallel"]["tp"] = 2
+    told = [{"id": str(n), "skipped": None, "predicted_bytes": gib * 2**30}
+            for n, gib in enumerate((4, 6, 10))]  # fmt: skip
+    pairs = list(residuals.errors(rows, {"memory": {"rows": told}}, "memory"))
+    lines = residuals.table(pairs, ["tp", "nodes"]).splitlines()
+    assert lines[1].split() == ["1", "1", "2", "-37.5%", "37.5%", "50.0%"]
+    assert lines[2].split() == ["2", "1", "1", "+25.0%", "25.0%", "25.0%"]
+    told[0]["skipped"] = "why"
+    assert len(list(residuals.errors(rows, {"memory": {"rows": told}}, "memory"))) == 2
+
+
 def test_stages_are_cut_by_cost() -> None:
     """The head costs as much as 4 of these blocks, so 20 shares are dealt out."""
     shape = Shape(layers=16, hidden=2048, heads=32, kv_heads=32, head_dim=64, mlp=8192,
@@ -155,6 +168,19 @@ def test_a_lagging_device_holds_more() -> None:
         }
         live = sum(e.delta for e in log.events)
         assert live == sum(e.delta for e in log_of(shape, job, 0).events)
+
+
+def test_memory_that_runs_out_makes_the_process_wait() -> None:
+    shape = Shape(layers=2, hidden=1024, heads=8, kv_heads=8, head_dim=128, mlp=4096, vocab=8192)
+    job = Job(stage=stages(shape, 1)[0], rank=0, batch=4, seq_len=2048, accumulate=4, dp=2,
+              tp=2, pp=1, zero=1)  # fmt: skip
+    least, most = (reserve(log_of(shape, job, lag)).reserved_bytes for lag in (0, QUEUE))
+    room = (least + most) // 2
+    held = published._lagging(shape, job, QUEUE, room)
+    assert least <= held.reserved_bytes <= room < most
+    assert published._lagging(shape, job, QUEUE, 2 * most).reserved_bytes == most
+    # Nothing makes room for a job that needs more than there is.
+    assert published._lagging(shape, job, QUEUE, least // 2).reserved_bytes == least
 
 
 def test_the_process_waits_where_its_code_does() -> None:

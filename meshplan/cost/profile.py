@@ -37,7 +37,7 @@ class Profile:
         launch_s: Of every kernel in the process, which runs ahead of the device if it can.
         collective_s: Likewise, of every collective of tp.
         collective_rank_s: And of it for each rank where a pipeline crosses nodes beside it.
-        collective_node_s: And of it for each node but the first.
+        collective_node_s: On the device, of every collective of tp for each node but the first.
         memory_bytes_per_s: What elementwise kernels reach.
         intra_bytes_per_s, inter_bytes_per_s: What collectives reach between devices of a node, and
             between nodes for each device.
@@ -247,5 +247,5 @@ def without(profile: Profile, *, network: bool) -> Profile:
         return profile
     return replace(
         profile, intra_bytes_per_s=float("inf"), inter_bytes_per_s=float("inf"),
-        intra_latency_s=0.0, inter_latency_s=0.0, contention=0.0,
+        intra_latency_s=0.0, inter_latency_s=0.0, contention=0.0, collective_node_s=0.0,
     )  # fmt: skip

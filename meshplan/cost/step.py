@@ -218,10 +218,14 @@ class Rows:
     def launch(self, tally: Tally, sent: Sent) -> Array:
         """What the process needs to start it all, however small the tensors are."""
         profile, ranks = self.profile, self.along_tp.ranks
-        each = profile.collective_s + (self.along_tp.nodes - 1) * profile.collective_node_s
-        each = each + np.where(self.is_far, ranks * profile.collective_rank_s, 0.0)
+        waits = ranks * profile.collective_rank_s + self._across()
+        each = profile.collective_s + np.where(self.is_far, waits, 0.0)
         count = sent.all_reduces + sent.gathers + sent.all_to_alls
         return tally.kernels * profile.launch_s + count * each
+
+    def _across(self) -> Array:
+        """Of one collective of tp that leaves its node, whatever it sends."""
+        return np.asarray((self.along_tp.nodes - 1) * self.profile.collective_node_s)
 
     def sent(self, sent: Sent) -> Array:
         """What tp and ep send, nothing of which is hidden."""
@@ -233,10 +237,11 @@ class Rows:
             num_bytes = self.samples * sent.gather_bytes
             out = out + all_gather(num_bytes, self.along_tp, self.profile, sent.gathers)
         out = out * self.profile.tp_exposed
+        out = out + (sent.all_reduces + sent.gathers) * self._across()
         if sent.all_to_alls:
             num_bytes = self.samples * sent.all_to_all_bytes + sent.all_to_all_once_bytes
             out = out + all_to_all(num_bytes, self.along_ep, self.profile, sent.all_to_alls)
-        return out
+        return np.asarray(out)
 
     def keys(self, num_bytes: float) -> Array:
         """Keys and values gathered along cp, or their gradients scattered."""

@@ -77,7 +77,7 @@ def _nanotron(case: Nanotron, kind: str, room: int) -> tuple[float, tuple[float,
     The band goes from a device that keeps up to one that lags by all that a queue takes.
     """
     lags = (0, lag_of(case.job), QUEUE if case.job.tp > 1 else 0)
-    held = [_held(case.shape, case.job, lag, room) for lag in lags]
+    held = [_lagging(case.shape, case.job, lag, room) for lag in lags]
     # It prints the peaks of its third step, and forgets those of forward and backward before.
     low, figure, high = (
         each.left_bytes / GIB if kind == "reserved" else _figure(each, kind) for each in held
@@ -85,6 +85,15 @@ def _nanotron(case: Nanotron, kind: str, room: int) -> tuple[float, tuple[float,
     edge, most = SPREAD["nanotron"], held[0].allocated_bytes / GIB
     band = (min(low, figure) * (1 - edge), max(high, figure) * (1 + edge))
     return figure, band, most * (1 + edge)
+
+
+def _lagging(shape: Shape, job: Job, lag: int, room: int) -> Reserve:
+    """Where memory runs out the allocator waits for the device, and all that lags is back."""
+    held = _held(shape, job, lag, room)
+    while lag and (held.num_retries or held.reserved_bytes > room):
+        lag //= 2
+        held = _held(shape, job, lag, room)
+    return held
 
 
 @cache

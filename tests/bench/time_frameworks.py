@@ -197,6 +197,8 @@ def megatron_case(row: Row, framework: str) -> Case:
     shape = replace(shape_of_row(model), vocab=vocab, tied=True)
     key = ("megatron", shape, tp, bool(parallel.get("sp")))
     chain = _chain(key, model["layers"], model["seq_len"])
+    if tp * pp * dp != row["hardware"]["gpus"]:
+        raise SkipError(f"{tp * pp * dp} ranks are stated, and {row['hardware']['gpus']} GPUs")
     samples = training["global_batch"]
     if samples % (micro * dp):
         raise SkipError(f"{dp} ranks cannot cut {samples} samples into microbatches of {micro}")
@@ -278,6 +280,12 @@ def stalled_seconds(dp: int, tp: int, pp: int, count: int) -> float:
     return STALL_S * (2 * count + 1 if pp == 2 else 4 * count + 2 * (pp - 3))
 
 
+_IN_BUCKETS: Final = Precision(param="bfloat16", reduce="float32")
+_SUMMED: Final = Precision(param="bfloat16", reduce="float64")
+"""Under ZeRO-1 gradients in fp32 are summed whole once backward is done, not scattered: twice the
+bytes, which nothing hides. Source: nanotron, trainer.py (`sync_gradients_across_dp`)."""
+
+
 def nanotron_case(row: Row) -> Case:
     training, parallel, model = row["training"], row["parallel"], row["model"]
     cluster, sizes, micro, shape = (
@@ -313,8 +321,9 @@ def nanotron_case(row: Row) -> Case:
         grid=grid_of(mode="zero1" if is_zero else "ddp", tp=tp, pp=pp, micro=micro,
                    microbatches=count, schedule="1F1B" if pp > 1 else "",
                    **({"dp_shard": dp} if is_zero else {"dp_replicate": dp})),
-        stages=tuple(stages), options=((0, 1.0),), awaited=frozenset(),
-        precision=Precision(param="bfloat16", reduce="float32"), dtype="float32",
+        stages=tuple(stages), options=((0, 1.0),),
+        awaited=frozenset(range(len(chain.kinds))) if is_zero else frozenset(),
+        precision=_SUMMED if is_zero else _IN_BUCKETS, dtype="float32",
         tokens=tokens, real_s=real_seconds(row, tokens),
         stalled_s=stalled_seconds(dp, tp, pp, count),
     )  # fmt: skip
