@@ -156,7 +156,7 @@ class _Search:
         self._waiting: list[tuple[float, int]] = []
         """(seconds that it takes at the least, row)."""
         self._states: dict[int, _State] = {}
-        self._failures = 0
+        self._failures = 0.0
         self._unproved = float("inf")
         """Seconds of the fastest row that was given up."""
         self._times, self._bytes = time_bounds(numbers), memory_bounds(numbers)
@@ -303,7 +303,8 @@ class _Search:
             state.fits_up_to = held
         else:
             state.over_from, state.seconds = min(state.over_from, held), candidate.seconds
-            self._failures += 1
+            # Many that have several stages a rank fail at first, for what is beside the figures.
+            self._failures += 1.0 if self._numbers.grid[row]["virtual"] == 1 else 0.25
             if state.tries == 2 and not self._can_fit(row, candidate):
                 return
             if not measured.is_of_row:  # Some other answer, no slower, may hold less.
@@ -312,7 +313,8 @@ class _Search:
         below = float(np.nextafter(state.over_from, 0.0))
         state.capacity = min(self._capacity - found.excess[row], below)
         heapq.heappush(self._waiting, (candidate.seconds if not measured.fits else 0.0, row))
-        if self._failures == _FAILURES and found.best is None:
+        if self._failures >= _FAILURES and found.best is None:
+            self._failures = float("-inf")  # Once.
             self._seed()
 
     def _halve(self, row: int, state: _State) -> None:
