@@ -229,9 +229,10 @@ class _Search:
     def _try(self, room: float, among: NDArray[np.bool_] | None = None) -> bool:
         """Measure the fastest answers of some rows within so much memory; whether one fits."""
         can_be = (self._bytes <= room) & np.isfinite(self._times)
-        # With several stages a rank it takes longer to tell, and more is there beside the figures.
-        alone = can_be & (self._numbers.grid["virtual"] == 1)
-        can_be = alone if alone.any() else can_be
+        # The more stages there are, the longer it takes to tell, and the more is there beside.
+        for field in ("pp", "virtual"):
+            alone = can_be & (self._numbers.grid[field] == 1)
+            can_be = alone if alone.any() else can_be
         rows = np.flatnonzero(can_be if among is None else can_be & among)
         if not len(rows):
             return False
