@@ -55,6 +55,7 @@ def test_the_space_has_every_number_of_ranks_that_shares_out_heads(write: Any) -
     assert pairs == {(tp, cp) for tp in (1, 2, 4) for cp in (1, 2, 4) if tp * cp <= 4}
     assert not ((grid["cp"] > 1) & (grid["pp"] > 1)).any()
     whys = {each.what: each.why for each in job.free.rejected}
+    assert "context.attention=all_gather" in whys
     assert whys["mesh.cp=8"] == "16 and 4 heads do not divide by it"
 
 

@@ -117,4 +117,4 @@ def test_a_verdict_names_what_grew_most():
     base = Shares(compute=1.0, recompute=0.0, tensor_parallel=0.0, data=0.2, pipeline=0.0)
     more = dataclasses.replace(base, tensor_parallel=0.5, recompute=0.1)
     answer = WhyNot(setting="x", base_s=1.2, seconds=1.8, shares=more, base_shares=base)
-    assert verdict(answer) == "+50.0%: what tp or ep sends in the way (+41.7%)"
+    assert verdict(answer) == "+50.0%: what tp, cp or ep sends in the way (+41.7%)"

@@ -160,6 +160,9 @@ def test_what_cannot_be_planned_is_said(write: Any, fields: dict[str, Any], what
 
 def test_blocks_that_are_not_alike_keep_it_out_of_the_space(write: Any) -> None:
     rule = {"match": "model.layers.3", "activation_checkpointing": "full"}
+    either = {each.what for each in write().free.rejected}
+    assert "pipeline.schedule=InterleavedZeroBubble, ZBVZeroBubble, DualPipeV" in either
+    assert "pipeline.schedule=Interleaved1F1B" not in either
     job = write(rules=[rule])
     assert {int(v) for v in job.grid["virtual"]} == {1}
     assert "pipeline.schedule=Interleaved1F1B" in {each.what for each in job.free.rejected}

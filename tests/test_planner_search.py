@@ -67,6 +67,7 @@ def random_numbers(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
         resident=resident,
         top=rng.uniform(0, 5, num_rows),
         sent=rng.uniform(0, 2, num_rows),
+        beside=rng.uniform(0, 2, num_rows),
         floor=np.zeros(num_rows),
         once_s=rng.uniform(0, 0.5, num_rows),
     )
@@ -162,7 +163,7 @@ def fastest_rounds(numbers: Numbers, row: int, capacity: float) -> float:
             stages = [(1,) * size for size in each]
             waiting = sum(kept[rank]) - (kept[rank][-1] if rank == ranks - 1 else 0.0)
             waiting -= kept[rank][0] if rank == 0 else 0.0
-            room = capacity - waiting * float(numbers.sent[row])
+            room = capacity - float(numbers.beside[row]) - waiting * float(numbers.sent[row])
             if rank == 0:
                 stages[0] = (0, *stages[0])
             if rank == ranks - 1:
@@ -212,7 +213,7 @@ def fastest(numbers: Numbers, row: int, capacity: float) -> float:
         for stage, (i, j) in enumerate(itertools.pairwise(ends)):
             is_last = stage == stages - 1
             waiting = 0.0 if is_last or not stage else in_flight(config, stage)
-            room = capacity - waiting * float(numbers.sent[row])
+            room = capacity - float(numbers.beside[row]) - waiting * float(numbers.sent[row])
             room -= float(numbers.top[row]) if is_last else 0.0
             key = (stage, i, j)
             if key not in known:
@@ -268,7 +269,7 @@ def test_what_is_dealt_out_to_stages_is_what_was_chosen():
                 ranks, virtual = int(config["pp"]), int(config["virtual"])
                 kept = kept_by("Interleaved1F1B", ranks, virtual, int(config["microbatches"]))
                 assert len(one.ends) == ranks * virtual + 1
-                held, seconds = [0.0] * ranks, [0.0] * ranks
+                held, seconds = [float(numbers.beside[row])] * ranks, [0.0] * ranks
                 for stage, (i, j) in enumerate(itertools.pairwise(one.ends)):
                     table, turn = np.array(one.takes[stage]), stage // ranks
                     own = numbers.order[i:j]

@@ -42,6 +42,9 @@ def contexts_of(
             out.append((_words([size]), why))
         else:
             allowed.append(size)
+    if spec.context is None and max(allowed, default=1) > 1:
+        why = "which kernel takes its masks, and what that holds, is not told from a config"
+        out.append(("context.attention=all_gather", why))
     if uneven:
         counts = " and ".join(map(str, dict.fromkeys(heads)))
         out.append((_words(uneven), f"{counts} heads do not divide by it"))

@@ -53,7 +53,7 @@ class Shares:
 NAMES: Final[Mapping[str, str]] = {
     "compute": "kernels that reach less",
     "recompute": "recomputation",
-    "tensor_parallel": "what tp or ep sends in the way",
+    "tensor_parallel": "what tp, cp or ep sends in the way",
     "data": "gathering and reducing that nothing hides",
     "pipeline": "bubbles of the pipeline",
 }

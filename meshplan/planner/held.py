@@ -47,8 +47,41 @@ def element_bytes_of(plan: Plan) -> ElementBytes:
     return ElementBytes(stored, computed, stored * OPTIMIZER_STATES.get(plan.spec.optimizer, 0))
 
 
-def resident_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
-    """[rows, options] what one block holds in the loss, whatever the microbatch."""
+def is_late(
+    grid: NDArray[np.void], num_blocks: int, sizes: ElementBytes, reduce_bytes: int
+) -> NDArray[np.bool_]:
+    """By row with several stages a rank, whether it is told once backwards have run.
+
+    Before the first backward nothing has a gradient; then gradients are there, and the buffers that
+    they were scattered from.
+
+    Args:
+        num_blocks: Of the model, all alike.
+        reduce_bytes: Of an element that is summed.
+    """
+    p, v = grid["pp"].astype(np.float64), grid["virtual"].astype(np.float64)
+    scattered = reduce_bytes * (v - 1) * p > sizes.computed * num_blocks
+    late = (v > 1) & has_gradients(grid) & ((grid["mode"] != _SHARD) | scattered)
+    return np.asarray(late)
+
+
+def scattering_bytes(
+    grid: NDArray[np.void], block: Kind, late: NDArray[np.bool_], reduce_bytes: int
+) -> Floats:
+    """[rows] what every rank then holds for its stages: each keeps its buffer to its next one."""
+    numel = float(sum(block.numels) - block.frozen)
+    many = np.where(late & (grid["mode"] == _SHARD), grid["virtual"] - 1, 0)
+    return np.asarray(many * numel * reduce_bytes, dtype=np.float64)
+
+
+def resident_bytes(
+    grid: NDArray[np.void], kind: Kind, sizes: ElementBytes, late: NDArray[np.bool_]
+) -> Floats:
+    """[rows, options] what one block holds in the loss, whatever the microbatch.
+
+    Args:
+        late: As `is_late`.
+    """
     numel = float(sum(kind.numels))
     mode = grid["mode"][:, None]
     held = np.where(mode == _DDP, numel, share(grid, kind)[:, None])
@@ -58,12 +91,8 @@ def resident_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> F
     is_copied = (mode != _DDP) | (sizes.computed != sizes.stored)
     is_freed = (mode == _SHARD) & kind.has_options & OPTION_RESHARD[None, :]
     waits = has_gradients(grid)[:, None]
-    # A rank with several stages has either: what backward is done with of a stage goes until its
-    # next forward, and before the first backward nothing has a gradient.
-    several = grid["virtual"][:, None] > 1
-    is_late = several & waits & (mode != _SHARD)
-    waits = waits & (~several | is_late)
-    copied = np.where(is_copied & ~is_freed & ~is_late, numel * sizes.computed, 0.0)
+    waits = waits & ((grid["virtual"] == 1) | late)[:, None]
+    copied = np.where(is_copied & ~is_freed, numel * sizes.computed, 0.0)
     gradients = np.where(waits, np.where(mode == _ZERO1, numel, held) * sizes.stored, 0.0)
     gradients = gradients * _trained(kind)
     return np.asarray(own + copied + gradients, dtype=np.float64)
@@ -98,22 +127,6 @@ def waiting_bytes(grid: NDArray[np.void], first: Kind, last: Kind, reduce_bytes:
     numel = at_last + np.where(grid["pp"] == 1, at_first, 0.0)
     waits = (grid["mode"] == _SHARD) & (grid["microbatches"] > grid["pp"])
     return np.asarray(np.where(waits, numel * reduce_bytes, 0.0), dtype=np.float64)
-
-
-def resting_bytes(grid: NDArray[np.void], block: Kind, reduce_bytes: int) -> Floats:
-    """[rows] gradients that other stages of a rank sent last, and hold until they send again.
-
-    Each stage is an FSDP root with buffers of its own. With three microbatches for every rank, all
-    have had a backward while as many forwards wait as ever will.
-
-    Args:
-        block: What every stage has at least one of.
-        reduce_bytes: Of an element that is summed.
-    """
-    numel = float(sum(block.numels) - block.frozen)
-    rests = (grid["mode"] == _SHARD) & (grid["microbatches"] >= 3 * grid["pp"])
-    others = np.where(rests, grid["virtual"] - 1, 0)
-    return np.asarray(others * numel * reduce_bytes, dtype=np.float64)
 
 
 def saved_bytes(grid: NDArray[np.void], kind: Kind) -> Floats:

@@ -44,8 +44,8 @@ class Lanes:
         # The last stage hands on nothing; what the first one does is charged as its input.
         waiting[0] -= kept[0][0]
         waiting[-1] -= kept[-1][-1] * (self.num > 1)
-        rests = float(numbers.rests[row])
-        self.tops = [float(numbers.sent[row]) * many + rests for many in waiting]
+        beside, sent = float(numbers.beside[row]), float(numbers.sent[row])
+        self.tops = [beside + sent * many for many in waiting]
         self.tops[-1] += float(numbers.top[row])
         self.places = len(numbers.order) + 1
         # Every stage has a block, and begins with one; what is in no block goes along.

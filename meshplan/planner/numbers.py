@@ -38,8 +38,7 @@ class Numbers:
         top: [rows] bytes that the last stage holds in the loss, beside what is saved.
         sent: [rows] bytes of what a stage hands on of one microbatch, and keeps until its backward
             is done, beside what its blocks keep.
-        resting: [rows] bytes that each rank holds of gradients which its other stages sent last;
-            () where nothing does.
+        beside: [rows] bytes that every rank holds whatever its blocks do.
         floor: [rows] bytes of all blocks together that the optimizer's step takes at least.
         once_s: [rows] seconds of a step beside what blocks take: what stages hand on.
         stages: By place in `order`, the stage that the plan states, `cutting.LAST` for the last
@@ -57,10 +56,10 @@ class Numbers:
     resident: Floats
     top: Floats
     sent: Floats
+    beside: Floats
     floor: Floats
     once_s: Floats
     stages: tuple[int | None, ...] = ()
-    resting: Floats = field(default_factory=lambda: np.zeros(0))
     compute_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     tensor_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     again_s: Floats = field(default_factory=lambda: np.zeros((0, 0, 0)))
@@ -78,11 +77,6 @@ class Numbers:
             table[place + 1] = table[place]
             table[place + 1, kind] += 1
         return table
-
-    @cached_property
-    def rests(self) -> Floats:
-        """`resting`, by row."""
-        return self.resting if len(self.resting) else np.zeros(len(self.grid))
 
     @property
     def block(self) -> int:
@@ -104,10 +98,10 @@ class Numbers:
             resident=self.resident[at],
             top=self.top[at],
             sent=self.sent[at],
+            beside=self.beside[at],
             floor=self.floor[at],
             once_s=self.once_s[at],
             stages=self.stages,
-            resting=self.rests[at],
         )
 
     def menu(self, row: int, in_flight: float) -> Menu:
@@ -136,8 +130,8 @@ def memory_bounds(numbers: Numbers) -> Floats:
     stages = numbers.grid["pp"].astype(float)
     held = _Held(numbers, np.arange(len(numbers.grid)))
     kept = held.total(lambda each: each.min(axis=2)) + numbers.sent * sent_in_flight(numbers.grid)
-    mean = np.maximum(kept / stages + numbers.rests, numbers.floor / stages)
-    most = held.least.min(axis=2).max(axis=1) + numbers.rests
+    mean = np.maximum(kept / stages + numbers.beside, numbers.floor / stages)
+    most = held.least.min(axis=2).max(axis=1)
     return np.asarray(np.maximum(mean, most), dtype=np.float64)
 
 
@@ -149,7 +143,7 @@ def priced_bounds(numbers: Numbers, rows: Counts, capacity: float, tries: int = 
     """
     held = _Held(numbers, rows)
     stages = numbers.grid[rows]["pp"].astype(float)
-    whole = stages * (capacity - numbers.rests[rows]) - numbers.top[rows]
+    whole = stages * (capacity - numbers.beside[rows]) - numbers.top[rows]
     whole -= numbers.sent[rows] * sent_in_flight(numbers.grid[rows])
     best = held.seconds.min(axis=2) @ held.count
     slowest = held.seconds.min(axis=2).max(axis=1)

@@ -13,12 +13,21 @@ from meshplan.spec import AUTO, Spec
 _TRIED: Final = ("1F1B", "Interleaved1F1B")
 """GPipe takes as long as 1F1B and keeps more."""
 _KNOWN: Final = (*_TRIED, "GPipe")
+_LEFT_OUT: Final = {
+    "GPipe": "it takes as long as 1F1B and keeps more",
+    **{
+        word: "what a backward in two halves keeps is not told from a config"
+        for word, row in SCHEDULES.items()
+        if row.splits_backward
+    },
+}
+"""Of a free schedule, those that are not tried, and why."""
 
 
 def schedules_of(
     spec: Spec, pipelines: Sequence[int], keeps_from_rounds: str
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """(places in SCHEDULE_WORDS, the words of those that are left out).
+) -> tuple[tuple[int, ...], tuple[tuple[str, str], ...]]:
+    """(places in SCHEDULE_WORDS, the words of those that are left out and why).
 
     Args:
         pipelines: Sizes that pp may have.
@@ -45,7 +54,13 @@ def schedules_of(
         what = f"the planner cannot plan {out[0]}: {keeps_from_rounds}"
         fix = "say schedule: 1F1B, or state all that is left open"
         raise PlanError(Problem(what, spec.origin("pipeline.schedule"), fix))
-    return left, tuple(out)
+    reasons = dict.fromkeys(out, keeps_from_rounds)
+    if not is_stated and max(pipelines, default=1) > 1:
+        reasons |= _LEFT_OUT
+    by_reason: dict[str, list[str]] = {}
+    for word, why in reasons.items():
+        by_reason.setdefault(why, []).append(word)
+    return left, tuple((", ".join(words), why) for why, words in by_reason.items())
 
 
 def stated_virtual(spec: Spec) -> int | None:

@@ -100,7 +100,7 @@ class _Search:
         self._guessed: list[tuple[float, int]] = []
         """Likewise, of rows that wait with another time, which rests on a guess."""
         self._states: dict[int, State] = {}
-        self._failures = self._passed_over = 0
+        self._failures, self._passed_over = 0.0, 0
         self._unproved = float("inf")
         """Seconds of the fastest row that was given up."""
         self._times, self._bytes = time_bounds(numbers), memory_bounds(numbers)
@@ -195,9 +195,10 @@ class _Search:
     def _try(self, room: float, among: NDArray[np.bool_] | None = None) -> bool:
         """Measure the fastest answers of some rows within so much memory; whether one fits."""
         can_be = (self._bytes <= room) & np.isfinite(self._times)
-        # With several stages a rank it takes longer to tell, and more is there beside the figures.
-        alone = can_be & (self._numbers.grid["virtual"] == 1)
-        can_be = alone if alone.any() else can_be
+        # The more stages there are, the longer it takes to tell, and the more is there beside.
+        for field in ("pp", "virtual"):
+            alone = can_be & (self._numbers.grid[field] == 1)
+            can_be = alone if alone.any() else can_be
         rows = np.flatnonzero(can_be if among is None else can_be & among)
         if not len(rows):
             return False
@@ -287,7 +288,8 @@ class _Search:
             state.fits_up_to = held
         else:
             state.over_from, state.seconds = min(state.over_from, held), candidate.seconds
-            self._failures += 1
+            # Many that have several stages a rank fail at first, for what is beside the figures.
+            self._failures += 1.0 if self._numbers.grid[row]["virtual"] == 1 else 0.25
             if state.tries == 2 and not self._can_fit(row, candidate):
                 return
             if not measured.is_of_row:  # Some other answer, no slower, may hold less.
@@ -296,7 +298,8 @@ class _Search:
         below = float(np.nextafter(state.over_from, 0.0))
         state.capacity = min(self._capacity - found.excess[row], below)
         heapq.heappush(self._waiting, (candidate.seconds if not measured.fits else 0.0, row))
-        if self._failures == _FAILURES and found.best is None:
+        if self._failures >= _FAILURES and found.best is None:
+            self._failures = float("-inf")  # Once.
             self._seed()
 
     def _is_likely_over(self, row: int, state: State, candidate: Candidate) -> bool:

@@ -135,7 +135,7 @@ def freedom_of(
     rejected += (Rejected(what, why) for what, why in left_out)
     axes["ep"] = tuple(_spread(spec, axes["ep"], experts, refuses, rejected))
     schedules, without = schedules_of(spec, axes["pp"], keeps_from_rounds)
-    rejected += (Rejected(f"pipeline.schedule={word}", keeps_from_rounds) for word in without)
+    rejected += (Rejected(f"pipeline.schedule={words}", why) for words, why in without)
     modes: tuple[int, ...] = tuple(range(len(MODES)))
     reshard: tuple[int, ...] = (0, 1)
     hybrid = None

@@ -15,9 +15,10 @@ from meshplan.cost.step import crossing_seconds, pipeline_seconds, terms, widths
 from meshplan.cost.types import Chain
 from meshplan.planner.held import (
     ElementBytes,
+    is_late,
     resident_bytes,
-    resting_bytes,
     saved_bytes,
+    scattering_bytes,
     step_bytes,
     waiting_bytes,
 )
@@ -62,7 +63,9 @@ def numbers_of(
     shape = (len(grid), len(first.kinds), len(OPTIONS))
     compute, tensor, repeated = np.zeros(shape[:2]), np.zeros(shape[:2]), np.zeros(shape)
     seconds, saved, resident = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
-    top, sent, resting, floor, crossing = (np.zeros(len(grid)) for _ in range(5))
+    top, sent, floor, crossing, beside = (np.zeros(len(grid)) for _ in range(5))
+    reduce_bytes = widths_of(precision, dtype).reduce
+    late = is_late(grid, sum(map(bool, first.names)), sizes, reduce_bytes)
     for (tp, ep), chain in chains.items():
         rows = np.flatnonzero((grid["tp"] == tp) & (grid["ep"] == ep))
         part = grid[rows]
@@ -83,14 +86,15 @@ def numbers_of(
             there = np.where(np.isfinite(found.seconds), found.seconds, 0.0)
             repeated[rows, number] = there - there[:, _ONCE]
             saved[rows, number] = saved_bytes(part, kind)
-            resident[rows, number] = resident_bytes(part, kind, sizes)
+            resident[rows, number] = resident_bytes(part, kind, sizes, late[rows])
+            if kind.has_options:
+                own = scattering_bytes(part, kind, late[rows], reduce_bytes)
+                beside[rows] = np.where(beside[rows] > 0, np.minimum(beside[rows], own), own)
             floor[rows] += counts[number] * step_bytes(part, kind, sizes)
             boundary = max(boundary, kind.boundary_bytes)
         ends = chain.kinds[chain.order[0]], chain.kinds[chain.order[-1]]
         top[rows] = part["micro"] / part["cp"] * ends[1].transient_bytes[0]
-        top[rows] += waiting_bytes(part, *ends, widths_of(precision, dtype).reduce)
-        if (block := next((k for k in chain.kinds if k.has_options), None)) is not None:
-            resting[rows] = resting_bytes(part, block, widths_of(precision, dtype).reduce)
+        top[rows] += waiting_bytes(part, *ends, reduce_bytes)
         cut_at = [k.boundary_bytes for k in chain.kinds if k.has_options] or [0.0]
         sent[rows] = np.where(part["pp"] > 1, part["micro"] * min(cut_at), 0.0)
         crossing[rows] = crossing_seconds(part, boundary, profile, gpus_per_node)
@@ -107,7 +111,7 @@ def numbers_of(
         resident=resident,
         top=top,
         sent=sent,
-        resting=resting,
+        beside=beside,
         floor=floor,
         once_s=once,
         compute_s=compute,
