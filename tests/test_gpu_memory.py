@@ -18,8 +18,8 @@ import pytest
 from tests.bench import gpu_memory
 from tests.bench.gpu_plans import PLANS
 
-DEFAULT = ("ddp, buckets apart", "1F1B x full_shard")
-"""The others differ from these in what `test_memory_exact` tries."""
+DEFAULT = ("ddp, buckets apart",)
+"""The others differ from it in what `test_memory_exact` tries."""
 
 
 @pytest.fixture(scope="module")

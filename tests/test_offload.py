@@ -81,9 +81,7 @@ def marked(*cells: Any, default: Any) -> list[Any]:
     return [pytest.param(*c, marks=[] if c in default else [pytest.mark.wide]) for c in cells]
 
 
-@pytest.mark.parametrize(
-    "case", marked(*((c,) for c in PARITY), default=[("block by block",), ("tp",)])
-)
+@pytest.mark.parametrize("case", marked(*((c,) for c in PARITY), default=[("block by block",)]))
 def test_it_computes_what_one_process_computes(pool: Any, case: str) -> None:
     assert_same(pool(4).run(parity.train, *PARITY[case])[0])
 
@@ -92,7 +90,7 @@ def test_it_computes_what_one_process_computes(pool: Any, case: str) -> None:
     ("case", "is_apart"),
     marked(
         *((c, is_apart) for c in CASES for is_apart in (False, True)),
-        default=[("block by block", True), ("odd sizes", True)],
+        default=[("odd sizes", True)],
     ),
 )
 def test_every_phase_is_exact_on_both_sides(
