@@ -196,8 +196,8 @@ class _Search:
         """Measure the fastest answers of some rows within so much memory; whether one fits."""
         can_be = (self._bytes <= room) & np.isfinite(self._times)
         # The more stages there are, the longer it takes to tell, and the more is there beside.
-        for field in ("pp", "virtual"):
-            alone = can_be & (self._numbers.grid[field] == 1)
+        for name in ("pp", "virtual"):
+            alone = can_be & (self._numbers.grid[name] == 1)
             can_be = alone if alone.any() else can_be
         rows = np.flatnonzero(can_be if among is None else can_be & among)
         if not len(rows):
