@@ -47,22 +47,12 @@ def element_bytes_of(plan: Plan) -> ElementBytes:
     return ElementBytes(stored, computed, stored * OPTIMIZER_STATES.get(plan.spec.optimizer, 0))
 
 
-def is_late(
-    grid: NDArray[np.void], num_blocks: int, sizes: ElementBytes, reduce_bytes: int
-) -> NDArray[np.bool_]:
-    """By row with several stages a rank, whether it is told once backwards have run.
+def is_late(grid: NDArray[np.void]) -> NDArray[np.bool_]:
+    """By row with several stages a rank, whether each has had a backward when the most is there.
 
-    Before the first backward nothing has a gradient; then gradients are there, and the buffers that
-    they were scattered from.
-
-    Args:
-        num_blocks: Of the model, all alike.
-        reduce_bytes: Of an element that is summed.
+    Gradients are there then, and the buffers that they were scattered from.
     """
-    p, v = grid["pp"].astype(np.float64), grid["virtual"].astype(np.float64)
-    scattered = reduce_bytes * (v - 1) * p > sizes.computed * num_blocks
-    late = (v > 1) & has_gradients(grid) & ((grid["mode"] != _SHARD) | scattered)
-    return np.asarray(late)
+    return np.asarray((grid["virtual"] > 1) & has_gradients(grid))
 
 
 def scattering_bytes(

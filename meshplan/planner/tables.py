@@ -65,7 +65,7 @@ def numbers_of(
     seconds, saved, resident = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
     top, sent, floor, crossing, beside = (np.zeros(len(grid)) for _ in range(5))
     reduce_bytes = widths_of(precision, dtype).reduce
-    late = is_late(grid, sum(map(bool, first.names)), sizes, reduce_bytes)
+    late = is_late(grid)
     for (tp, ep), chain in chains.items():
         rows = np.flatnonzero((grid["tp"] == tp) & (grid["ep"] == ep))
         part = grid[rows]
