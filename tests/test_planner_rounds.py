@@ -60,7 +60,9 @@ def some(job: Job, count: int) -> Iterator[tuple[Candidate, Plan]]:
     """Random rows with several stages a rank, in little memory or as little as can be."""
     rng, numbers = random.Random(0), job.usual
     several = np.flatnonzero(job.grid["virtual"] > 1)
-    for row in rng.sample([int(each) for each in several], count):
+    scattered = np.flatnonzero(numbers.beside > 0)
+    some_rows = rng.sample([int(each) for each in several], count - 3)
+    for row in (*some_rows, *rng.sample([int(each) for each in scattered], 3)):
         smallest = Row(numbers, row, float("inf")).smallest()
         room = max(smallest.linear_bytes) * rng.choice((1.01, 1.2, 1.5, 3))
         found = solve_row(numbers, row, room) or smallest
