@@ -24,6 +24,7 @@ from meshplan.memory import EventLog, Term, reserve
 from meshplan.memory.extrapolate import Blocks, NotRepeatingError, extrapolate, is_same
 from meshplan.memory.log import Event, Storage
 from meshplan.reader import load_spec
+from meshplan.render.memory import memory_to_json, memory_to_text
 from meshplan.runtime.apart import run_apart
 from meshplan.runtime.fixes import _Change, _first_blocks, _least, _times
 from meshplan.runtime.foretell import _imagine, _worth_cutting
@@ -168,7 +169,11 @@ def test_too_large_is_an_honest_no_and_each_fix_is_estimated(run):
                 "what aten.ones.default in blocks.1 makes is larger",
             ),
         ),
-        ("repeating", ("aten.repeat_interleave.Tensor", "blocks.0 (estimated.py:")),
+        pytest.param(
+            "repeating",
+            ("aten.repeat_interleave.Tensor", "blocks.0 (estimated.py:"),
+            marks=pytest.mark.wide,
+        ),
         ("ruleless", ("meshplan_tests::half", "blocks.0 (estimated.py:")),
     ],
 )
@@ -181,21 +186,19 @@ def test_what_cannot_be_traced_is_named(run, entry, words):
         assert word in err
 
 
-def test_what_a_mask_picks_has_an_upper_bound(run):
+def test_what_a_mask_picks_has_an_upper_bound():
     plan = PLAN | {"model": {"entry": "tests.estimated:picking"}}
-    result = result_of(run, plan)
+    estimate = api.estimate_memory(plan, memory="1GiB", fixes=False)
+    result = memory_to_json(estimate)
     assert result["is_upper_bound"]
     assert "all is picked that aten.nonzero.default could pick, in blocks.2" in result["bound"]
     (group,) = result["groups"]
-    # It picks all that a block computes with, which it reads and writes once more.
-    whole = result_of(run, PLAN)["groups"][0]
-    assert group["peak"]["requested_bytes"] > whole["peak"]["requested_bytes"]
     assert group["band"][1] > group["peak"]["reserved_bytes"]
-    assert group["band"][0] < whole["band"][0]
-    code, out, _ = run(plan, "-q", "--memory", "1GiB")
-    assert code == 1
-    assert out.startswith("AT MOST: ")
-    assert "an upper bound: all is picked" in out
+    # Of the least nothing is known but what is there before the step.
+    assert group["band"][0] < sum(group["terms"][n] for n in ("parameters", "optimizer")) + 2**20
+    text = memory_to_text(estimate, "it")
+    assert text[0].startswith("AT MOST: ")
+    assert any(line.startswith("an upper bound: all is picked") for line in text)
 
 
 def test_what_is_picked_takes_no_more_than_the_bound(pool, apart):

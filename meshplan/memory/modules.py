@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from meshplan.memory.driver import with_workspaces
 from meshplan.memory.estimate import MemoryEstimate, ModuleBytes
 from meshplan.memory.log import EventLog, Term
 from meshplan.plan import Plan
@@ -21,12 +20,15 @@ class _Found:
     terms: Counter[Term]
 
 
-def modules_at_peak(log: EventLog, blocks: Collection[str]) -> tuple[ModuleBytes, ...]:
+def modules_at_peak(
+    log: EventLog, blocks: Collection[str], workspaces_bytes: int = 0
+) -> tuple[ModuleBytes, ...]:
     """What lives at the peak, by module; together it is the peak, to the byte.
 
     Args:
         blocks: The fqns of blocks that repeat; "layers.0.mlp" and "layers.1.mlp" of these are both
             told as "layers.*.mlp".
+        workspaces_bytes: What libraries keep all the time, beside the log.
 
     Returns:
         Those with most bytes first.
@@ -41,6 +43,9 @@ def modules_at_peak(log: EventLog, blocks: Collection[str]) -> tuple[ModuleBytes
         row = found.setdefault(name, _Found(set(), Counter()))
         row.modules.add(storage.module)
         row.terms[storage.term] += size
+    if workspaces_bytes:
+        row = found.setdefault("", _Found({""}, Counter()))
+        row.terms[Term.WORKSPACES] += workspaces_bytes
     rows = [
         ModuleBytes(name, len(row.modules), MappingProxyType(_in_order(row.terms)))
         for name, row in found.items()
@@ -48,18 +53,15 @@ def modules_at_peak(log: EventLog, blocks: Collection[str]) -> tuple[ModuleBytes
     return tuple(sorted(rows, key=lambda row: (-row.num_bytes, row.module)))
 
 
-def with_modules(
-    estimate: MemoryEstimate, plan: Plan, logs: Sequence[EventLog], device: str
-) -> MemoryEstimate:
+def with_modules(estimate: MemoryEstimate, plan: Plan, logs: Sequence[EventLog]) -> MemoryEstimate:
     """The estimate with the modules of every group.
 
     Args:
         logs: Of the first rank of each, without the workspaces of libraries.
-        device: As for `assemble`.
     """
     blocks = plan.graph.blocks()
     groups = tuple(
-        replace(group, modules=modules_at_peak(with_workspaces(log, device), blocks))
+        replace(group, modules=modules_at_peak(log, blocks, group.terms.get(Term.WORKSPACES, 0)))
         for group, log in zip(estimate.groups, logs, strict=True)
     )
     return replace(estimate, groups=groups)

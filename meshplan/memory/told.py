@@ -7,6 +7,7 @@ neither knows is refused by name; a trace of the model, which needs torch, answe
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -102,7 +103,8 @@ def told_estimate(
         def write(number: int, *, in_brief: bool) -> None:
             rank = groups[number][0]
             log = told[number] = _log_of(works, plan, rank, in_brief=in_brief)
-            if in_brief and not works.only_in_brief and log.pooled_bytes > most_bytes:
+            can_tell = in_brief and not works.only_in_brief and most_bytes < math.inf
+            if can_tell and log.pooled_bytes > most_bytes:
                 raise OverError(rank, log.pooled_bytes)
             found = held[number] = reserve(with_workspaces(log, device))
             if found.reserved_bytes > most_bytes and (works.only_in_brief or not in_brief):
@@ -144,7 +146,7 @@ def told_estimate(
             if works.only_in_brief or in_full.issuperset(fullest):
                 break
     if tells_modules:
-        found = with_modules(found, plan, [told[n] for n in range(len(groups))], device)
+        found = with_modules(found, plan, [told[n] for n in range(len(groups))])
     return found
 
 

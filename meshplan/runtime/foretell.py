@@ -88,7 +88,7 @@ def foretell(
     )
     if answer.bound:
         found = as_bound(found, answer.logs, answer.bound)
-    return with_modules(found, plan, answer.logs, question.device)
+    return with_modules(found, plan, answer.logs)
 
 
 def log_of_rank(question: Question, rank: int, told: Callable[[str], None]) -> EventLog:

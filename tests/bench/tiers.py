@@ -163,6 +163,8 @@ def _on(length: int, micro: int = 1, accumulate: int = 1, **mesh: int) -> dict[s
 
 
 TP: Final = {"tp_plan": "auto"}
+SPREAD: Final = {"mesh": {"dp_shard": 64, "ep": "8 in dp_shard"}}
+EXPERTS: Final = {"rules": [{"match": "**.experts", "place": {"ep": "ep_dispatch_experts"}}]}
 IMAGES: Final = {"input": {"shape": [4, 4, 64, 64], "dtype": "float32"}, "batch": {"micro": 4}}
 CASES: Final[Mapping[str, Case]] = {
     "8B": Case("llama_8b", AGAIN | _on(8192, dp_shard=8)),
@@ -188,7 +190,7 @@ CASES: Final[Mapping[str, Case]] = {
     "T5 3B, tp": Case("t5_3b", BF16 | TP | _on(512, 4, dp_shard=2, tp=4)),
     "Mixtral 8x7B": Case("mixtral", AGAIN | _on(512, dp_shard=64)),
     "Mixtral 8x7B, hybrid": Case("mixtral", AGAIN | _on(512, dp_replicate=2, dp_shard=32)),
-    "Mixtral 8x7B, ep": Case("mixtral_loop", AGAIN | _on(512, dp_shard=8, ep=8)),
+    "Mixtral 8x7B, ep": Case("mixtral_loop", AGAIN | EXPERTS | _on(512) | SPREAD),
 }  # fmt: skip
 
 
