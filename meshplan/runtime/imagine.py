@@ -23,7 +23,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.memory.log import EventLog, Term
 from meshplan.memory.replay.shards import offloads_params
 from meshplan.plan import Plan
-from meshplan.runtime.applied import applied, apply_plan
+from meshplan.runtime.applied import applied, apply_plan, cast_parameters
 from meshplan.runtime.batch import mapped
 from meshplan.runtime.data import params_on_host
 from meshplan.runtime.expert_protocol import find_for_twin
@@ -132,6 +132,8 @@ def imagining_alone(
         mode = fake_mode()
         twin, _, _ = twin_of(model, (), mode)
         if plan is not None:
+            with mode:  # What is found of experts is known again by their dtype.
+                cast_parameters(twin, plan)
             find_for_twin(model, twin, plan)
         shadows = Shadows()
 
