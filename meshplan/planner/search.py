@@ -26,11 +26,11 @@ _BATCH: Final = 256
 _EPS: Final = 1e-12
 _FAILURES: Final = 6
 """Answers that may fail before something that surely fits is looked for."""
-_GUESSES: Final = 24
+_GUESSES: Final = 12
 """Answers that a guess may pass over before that."""
 _SHARES: Final = (0.8, 0.65, 0.5, 0.35)
-_LOOKED_AT, _ASKED = 40, 3
-"""Rows that are tried at each share of the memory, and those that are measured."""
+_LOOKED_AT, _FEW, _ASKED = 40, 8, 3
+"""Rows that are tried at each share of the memory, and beside one that fits; those measured."""
 _MOST_TRIES: Final = 12
 """Answers of one row that are measured before it is given up, which `Found.given_up` tells."""
 
@@ -177,7 +177,10 @@ class _Search:
         for share in _SHARES:
             if self._try(self._capacity * share):
                 return
-        # Where all of these fail: blocks in the most parts come and go the smallest.
+        self._seed_small()
+
+    def _seed_small(self) -> None:
+        """Find any answer: blocks in the most parts come and go the smallest."""
         there = np.flatnonzero(np.isfinite(self._times) & (self._bytes <= self._capacity))
         least = there[np.argsort(self._bytes[there], kind="stable")]
         parts = self._numbers.grid["tp"][least]
@@ -189,10 +192,12 @@ class _Search:
             if measured.fits:
                 self._take(smallest, measured)
                 same = self._numbers.grid["tp"] == self._numbers.grid["tp"][row]
-                self._try(self._capacity - max(measured.excess_bytes, 0.0), same)
+                self._try(self._capacity - max(measured.excess_bytes, 0.0), same, _FEW)
                 return
 
-    def _try(self, room: float, among: NDArray[np.bool_] | None = None) -> bool:
+    def _try(
+        self, room: float, among: NDArray[np.bool_] | None = None, looks: int = _LOOKED_AT
+    ) -> bool:
         """Measure the fastest answers of some rows within so much memory; whether one fits."""
         can_be = (self._bytes <= room) & np.isfinite(self._times)
         # The more stages there are, the longer it takes to tell, and the more is there beside.
@@ -204,7 +209,7 @@ class _Search:
             return False
         order = np.argsort(priced_bounds(self._numbers, rows, room), kind="stable")
         asked = 0
-        for row in map(int, rows[order[:_LOOKED_AT]]):
+        for row in map(int, rows[order[:looks]]):
             if self._is_late() or asked == _ASKED:
                 break
             if self._is_over(row):
@@ -274,7 +279,7 @@ class _Search:
             heapq.heappush(self._waiting, (candidate.seconds, row))
             self._passed_over += 1
             if self._passed_over == _GUESSES and found.best is None:
-                self._seed()
+                self._seed_small()
             return
         state.sure_capacity = None
         state.tries, state.guesses = state.tries + 1, _MOST_GUESSES
