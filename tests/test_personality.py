@@ -279,16 +279,27 @@ def test_gathered_parameters_lie_in_a_pool_of_their_own(apart: ProcessPoolExecut
     assert reserve(log).reserved_bytes > reserve(alone).reserved_bytes
 
 
-def test_what_is_imagined_stays_on_the_cpu_of_a_machine_with_a_gpu(monkeypatch: Any) -> None:
+def devices_with_a_gpu() -> list[str]:
+    """Which devices this process would run on, if it had a GPU: outside, imagining, and after."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "is_available", lambda: True)
+        patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        found.append(device_type())
+        with imagining_alone(torch.nn.Linear(2, 2)):
+            found.append(device_type())
+        plan = make_plan(
+            load_spec({"version": 1, "mesh": {"dp_shard": 2}}), graph_of(torch.nn.Linear(2, 2))
+        )
+        with imagining(torch.nn.Linear(2, 2), plan, 0) as (_, mesh, _, _):
+            found += [mesh.device_type, device_type()]
+        found.append(device_type())
+    return found
+
+
+def test_what_is_imagined_stays_on_the_cpu_of_a_machine_with_a_gpu(
+    apart: ProcessPoolExecutor,
+) -> None:
     """Tensors without numbers are the CPU's; a mesh of the GPU's would not take them."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    assert device_type() == "cuda"
-    with imagining_alone(torch.nn.Linear(2, 2)):
-        assert device_type() == "cpu"
-    plan = make_plan(
-        load_spec({"version": 1, "mesh": {"dp_shard": 2}}), graph_of(torch.nn.Linear(2, 2))
-    )
-    with imagining(torch.nn.Linear(2, 2), plan, 0) as (_, mesh, _, _):
-        assert mesh.device_type == device_type() == "cpu"
-    assert device_type() == "cuda"
+    found = apart.submit(devices_with_a_gpu).result()
+    assert found == ["cuda", "cpu", "cpu", "cpu", "cuda"]

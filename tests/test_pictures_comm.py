@@ -21,13 +21,14 @@ def test_the_matrix_has_what_each_rank_sends():
     across = facts.matrix[:8, 8:].sum() + facts.matrix[8:, :8].sum()
     assert across == pytest.approx(facts.crossing_bytes)
     gather = next(lane for lane in facts.lanes if lane.kind == "all_gather")
-    # Gathered for forward and backward of four microbatches, in bfloat16.
+    # Gathered for forward and backward of four microbatches, and what forward does not give back
+    # for the first of them, in bfloat16.
     root = sum(
         p.info.numel for p in plan.assignment.tensors.values()
         if not p.info.is_buffer and p.unit == ""
     )  # fmt: skip
     inner = plan.graph.num_params - root
-    assert gather.pair_bytes * 8 == 2 * (8 * inner + 4 * root)
+    assert gather.pair_bytes * 8 == 2 * (8 * inner + root)
     picture = draw(plan, "comm")
     cells = boxes(picture.figure, "cell ")
     assert len(cells) == 256

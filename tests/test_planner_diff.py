@@ -104,11 +104,17 @@ def test_figures_are_those_of_each_plan(two, job):
         assert side.step_s.value == pytest.approx(decision.chosen.seconds)
         assert side.peak_bytes.value == decision.chosen.memory.worst.band[1]
         assert side.tokens_per_s.value == pytest.approx(8 * 8 * 1024 / side.step_s.value)
-    # Every microbatch gathers parameters twice and scatters gradients once.
+    # Every microbatch gathers blocks twice and scatters gradients once; the root stays gathered.
     by_kind = [
         {kind: size for (kind, _), size in side.routes.items()} for side in (found.old, found.new)
     ]
-    assert by_kind[1]["all_gather"] == 2 * by_kind[0]["all_gather"]
+    root = [
+        2 * sum(p.info.numel for p in side.plan.assignment.tensors.values() if p.unit == "")
+        for side in (found.old, found.new)
+    ]
+    blocks = [each["all_gather"] - once for each, once in zip(by_kind, root, strict=True)]
+    assert 0 < root[0] == root[1]
+    assert blocks[1] == 2 * blocks[0] > 0
     assert by_kind[1]["reduce_scatter"] == 2 * by_kind[0]["reduce_scatter"]
 
 
