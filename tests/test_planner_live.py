@@ -24,6 +24,7 @@ from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Candidate
 from meshplan.planning import search_plan
+from meshplan.render.sizing import cost_to_json, cost_to_text
 from meshplan.runtime.planned import question_of_entry
 from meshplan.runtime.probe import Ask, watch
 from meshplan.runtime.traced import TracedModel
@@ -223,6 +224,13 @@ def test_a_model_without_blocks_is_planned(tmp_path):
     assert peaks[0] == peaks[1]
     lost = [each for each in decision.rejected if each.what == "activation_checkpointing=full"]
     assert "has no repeated blocks" in lost[0].why
+    # Its samples are no sequences: what they cost is told for samples.
+    cost = cost_to_json(decision, 2.0)
+    assert cost is not None
+    assert cost["gpu_hours_per_million_tokens"] is cost["price_per_million_tokens"] is None
+    hours = cost["gpu_hours_per_step"] / decision.samples * 1e6
+    assert cost["gpu_hours_per_million_samples"] == pytest.approx(hours)
+    assert cost_to_text(decision, 2.0)[0].split(" for a ")[1].startswith("million samples, ")
 
 
 @pytest.mark.parametrize(

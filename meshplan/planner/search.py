@@ -26,7 +26,7 @@ _BATCH: Final = 256
 _EPS: Final = 1e-12
 _FAILURES: Final = 6
 """Answers that may fail before something that surely fits is looked for."""
-_GUESSES: Final = 12
+_GUESSES: Final = 20
 """Answers that a guess may pass over before that."""
 _SHARES: Final = (0.8, 0.65, 0.5, 0.35)
 _LOOKED_AT, _FEW, _ASKED = 40, 8, 3
@@ -180,20 +180,25 @@ class _Search:
         self._seed_small()
 
     def _seed_small(self) -> None:
-        """Find any answer: blocks in the most parts come and go the smallest."""
+        """Find any answer: blocks in the most parts come and go the smallest.
+
+        What has one stage is told soonest, and so is looked at first.
+        """
+        grid = self._numbers.grid
         there = np.flatnonzero(np.isfinite(self._times) & (self._bytes <= self._capacity))
         least = there[np.argsort(self._bytes[there], kind="stable")]
-        parts = self._numbers.grid["tp"][least]
-        for row in (int(least[parts == tp][0]) for tp in sorted(set(parts), reverse=True)):
-            if self._is_late():
-                return
-            smallest = Row(self._numbers, row, float("inf")).smallest()
-            measured = self._measured(smallest)
-            if measured.fits:
-                self._take(smallest, measured)
-                same = self._numbers.grid["tp"] == self._numbers.grid["tp"][row]
-                self._try(self._capacity - max(measured.excess_bytes, 0.0), same, _FEW)
-                return
+        for rows in (least[grid["pp"][least] == 1], least[grid["pp"][least] > 1]):
+            parts = grid["tp"][rows]
+            for row in (int(rows[parts == tp][0]) for tp in sorted(set(parts), reverse=True)):
+                if self._is_late():
+                    return
+                smallest = Row(self._numbers, row, float("inf")).smallest()
+                measured = self._measured(smallest)
+                if measured.fits:
+                    self._take(smallest, measured)
+                    same = grid["tp"] == grid["tp"][row]
+                    self._try(self._capacity - max(measured.excess_bytes, 0.0), same, _FEW)
+                    return
 
     def _try(
         self, room: float, among: NDArray[np.bool_] | None = None, looks: int = _LOOKED_AT

@@ -53,14 +53,20 @@ def cost_to_json(decision: Decision, price: float | None) -> dict[str, Any] | No
     if way is None:
         return None
     hours = way.seconds * way.plan.mesh.world_size / 3600
-    per_million = hours / decision.tokens * 1e6
-    return {
+    priced = None if price is None else hours * price
+    found = {
         "gpu_hours_per_step": hours,
-        "gpu_hours_per_million_tokens": per_million,
         "price_per_gpu_hour": price,
-        "price_per_step": None if price is None else hours * price,
-        "price_per_million_tokens": None if price is None else per_million * price,
+        "price_per_step": priced,
     }
+    for what, count in (("tokens", decision.tokens), ("samples", decision.samples)):
+        # Samples that are no sequences have no tokens.
+        each = 1e6 / count if count else None
+        found[f"gpu_hours_per_million_{what}"] = None if each is None else hours * each
+        found[f"price_per_million_{what}"] = (
+            None if each is None or priced is None else priced * each
+        )
+    return found
 
 
 def cost_to_text(decision: Decision, price: float | None) -> list[str]:
@@ -68,9 +74,10 @@ def cost_to_text(decision: Decision, price: float | None) -> list[str]:
     found = cost_to_json(decision, price)
     if found is None or (price is None and decision.objective != "cost"):
         return []
-    line = f"cost    {found['gpu_hours_per_million_tokens']:.4f} GPU-hours for a million tokens"
+    what = "tokens" if decision.tokens else "samples"
+    line = f"cost    {found[f'gpu_hours_per_million_{what}']:.4f} GPU-hours for a million {what}"
     if price is not None:
-        line += f", {found['price_per_million_tokens']:.4f} at {price:g} an hour"
+        line += f", {found[f'price_per_million_{what}']:.4f} at {price:g} an hour"
     return [line]
 
 

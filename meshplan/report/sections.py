@@ -39,7 +39,11 @@ def key_figures(
     way = decision.chosen if decision else None
     if decision is not None and way is not None:
         found.append(("a step, by the cost model", format_seconds(way.seconds)))
-        found.append(("tokens a second and GPU", f"{decision.tokens_per_s(way):,.0f}"))
+        if decision.tokens:
+            found.append(("tokens a second and GPU", f"{decision.tokens_per_s(way):,.0f}"))
+        else:
+            each = decision.samples / way.seconds / way.plan.mesh.world_size
+            found.append(("samples a second and GPU", f"{each:,.1f}"))
         found.append(("MFU", f"{decision.mfu(way):.1%}"))
     return pairs(found, "figures")
 
