@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -55,6 +55,11 @@ def measured(model_name: str, plan: Mapping[str, Any], how: str, num_steps: int)
         logs = watch_steps(model, optimizer(model, how), *batch, models.loss, num_steps)
     finally:
         gc.enable()
+    return least_of(logs)
+
+
+def least_of(logs: Sequence[EventLog]) -> Figures:
+    """By phase, the least of several steps."""
     return {
         name: (
             min(log.by_phase[name][0] for log in logs),

@@ -16,6 +16,7 @@ from meshplan.reader import load_spec
 from meshplan.runtime.bounding import everything, picking
 from meshplan.runtime.imagine import imagine_step, watch_steps
 from meshplan.runtime.trace import graph_of
+from tests.exact import least_of
 
 WIDTH, LENGTH = 24, 16
 PLAN: dict[str, Any] = {"version": 1, "strategy": "full_shard", "mesh": {"dp_shard": 2}}
@@ -65,13 +66,7 @@ def measured(count: int) -> Phases:
         logs = watch_steps(model, _optimizer(model), *_batch(), _loss, 8)
     finally:
         gc.enable()
-    return {
-        name: (
-            min(log.by_phase[name][0] for log in logs),
-            min(log.by_phase[name][1] for log in logs),
-        )
-        for name in logs[0].by_phase
-    }
+    return least_of(logs)
 
 
 def at_most() -> Phases | str:

@@ -30,13 +30,7 @@ from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Candidate, Row, solve_row
 from meshplan.schedules import SCHEDULES
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,
-    "intermediate_size": 3072, "num_hidden_layers": 18, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 2048,
-    "tie_word_embeddings": False, "hidden_act": "silu",
-}  # fmt: skip
+from tests.test_planner_gauge import LLAMA
 
 
 @pytest.fixture

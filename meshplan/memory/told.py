@@ -25,14 +25,13 @@ from meshplan.memory.modules import with_modules
 from meshplan.memory.replay import replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.replay.shards import offloads_params, unit_shards
+from meshplan.memory.replay.unit import GATHERING, REDUCING
 from meshplan.memory.shape import shape_of
 from meshplan.memory.told_works import Works, spread_of, told_works
 from meshplan.plan import Plan
 from meshplan.restrict import restrict
 from meshplan.units import format_gib
 
-_GATHERING: Final = 1
-_REDUCING: Final = 2
 ERROR: Final = 0.01
 """How far a step told from a config may be from the traced one, as a share.
 Source: `tests/test_memory_tape.py`."""
@@ -222,15 +221,15 @@ def streams_of(plan: Plan, rank: int) -> dict[tuple[Term, int], int]:
         place = plan.mesh.index(rank, ("pp",))
         parts = [restrict(plan, stage).assignment for stage in stages.of_rank(place)]
     for unit in (unit for part in parts for unit in unit_shards(part, plan.graph, rank)):
-        streams[Term.COMMUNICATION, unit.gathered_bytes] = _GATHERING
+        streams[Term.COMMUNICATION, unit.gathered_bytes] = GATHERING
         if unit.on_host:
             for param in unit.params:
-                streams[Term.TEMPORARIES, param.stored_bytes] = _GATHERING
-                streams[Term.TEMPORARIES, param.whole_bytes // unit.num_ranks] = _GATHERING
+                streams[Term.TEMPORARIES, param.stored_bytes] = GATHERING
+                streams[Term.TEMPORARIES, param.whole_bytes // unit.num_ranks] = GATHERING
         elif unit.cast_bytes:
-            streams[Term.TEMPORARIES, unit.cast_bytes // unit.num_ranks] = _GATHERING
+            streams[Term.TEMPORARIES, unit.cast_bytes // unit.num_ranks] = GATHERING
         numel = sum(param.padded_numel for param in unit.trained) // unit.num_ranks
-        streams[Term.GRADIENTS, numel * unit.reduce_itemsize] = _REDUCING
+        streams[Term.GRADIENTS, numel * unit.reduce_itemsize] = REDUCING
     return streams
 
 

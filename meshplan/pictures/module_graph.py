@@ -12,11 +12,10 @@ from typing import Final
 
 from meshplan.match import fold
 from meshplan.pictures.module_arrows import Box, Item, Links, Reader
-from meshplan.pictures.module_tree import Folded, folded, group_of, sizes_of
+from meshplan.pictures.module_tree import Folded, folded, group_of, sizes_of, title_of
 from meshplan.pictures.told_flow import told_flow
 from meshplan.pictures.words import counted
 from meshplan.plan import Plan
-from meshplan.units import format_count
 
 _MOST_BOXES: Final = 18
 _MOST_OF_ROOT: Final = 14
@@ -50,15 +49,7 @@ class Graph:
     @property
     def title(self) -> str:
         """The verdict."""
-        many = counted(self.num_modules, "module")
-        size = f"{format_count(self.num_params)} parameters"
-        if not self.groups:
-            return f"{self.model}: {many}, no parameters"
-        if self.by == "stage":
-            return f"{self.model}: {many} of {size} in {counted(self.num_stages, 'stage')}"
-        if len(self.groups) == 1:
-            return f"{self.model}: {many} of {size}, all laid out as {self.groups[0]}"
-        return f"{self.model}: {many} of {size}, laid out in {len(self.groups)} ways"
+        return title_of(self)
 
     @property
     def alt(self) -> str:

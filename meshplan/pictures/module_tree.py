@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Protocol
 
 from meshplan.graph import ModelGraph
 from meshplan.match import fold
@@ -14,6 +14,36 @@ from meshplan.units import format_count
 
 _MOST_ROWS: Final = 48
 NOTHING: Final = "no parameters of its own"
+
+
+class Coloured(Protocol):
+    """Modules in the colours of stages or of layouts, as a tree or as a graph."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def by(self) -> str: ...
+    @property
+    def groups(self) -> tuple[str, ...]: ...
+    @property
+    def num_modules(self) -> int: ...
+    @property
+    def num_params(self) -> int: ...
+    @property
+    def num_stages(self) -> int: ...
+
+
+def title_of(found: Coloured) -> str:
+    """The verdict of either picture."""
+    many = counted(found.num_modules, "module")
+    size = f"{format_count(found.num_params)} parameters"
+    if not found.groups:
+        return f"{found.model}: {many}, no parameters"
+    if found.by == "stage":
+        return f"{found.model}: {many} of {size} in {counted(found.num_stages, 'stage')}"
+    if len(found.groups) == 1:
+        return f"{found.model}: {many} of {size}, all laid out as {found.groups[0]}"
+    return f"{found.model}: {many} of {size}, laid out in {len(found.groups)} ways"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +86,7 @@ class Tree:
     @property
     def title(self) -> str:
         """The verdict."""
-        many = counted(self.num_modules, "module")
-        size = f"{format_count(self.num_params)} parameters"
-        if not self.groups:
-            return f"{self.model}: {many}, no parameters"
-        if self.by == "stage":
-            return f"{self.model}: {many} of {size} in {counted(self.num_stages, 'stage')}"
-        if len(self.groups) == 1:
-            return f"{self.model}: {many} of {size}, all laid out as {self.groups[0]}"
-        return f"{self.model}: {many} of {size}, laid out in {len(self.groups)} ways"
+        return title_of(self)
 
     @property
     def alt(self) -> str:

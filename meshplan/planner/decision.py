@@ -145,6 +145,10 @@ class Decision:
         """Of one device."""
         return self.tokens / way.seconds / way.plan.mesh.world_size
 
+    def samples_per_s(self, way: Way) -> float:
+        """Of one device."""
+        return self.samples / way.seconds / way.plan.mesh.world_size
+
     def mfu(self, way: Way) -> float:
         """Share of the peak that the model's own flops are: what is recomputed does not count."""
         return self.flops / way.seconds / self.profile.peak_flops / way.plan.mesh.world_size

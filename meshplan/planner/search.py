@@ -153,20 +153,16 @@ class _Search:
         is_any = False
         while self._guessed and self._guessed[0][0] < limit:
             seconds, row = heapq.heappop(self._guessed)
-            if self._rests_on_guess(row):
-                self._be_sure(self._states[row])
+            state = self._states[row]
+            if state.sure_capacity is not None:
+                state.capacity, state.sure_capacity = state.sure_capacity, None
+                state.guesses = _MOST_GUESSES
                 heapq.heappush(self._waiting, (seconds, row))
                 is_any = True
         return is_any
 
     def _rests_on_guess(self, row: int) -> bool:
         return self._states[row].sure_capacity is not None
-
-    def _be_sure(self, state: State) -> None:
-        """What the row is given is measured from now on."""
-        if state.sure_capacity is not None:
-            state.capacity, state.sure_capacity = state.sure_capacity, None
-        state.guesses = _MOST_GUESSES
 
     def _is_late(self) -> bool:
         late = self._deadline is not None and time.monotonic() > self._deadline

@@ -137,7 +137,7 @@ def _rate(decision: Decision, way: Way) -> str:
     """Tokens, or samples where these have no length."""
     if decision.tokens:
         return f"{decision.tokens_per_s(way):,.0f} tokens/s"
-    return f"{decision.samples / way.seconds / way.plan.mesh.world_size:,.1f} samples/s"
+    return f"{decision.samples_per_s(way):,.1f} samples/s"
 
 
 def statement_lines(stated: Mapping[str, Any]) -> Iterator[str]:

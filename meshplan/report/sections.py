@@ -42,8 +42,7 @@ def key_figures(
         if decision.tokens:
             found.append(("tokens a second and GPU", f"{decision.tokens_per_s(way):,.0f}"))
         else:
-            each = decision.samples / way.seconds / way.plan.mesh.world_size
-            found.append(("samples a second and GPU", f"{each:,.1f}"))
+            found.append(("samples a second and GPU", f"{decision.samples_per_s(way):,.1f}"))
         found.append(("MFU", f"{decision.mfu(way):.1%}"))
     return pairs(found, "figures")
 

@@ -156,8 +156,7 @@ def _speed(decision: Decision, way: Way) -> str:
     """Of one GPU, in tokens, or in samples where those are no sequences."""
     if decision.tokens:
         return f"{decision.tokens_per_s(way):,.0f}"
-    each = decision.samples / way.seconds / way.plan.mesh.world_size
-    return f"{each:,.1f} samples"
+    return f"{decision.samples_per_s(way):,.1f} samples"
 
 
 def main() -> None:
