@@ -403,6 +403,23 @@ def test_bounds_are_below_and_not_far():
     assert np.median(shares) > 0.9
 
 
+def test_of_a_model_without_blocks_the_smallest_is_looked_at_too():
+    numbers, capacity = random_numbers(3)
+    numbers = replace(numbers, names=("",) * len(numbers.order))
+    numbers.grid["pp"], numbers.grid["schedule"] = 1, 0
+    smallest = min(
+        max(Row(numbers, row, float("inf")).smallest().linear_bytes)
+        for row in range(len(numbers.grid))
+    )
+
+    def measure(candidate: Candidate) -> Measured:
+        return Measured(fits=max(candidate.linear_bytes) <= smallest, excess_bytes=0.5 * capacity)
+
+    found = search(numbers, capacity, measure)
+    assert found.best is not None
+    assert max(found.best.linear_bytes) == smallest
+
+
 def test_what_comes_near_is_told_whole():
     numbers, capacity = random_numbers(7)
     found = search(numbers, capacity, always_fits, tolerance=0.0, slack=0.3)

@@ -161,7 +161,7 @@ def told_rank(plan: Plan, rank: int, *, device: str) -> EventLog:
     check_fused(plan, spec.batch.seq_len, device=device)
     with _no_collection():
         works = told_works(plan, plan.micro, spec.batch.seq_len)
-        return _log_of(works, plan, rank, in_brief=works.in_brief)
+        return _log_of(works, plan, rank, in_brief=True)
 
 
 def _of_experts(plan: Plan, *, tells_worst: bool) -> Iterator[tuple[str, str]]:
