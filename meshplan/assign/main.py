@@ -10,6 +10,7 @@ from typing import Literal
 from meshplan.assign.auto import apply_derived, derive
 from meshplan.assign.batchnorm import assign_batchnorm
 from meshplan.assign.cascade import Cascade
+from meshplan.assign.chunked_loss import assign_chunked_loss
 from meshplan.assign.context import assign_context
 from meshplan.assign.expert_parallel import ExpertParallel, assign_ep
 from meshplan.assign.loss import assign_loss
@@ -89,6 +90,10 @@ def assign(
     compiled, compile_problems = _compiled(spec, graph)
     problems += compile_problems + batchnorm.problems + stage_problems + offload_problems
     check_reshards(spec, cascade, mesh, units, tensors)
+    chunked_loss, chunk_problems = assign_chunked_loss(
+        spec, graph, tp.styles, {*recompute, *on_host}, units.by_fqn, tensors
+    )
+    problems += chunk_problems
     problems += presets.problems + tp.problems + ep.problems + units.problems + recompute_problems
     problems += _one_dtype(units, tensors) if wrapper == "units" else _no_units(spec, cascade)
     problems += _no_empty_parts(mesh, tensors)
@@ -142,6 +147,7 @@ def assign(
         synchronized=batchnorm.synchronized,
         sequence_parallel=spec.sequence_parallel,
         loss_parallel=spec.loss_parallel,
+        chunked_loss=chunked_loss,
         context=context,
         stages=stages,
         warnings=(

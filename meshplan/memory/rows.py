@@ -70,15 +70,24 @@ class Writer:
         takes_back: int = 0,
         is_sent: bool = False,
         is_kept: bool = False,
+        flops: float = 0.0,
+        weight_bytes: int = 0,
     ) -> int:
         """One operation with one output of `nbytes`."""
         out = self.tape.value(nbytes)
         kept = (*keeps, out) if keeps_out else keeps
         self.tape.add(
             Row(op, self.module, reads, (out,), kept, grads, parameters, takes, takes_back,
-                is_sent, is_kept)
+                is_sent, is_kept, flops, weight_bytes)
         )  # fmt: skip
         return out
+
+    def write(
+        self, op: str, *values: int, takes: int = 0, flops: float = 0.0, weight_bytes: int = 0
+    ) -> None:
+        """An operation that writes into what is there."""
+        self.tape.add(Row(op, self.module, values, takes=takes, flops=flops,
+                          weight_bytes=weight_bytes))  # fmt: skip
 
     def touch(self, *values: int) -> None:
         """Frames hold these until here."""

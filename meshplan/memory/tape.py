@@ -260,12 +260,14 @@ class Player:
         row = self._tape.rows[number]
         given = [self._grads.pop(value) for value in row.makes if value in self._grads]
         made: list[tuple[int, int]] = []
+        own: list[tuple[str, int, int]] = []
         if given:
             took = self._born(row.takes_back, row) if row.takes_back else None
-            for fqn, nbytes in row.parameters:
-                self._gradient(fqn, nbytes, number)
+            own = [(fqn, size, self._gradient(fqn, size, number)) for fqn, size in row.parameters]
             for value, nbytes in row.grads:
-                if nbytes:
+                if (number, value) in self._tape.handed:
+                    made.append((value, self._handed(number, value)))
+                elif nbytes:
                     made.append((value, self._born(nbytes, row)))
                 else:
                     self._hold(given[0])
@@ -276,6 +278,8 @@ class Player:
             self._drop(storage)
         for storage in self._kept.pop(number, ()):
             self._drop(storage)
+        for fqn, nbytes, storage in own:
+            self._add_gradient(fqn, nbytes, storage, number)
         for value, storage in made:
             self._accumulate(value, storage, row)
         for fqn, _ in row.parameters if given else ():
@@ -309,10 +313,21 @@ class Player:
         self._drop(self._unlaid.pop(fqn))
         self._gradients[fqn] = laid
 
-    def _gradient(self, fqn: str, nbytes: int, number: int) -> None:
+    def _handed(self, number: int, key: int | str) -> int:
+        """What forward has made of a gradient already."""
+        place = self._tape.rows[number].keeps.index(self._tape.handed[number, key])
+        storage = self._kept[number][place]
+        self._hold(storage)
+        return storage
+
+    def _gradient(self, fqn: str, nbytes: int, number: int) -> int:
+        """What one row gives to a parameter."""
+        if (number, fqn) in self._tape.handed:
+            return self._handed(number, fqn)
+        return self._born(nbytes, self._tape.rows[number], Term.GRADIENTS)
+
+    def _add_gradient(self, fqn: str, nbytes: int, storage: int, number: int) -> None:
         """A parameter that two rows read has the sum."""
-        row = self._tape.rows[number]
-        storage = self._born(nbytes, row, Term.GRADIENTS)
         is_laid = (number, fqn) not in self._tape.laid
         if not is_laid:
             self._unlaid[fqn] = storage
@@ -320,7 +335,7 @@ class Player:
         if known == storage or not is_laid:
             return
         if not self._sums_in_place:
-            self._gradients[fqn] = self._born(nbytes, row, Term.GRADIENTS)
+            self._gradients[fqn] = self._born(nbytes, self._tape.rows[number], Term.GRADIENTS)
             self._drop(known)
         self._drop(storage)
 

@@ -87,6 +87,7 @@ def told_works(
         styled=styled_of(plan),
         lays_itself=frozenset(f for f, p in plan.assignment.tensors.items() if p.unit is None),
         spread=spread or spread_of(plan),
+        loss_chunks=loss_chunks_of(plan),
     )
     shape = shape_of(plan.graph)
     if stages is not None:
@@ -118,6 +119,12 @@ def spread_of(plan: Plan) -> Spread:
     if ep > 1 and arriving > 1:
         arriving = min(arriving, most_arriving(shape_of(plan.graph), ep))
     return Spread(ep, arriving, is_unit=is_unit)
+
+
+def loss_chunks_of(plan: Plan) -> int:
+    """Parts of the tokens over which head and loss are computed; 1 for all at once."""
+    chunked = plan.assignment.chunked_loss
+    return 1 if chunked is None else chunked.chunks
 
 
 def refusals(plan: Plan) -> Iterator[Problem]:
