@@ -11,20 +11,20 @@ what they leave behind and nothing else.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from meshplan.assign.types import Stages
 from meshplan.memory.log import Event, EventLog, Storage, Term
+from meshplan.memory.stage_brief import decisive
 from meshplan.memory.stage_work import StageWork
 from meshplan.memory.work import AT_STAGE, Mark, Moment, Work
 from meshplan.schedules import Action
 
 _NUMBER: Final = 8
 """Losses are added up in double precision."""
-_FORWARD: Final = (Moment.BEFORE_FORWARD, Moment.AFTER_FORWARD)
-_BACKWARD: Final = tuple(moment for moment in Moment if moment not in _FORWARD)
 
 
 def rank_work(
@@ -35,6 +35,7 @@ def rank_work(
     released: Mapping[Action, tuple[Action, ...]],
     takes_gradients: bool,
     in_brief: bool = False,
+    halved: Mapping[int, StageWork] = MappingProxyType({}),
 ) -> Work:
     """A whole pass of a rank.
 
@@ -45,53 +46,27 @@ def rank_work(
         takes_gradients: Whether wrappers take the gradients of every microbatch; else they are
             added to those that are there.
         in_brief: Whether microbatches that cannot make the peak are written in brief.
-
-    Assumes: no two neighbouring stages are on one rank, and no backward is split in two.
+        halved: Of its stages, where a backward is run in two halves.
     """
+    split = {(action.stage, action.microbatch) for action in order if action.kind == "I"}
+
+    def part_of(stage: int, m: int) -> StageWork:
+        return halved[stage] if (stage, m) in split else parts[stage]
+
     whole = {(action.stage, action.microbatch) for action in order}
     if in_brief:
-        whole = _decisive(parts, order, released)
-    pass_ = _Pass(parts, stages, whole, takes_gradients=takes_gradients)
+        whole = decisive(part_of, order, released)
+    pass_ = _Pass(parts, part_of, stages, whole, takes_gradients=takes_gradients)
     steps = {
         "F": pass_.forward, "B": pass_.backward, "SEND_F": pass_.send_forward,
         "RECV_F": pass_.receive_forward, "SEND_B": pass_.send_backward,
-        "RECV_B": pass_.receive_backward,
+        "RECV_B": pass_.receive_backward, "I": pass_.first_half, "W": pass_.second_half,
     }  # fmt: skip
     for action in order:
-        if action.kind in "FB":
+        if action.kind in "FBIW":
             pass_.begin(action, released.get(action, ()))
         steps[action.kind](action.stage, action.microbatch)
-    return pass_.end()
-
-
-def _decisive(
-    parts: Mapping[int, StageWork],
-    order: Sequence[Action],
-    released: Mapping[Action, tuple[Action, ...]],
-) -> set[tuple[int, int]]:
-    """(stage, microbatch) of those that tell the peak: of what follows the same, the fullest.
-
-    What a unit still has gathered depends on what the rank did before; so that is told too. And so
-    are the first two, after which what accumulates is there, and the last, in which all is reduced.
-    """
-    live = 0
-    before: Action | None = None
-    following: dict[tuple[object, ...], tuple[int, int, tuple[Action, ...]]] = {}
-    places: dict[tuple[str, int], list[Action]] = {}
-    for place, action in enumerate(order):
-        for sent in released.get(action, ()):
-            live += parts[sent.stage].changes["arrived"] if sent.kind == "SEND_B" else 0
-        if action.kind in "FB":
-            pair = (action, before) if before is not None else (action,)
-            key = tuple((each.kind, each.stage) for each in pair)
-            following[key] = max(following.get(key, (-1, 0, ())), (live, place, pair))
-            places.setdefault((action.kind, action.stage), []).append(action)
-            before = action
-        live += parts[action.stage].changes.get(action.kind, 0)
-    chosen = {each for *_, pair in following.values() for each in pair}
-    for same in places.values():
-        chosen |= {*same[:2], same[-1]}
-    return {(each.stage, each.microbatch) for each in chosen}
+    return pass_.end(split_of={stage for stage, _ in split})
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +94,14 @@ class _Pass:
     def __init__(
         self,
         parts: Mapping[int, StageWork],
+        part_of: Callable[[int, int], StageWork],
         stages: Stages,
         whole: set[tuple[int, int]],
         *,
         takes_gradients: bool,
     ) -> None:
-        self._parts, self._stages, self._takes = parts, stages, takes_gradients
+        self._parts, self._part_of = parts, part_of
+        self._stages, self._takes = stages, takes_gradients
         self._whole = whole
         self._storages: list[Storage] = []
         self._events: list[Event] = []
@@ -178,12 +155,17 @@ class _Pass:
 
     def forward(self, stage: int, m: int) -> None:
         """Until what is sent on, or the loss, is there."""
-        part = self._parts[stage]
-        known = self._known[stage] | dict(
-            zip(part.received, self._arrived.pop((stage, m), ()), strict=True)
-        )
+        part = self._part_of(stage, m)
+        arrived = self._arrived.pop((stage, m), [])
+        if stage - 1 in self._parts:  # It is what its neighbour made, and not received.
+            before = self._flights[stage - 1, m]
+            arrived = [before[s] for s in self._part_of(stage - 1, m).sent]
+            self._holders.update(arrived)
+        known = self._known[stage] | dict(zip(part.received, arrived, strict=True))
         flight = _Flight(stage, len(self._storages), known, [])
         self._flights[stage, m] = flight
+        if part.turn is not None:  # The graph holds it too.
+            self._holders.update(arrived)
         if (stage, m) not in self._whole:
             flight.left.extend(self._make(part.sizes[n], part.storages[n]) for n in part.left)
             self._make_known(part, flight, part.sent)
@@ -192,57 +174,109 @@ class _Pass:
         flight.left.extend(flight[storage] for storage in part.left)
         for storage in (*part.left, *part.sent, *part.returned):
             self._sizes[flight[storage]] = part.sizes[storage]
-        self._play(part, flight, _FORWARD)
+        self._play(part, flight, part.num_before, part.split)
         if stage == self._stages.num - 1:
             self._begin("backward")
             self._drop(self._make(_NUMBER, Storage(Term.LOSS, "_to_copy")))
 
     def backward(self, stage: int, m: int) -> None:
         """Until the gradients of what was received are there."""
-        part, flight = self._parts[stage], self._flights[stage, m]
+        self._take_back(stage, m)
+        self._whole_backward(stage, m)
+
+    def _whole_backward(self, stage: int, m: int) -> None:
+        part, flight = self._part_of(stage, m), self._flights[stage, m]
         came = self._came_back.pop((stage, m), [])
         if (stage, m) not in self._whole:
             self._make_known(part, flight, part.returned)
             for storage in (*flight.left, *came):
-                self._drop(storage)
+                self._let_go([storage])
             self._let_go(flight[storage] for storage in part.sent)
             return
         flight.known.update(zip(part.given, came, strict=True))
-        self._play(part, flight, _BACKWARD)
-        for storage in came:
-            self._drop(storage)
+        self._play(part, flight, part.split, len(part.work.log.events))
+        self._let_go(came)
+        self._end_outputs(part, flight)
+
+    def first_half(self, stage: int, m: int) -> None:
+        """The same, but for the gradients of weights."""
+        self._take_back(stage, m)
+        part, flight = self._part_of(stage, m), self._flights[stage, m]
+        if part.turn is None:
+            return  # Nothing was received: the second half does all.
+        flight.known.update(zip(part.given, self._came_back.pop((stage, m), []), strict=True))
+        if (stage, m) in self._whole:
+            self._play(part, flight, part.split, part.turn[0])
+            self._end_outputs(part, flight)
+            return
+        waiting = {*part.waiting}
+        self._make_known(part, flight, part.returned)
+        self._holders.update(flight[s] for s in part.returned)
+        new = [s for s in part.waiting if s not in flight.known and s not in part.left]
+        left = dict(zip(part.left, flight.left, strict=True))
+        flight.known.update(left)
+        self._make_known(part, flight, new)
+        self._let_go(flight[s] for s in part.left if s not in waiting)
+        self._let_go(
+            flight[s] for s in (*part.received, *part.given, *part.returned) if s not in waiting
+        )
         self._let_go(flight[storage] for storage in part.sent)
-        if stage == self._stages.num - 1:
+
+    def second_half(self, stage: int, m: int) -> None:
+        """The gradients of weights."""
+        part, flight = self._part_of(stage, m), self._flights[stage, m]
+        if part.turn is None:
+            self._whole_backward(stage, m)
+        elif (stage, m) in self._whole:
+            self._play(part, flight, part.turn[0], len(part.work.log.events))
+        else:
+            self._let_go(flight[storage] for storage in part.waiting)
+
+    def _end_outputs(self, part: StageWork, flight: _Flight) -> None:
+        """What backward began with is let go of."""
+        self._let_go(flight[storage] for storage in part.sent)
+        if flight.stage == self._stages.num - 1:
             for storage in part.work.losses:
                 self._drop(flight[storage])
 
+    def _take_back(self, stage: int, m: int) -> None:
+        """From a neighbour on this rank gradients come as they are, and what they are of goes."""
+        if stage + 1 in self._parts:
+            part, flight = self._part_of(stage + 1, m), self._flights[stage + 1, m]
+            self._let_go(flight[storage] for storage in part.received)
+            self._came_back[stage, m] = [flight[storage] for storage in part.returned]
+
     def send_forward(self, stage: int, m: int) -> None:
         """What is sent is held until it has arrived, and until its backward is done."""
-        storages = [self._flights[stage, m][s] for s in self._parts[stage].sent]
+        storages = [self._flights[stage, m][s] for s in self._part_of(stage, m).sent]
         self._leaving[Action("SEND_F", stage, m)] = storages
         self._holders.update(storages)
 
     def receive_forward(self, stage: int, m: int) -> None:
         """Room for what comes."""
-        self._arrived[stage, m] = self._receive(stage, self._parts[stage].received)
+        self._arrived[stage, m] = self._receive(stage, m, received=True)
 
     def send_backward(self, stage: int, m: int) -> None:
         """The gradients are held until they have arrived, what they are of no longer."""
-        part, flight = self._parts[stage], self._flights[stage, m]
+        part, flight = self._part_of(stage, m), self._flights[stage, m]
         self._leaving[Action("SEND_B", stage, m)] = [flight[s] for s in part.returned]
-        for storage in part.received:
-            self._drop(flight[storage])
+        self._let_go(flight[storage] for storage in part.received)
 
     def receive_backward(self, stage: int, m: int) -> None:
         """Room for the gradients, which are held until their backward is done."""
-        self._came_back[stage, m] = self._receive(stage, self._parts[stage].given)
+        self._came_back[stage, m] = self._receive(stage, m, received=False)
 
-    def end(self) -> Work:
+    def end(self, split_of: Collection[int]) -> Work:
         """All was played: what is still held of what was sent goes."""
         self._begin("backward")
         for storages in self._leaving.values():
             self._let_go(storages)
         self._drop(self._make(_NUMBER, Storage(Term.COMMUNICATION, "_to_copy")))
+        for stage in self._parts:
+            if stage in split_of:
+                self._marks.append(
+                    Mark(len(self._events), Moment.REDUCING, f"{AT_STAGE}{stage}")
+                )
         self._marks.append(Mark(len(self._events), Moment.SHARING, ""))
         loss = self._make(_NUMBER, Storage(Term.LOSS, "div"))
         self._drop(self._total)
@@ -281,8 +315,9 @@ class _Pass:
     def _drop(self, number: int) -> None:
         self._events.append(Event(-self._sizes[number], number, len(self._phases) - 1))
 
-    def _receive(self, stage: int, storages: Iterable[int]) -> list[int]:
-        sizes = self._parts[stage].sizes
+    def _receive(self, stage: int, m: int, *, received: bool) -> list[int]:
+        part = self._part_of(stage, m)
+        storages, sizes = part.received if received else part.given, part.sizes
         made = Storage(Term.COMMUNICATION, "empty")
         return [self._make(sizes[storage], made) for storage in storages]
 
@@ -294,13 +329,14 @@ class _Pass:
             else:
                 self._drop(storage)
 
-    def _play(self, part: StageWork, flight: _Flight, moments: tuple[Moment, ...]) -> None:
-        """One half of a stage's work."""
+    def _play(self, part: StageWork, flight: _Flight, first: int, end: int) -> None:
+        """A piece of a stage's work."""
         log, at = part.work.log, f"{AT_STAGE}{flight.stage}"
-        is_forward = moments is _FORWARD
-        first, end = (part.num_before, part.split) if is_forward else (part.split, len(log.events))
-        marks = [mark for mark in part.work.marks if mark.moment in moments]
-        others = {*part.sent, *part.given}
+        marks = part.marks_between(first)
+        is_split = part.turn is not None
+        crossing = {*part.received, *part.given, *part.returned} if is_split else set[int]()
+        sent, given, returned = {*part.sent}, {*part.given}, {*part.returned}
+        ready = part.ready_at if is_split else {}
         added: list[tuple[int, str, str]] = []
         done = 0
         plain, numbers = part.is_plain, flight.known
@@ -319,20 +355,31 @@ class _Pass:
             while done < len(marks) and marks[done].event <= number:
                 self._mark(marks[done], at)
                 done += 1
+            for storage in ready.get(number, ()):
+                self._take(part, storage, flight[storage], at, added)
+                self._drop_added(added)
             delta, storage, phase = log.events[number]
             number += 1
-            if storage in others and (delta < 0 or storage in part.given):
+            if storage in (sent if delta < 0 else given) or (delta < 0 and storage in given - crossing):
                 continue  # The pass holds it.
             self._begin(log.phases[phase])
+            if delta < 0 and storage in crossing:
+                self._let_go([flight[storage]])
+                continue
             if delta > 0 and added:
                 made = log.storages[storage]
                 if (made.op, made.module) != added[-1][1:]:
                     self._drop_added(added)
             own = flight[storage]
             self._events.append(Event(delta, own, len(self._phases) - 1))
+            if delta > 0 and storage in crossing & returned:
+                self._holders[own] += 1
             if delta > 0 and storage in part.names:
                 self._sizes[own] = delta
-                self._take(part, storage, own, at, added)
+                if not is_split:
+                    self._take(part, storage, own, at, added)
+        for storage in ready.get(end, ()) if end == len(log.events) else ():
+            self._take(part, storage, flight[storage], at, added)
         self._drop_added(added)
         for mark in marks[done:]:
             self._mark(mark, at)

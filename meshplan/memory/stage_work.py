@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Final
 
 from meshplan.memory.log import Storage, Term
 from meshplan.memory.stage_tape import StageTape
 from meshplan.memory.tape import Player
 from meshplan.memory.work import Mark, Moment, Work
+
+
+_FORWARD: Final = (Moment.BEFORE_FORWARD, Moment.AFTER_FORWARD)
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class StageWork:
         sent: Storages that go to the next.
         given: Storages of the gradients that come back for these.
         returned: Storages of the gradients of what was received.
+        turn: Of a backward in two halves, how many events and marks are before the second.
     """
 
     work: Work
@@ -31,6 +36,7 @@ class StageWork:
     sent: tuple[int, ...]
     given: tuple[int, ...]
     returned: tuple[int, ...]
+    turn: tuple[int, int] | None = None
 
     @cached_property
     def num_before(self) -> int:
@@ -63,6 +69,25 @@ class StageWork:
         return tuple(live.keys() - {*self.sent})
 
     @cached_property
+    def waiting(self) -> tuple[int, ...]:
+        """Storages that live from the first half of backward, or before it, into the second."""
+        assert self.turn is not None
+        live: dict[int, None] = {}
+        for delta, storage, _ in self.work.log.events[self.num_before : self.turn[0]]:
+            if delta > 0:
+                live[storage] = None
+            else:
+                live.pop(storage, None)
+        later = {each.storage for each in self.work.log.events[self.turn[0] :] if each.delta < 0}
+        return tuple(storage for storage in (*live, *self.received) if storage in later)
+
+    @cached_property
+    def held(self) -> frozenset[int]:
+        """Of what crosses an edge, what the graph holds until the second half."""
+        crossing = {*self.received, *self.given, *self.returned}
+        return frozenset(crossing & {*self.waiting})
+
+    @cached_property
     def changes(self) -> Mapping[str, int]:
         """By the kind of an action, how many bytes more there are after it.
 
@@ -72,6 +97,17 @@ class StageWork:
         def total(storages: Iterable[int]) -> int:
             return sum(self.sizes[storage] for storage in storages)
 
+        if self.turn is not None:
+            kept, back = total(self.waiting), total({*self.returned} - self.held)
+            return {
+                "F": total((*self.left, *self.sent)),
+                "I": back + kept - total((*self.left, *self.sent, *self.given)),
+                "W": -kept,
+                "RECV_F": total(self.received),
+                "RECV_B": total(self.given),
+                "SEND_B": -total({*self.received} - self.held),
+                "arrived": -back,
+            }
         return {
             "F": total((*self.left, *self.sent)),
             "B": total(self.returned) - total((*self.left, *self.sent, *self.given)),
@@ -91,6 +127,9 @@ class StageWork:
         events, storages = self.work.log.events, self.work.log.storages
         marked = {mark.event for mark in self.work.marks}
         looked_at = {*self.sent, *self.given, *self.names}
+        if self.turn is not None:
+            looked_at |= {*self.received, *self.returned}
+            marked |= {*self.work.ready.values()}
         out, phase, made_by = [], 0, None
         for number, (delta, storage, now) in enumerate(events):
             plain = number not in marked and now == phase and storage not in looked_at
@@ -104,6 +143,24 @@ class StageWork:
             out.append(plain)
         return out
 
+    def marks_between(self, first: int) -> Sequence[Mark]:
+        """Those of forward, of backward, or of one of its halves, by their first event."""
+        marks = self.work.marks
+        if first == self.num_before:
+            return [mark for mark in marks if mark.moment in _FORWARD]
+        if self.turn is None:
+            return [mark for mark in marks if mark.moment not in _FORWARD]
+        first_half = [mark for mark in marks[: self.turn[1]] if mark.moment not in _FORWARD]
+        return marks[self.turn[1] :] if first == self.turn[0] else first_half
+
+    @cached_property
+    def ready_at(self) -> Mapping[int, Sequence[int]]:
+        """By event, the gradients of weights that are there before it."""
+        out: dict[int, list[int]] = {}
+        for fqn, event in self.work.ready.items():
+            out.setdefault(event, []).append(self.work.gradients[fqn])
+        return out
+
     @cached_property
     def names(self) -> Mapping[int, str]:
         """By its storage, whose gradient it is."""
@@ -112,7 +169,11 @@ class StageWork:
 
 def play_stage(part: StageTape, *, sums_in_place: bool) -> StageWork:
     """One microbatch of a stage, by itself."""
-    player = _StagePlayer(part, sums_in_place)
+    return played(part, StagePlayer(part, sums_in_place))
+
+
+def played(part: StageTape, player: StagePlayer) -> StageWork:
+    """What a player plays."""
     work = player.work()
     events, phases = work.log.events, work.log.phases
     backward = phases.index("backward")
@@ -126,6 +187,7 @@ def play_stage(part: StageTape, *, sums_in_place: bool) -> StageWork:
         sent=player.sent,
         given=player.given,
         returned=player.returned,
+        turn=player.turn,
     )
 
 
@@ -142,8 +204,12 @@ def _inner_first(marks: tuple[Mark, ...]) -> tuple[Mark, ...]:
     return tuple(out)
 
 
-class _StagePlayer(Player):
-    """Plays the tape of a stage, and notes what crosses its edges."""
+class StagePlayer(Player):
+    """Plays the tape of a stage, and notes what crosses its edges.
+
+    Attributes:
+        received, sent, given, returned, turn: As in `StageWork`.
+    """
 
     def __init__(self, part: StageTape, sums_in_place: bool) -> None:
         super().__init__(part.tape, sums_in_place)
@@ -152,6 +218,7 @@ class _StagePlayer(Player):
         self.sent: tuple[int, ...] = ()
         self.given: tuple[int, ...] = ()
         self.returned: tuple[int, ...] = ()
+        self.turn: tuple[int, int] | None = None
 
     def _begin_backward(self) -> None:
         self.received = tuple(self._env[value] for value in self._part.received)
@@ -160,6 +227,9 @@ class _StagePlayer(Player):
 
     def _back(self, number: int) -> None:
         super()._back(number)
+        self._note_given(number)
+
+    def _note_given(self, number: int) -> None:
         if self._part.sent and number == len(self._part.tape.rows) - 1:
             self.given = tuple(self._grads[value] for value in self._part.sent)
             for storage in self.given:  # As the pipeline does, so nothing is added to them.

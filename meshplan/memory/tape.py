@@ -13,7 +13,7 @@ utils/checkpoint.py (recomputation stops at the last tensor that something keeps
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from meshplan.memory.log import Event, EventLog, Storage, Term
@@ -85,13 +85,7 @@ class Player:
         for span in spans:
             self._forward(span)
         self._begin_backward()
-        for span in reversed(spans):
-            self._backward(span)
-        for value in tape.outlive:
-            self._drop(self._env.pop(value))
-        self._mark(Moment.END_OF_BACKWARD, "")
-        for storage in self._seeds:
-            self._drop(storage)
+        self._run_backward(spans)
         assert not self._grads, "a gradient reached no operation"
         terms = settle(
             self._storages, self._events, _PHASES, sent=self._sent, num_before=num_before
@@ -196,6 +190,15 @@ class Player:
         scaled = Row("mul", "", (loss,))
         self._seeds = [self._born(self._tape.nbytes[loss], scaled) for _ in range(2)]
         self._grads[loss] = self._born(self._tape.nbytes[loss], scaled)
+
+    def _run_backward(self, spans: Sequence[Span]) -> None:
+        for span in reversed(spans):
+            self._backward(span)
+        for value in self._tape.outlive:
+            self._drop(self._env.pop(value))
+        self._mark(Moment.END_OF_BACKWARD, "")
+        for storage in self._seeds:
+            self._drop(storage)
 
     def _backward(self, span: Span) -> None:
         end = span.end

@@ -11,6 +11,7 @@ from typing import Final
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import DTYPE_BYTES, is_inside
 from meshplan.memory.replay import Prepared
+from meshplan.memory.stage_halves import play_in_halves
 from meshplan.memory.stage_pass import rank_work
 from meshplan.memory.stage_tape import Cutter
 from meshplan.memory.stage_work import StageWork, play_stage
@@ -52,7 +53,9 @@ class StageWorks:
         self._orders = actions(schedule, stages.num_ranks, stages.virtual, count)
         num_rows = len(tape.rows) * count
         self.in_brief, self.only_in_brief = num_rows > _MOST, num_rows > _FAR_TOO_MANY
-        self._played: dict[int, StageWork] = {}
+        self._played: dict[tuple[int, bool], StageWork] = {}
+        self._modules = {name: n for n, name in enumerate(plan.graph.modules)}
+        self._tensors = {fqn: n for n, fqn in enumerate(plan.assignment.tensors)}
         self._found: dict[tuple[int, bool], Prepared] = {}
 
     def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
@@ -63,23 +66,39 @@ class StageWorks:
         """
         place = self._plan.mesh.index(rank, ("pp",))
         if (place, in_brief) not in self._found:
-            parts = {stage: self._part(stage) for stage in self._stages.of_rank(place)}
+            held, order = self._stages.of_rank(place), self._orders[place]
+            split = {action.stage for action in order if action.kind == "I"}
+            unsplit = {action.stage for action in order if action.kind == "B"}
+            halved = {stage: self._part(stage, in_halves=True) for stage in split}
+            whole = {stage: self._part(stage) for stage in unsplit}
+            parts = {stage: whole.get(stage) or halved[stage] for stage in held}
             work = rank_work(
                 parts,
                 self._stages,
-                self._orders[place],
+                order,
                 released=released(self._orders, place),
                 takes_gradients=bool(self._plan.assignment.units),
                 in_brief=in_brief,
+                halved=halved,
             )
             self._found[place, in_brief] = Prepared(work)
         return self._found[place, in_brief]
 
-    def _part(self, stage: int) -> StageWork:
-        if stage not in self._played:
+    def _part(self, stage: int, *, in_halves: bool = False) -> StageWork:
+        key = stage, in_halves
+        if key not in self._played:
             part = self._cutter.part(stage)
-            self._played[stage] = play_stage(part, sums_in_place=self._in_place)
-        return self._played[stage]
+            if in_halves:
+                played = play_in_halves(part, self._order, sums_in_place=self._in_place)
+            else:
+                played = play_stage(part, sums_in_place=self._in_place)
+            self._played[key] = played
+        return self._played[key]
+
+    def _order(self, module: str, fqn: str) -> tuple[int, int]:
+        """A tied weight stands where it is used: the module that it is of may be elsewhere."""
+        at = module if module in self._modules else fqn.rpartition(".")[0]
+        return self._modules[at], self._tensors[fqn]
 
 
 def _widening(plan: Plan) -> int:
@@ -97,11 +116,6 @@ def _unknown(plan: Plan, tape: Tape) -> Iterator[Problem]:
     units = [module for module, _ in stages.units]
     blocks = [fqn for fqn, _, _ in tape.units]
     for is_there, what, fix in (
-        (
-            SCHEDULES[stages.schedule].splits_backward,
-            f"a backward in two halves ({stages.schedule})",
-            "use GPipe, 1F1B or Interleaved1F1B",
-        ),
         (len(set(units)) < len(units), "modules that run twice in a pipeline", ""),
         (
             any(unit != block and is_inside(unit, block) for unit in units for block in blocks),

@@ -27,6 +27,8 @@ class Moment(StrEnum):
     AFTER_BACKWARD = "after backward"
     END_OF_BACKWARD = "end of backward"
     """Once, when autograd has run all it had to run; of the root."""
+    REDUCING = "reducing"
+    """Once, of a stage whose backwards are run in two halves, when all is played."""
     SHARING = "sharing"
     """Once in a pipeline, when all is played: copies of one parameter add up their gradients."""
 

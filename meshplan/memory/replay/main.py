@@ -13,7 +13,7 @@ from meshplan.memory.log import EventLog, Term
 from meshplan.memory.replay.buckets import Options
 from meshplan.memory.replay.clip import clip
 from meshplan.memory.replay.optimizer import Updated, check_optimizer, step
-from meshplan.memory.replay.part import Part
+from meshplan.memory.replay.part import Part, splits_backward
 from meshplan.memory.replay.prepare import Prepared
 from meshplan.memory.replay.unscale import unscale
 from meshplan.memory.replay.writer import Copy, Writer
@@ -21,7 +21,6 @@ from meshplan.memory.work import AT_STAGE, Mark, Moment, Work
 from meshplan.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.restrict import restrict
-from meshplan.schedules import SCHEDULES
 
 _T = TypeVar("_T")
 _MOST: Final = 3
@@ -76,9 +75,10 @@ def _unknown(plan: Plan, work: Prepared | None) -> Iterator[Problem]:
     shared = shared_tensors(a)
     marks = work.marks if work is not None else ()
     tells_sharing = any(mark.moment == Moment.SHARING for mark in marks)
+    tells_halves = any(mark.moment == Moment.REDUCING for mark in marks)
     for is_there, what in (
         (
-            a.stages is not None and SCHEDULES[a.stages.schedule].splits_backward,
+            splits_backward(a) and not tells_halves,
             "a backward in two halves",
         ),
         (bool(shared) and not tells_sharing, "parameters that several stages hold"),
@@ -206,10 +206,17 @@ class _Step:
             return
         unit, at = _split(mark.unit)
         part = self._parts[at]
+        if mark.moment == Moment.REDUCING:
+            if is_last:
+                part.reduce()
+            return
         if mark.moment != Moment.END_OF_BACKWARD:
             part.act(mark.moment, unit, in_backward=self._work.is_in_backward(mark))
             return
         backwards[at] += 1
+        if splits_backward(self._plan.assignment):
+            part.end_of_backward(is_last=False)
+            return
         part.end_of_backward(is_last=is_last and backwards[at] == self._ends[at])
         if self._num_backwards > 1:
             part.set_last(is_last=is_last and backwards[at] + 1 == self._ends[at])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from meshplan.assign import Assignment
 from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.log import Term
 from meshplan.memory.replay.alone import Alone
@@ -15,6 +16,12 @@ from meshplan.memory.replay.writer import Writer
 from meshplan.memory.work import Moment
 from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
+from meshplan.schedules import SCHEDULES
+
+
+def splits_backward(a: Assignment) -> bool:
+    """Whether backwards are run in two halves."""
+    return a.stages is not None and SCHEDULES[a.stages.schedule].splits_backward
 
 
 class Part:
@@ -70,8 +77,15 @@ class Part:
 
     def set_last(self, *, is_last: bool) -> None:
         """Say whether the coming backward is the last of the step."""
-        cuts = self._plan.assignment.strategy.cuts
-        self._units.set_last(is_last, keeps_whole="gradient" not in cuts)
+        a = self._plan.assignment
+        keeps = "gradient" not in a.strategy.cuts or splits_backward(a)
+        self._units.set_last(is_last, keeps_whole=keeps)
+
+    def reduce(self) -> None:
+        """`runtime.private.reduce_units`: what backwards in two halves left, all at once."""
+        self._units.set_last(is_last=True, keeps_whole=True)
+        self._units.reduce_all()
+        self.end_of_backward(is_last=True)
 
     def has_gradient(self, fqn: str, storage: int) -> None:
         """Autograd has the gradient of a parameter."""

@@ -118,6 +118,11 @@ class Units:
             return
         self._reduction.run(unit, found)
 
+    def reduce_all(self) -> None:
+        """Every unit, the root first and each before those in it."""
+        for unit in self._units.values():
+            self.after_backward(unit.fqn)
+
     def end_of_backward(self, *, is_last: bool) -> None:
         """`FSDPState._root_post_backward_final_callback`: what no gradient came to is done now."""
         self._root = None
