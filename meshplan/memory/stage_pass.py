@@ -10,7 +10,7 @@ what they leave behind and nothing else.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -141,6 +141,7 @@ class _Pass:
         self._came_back: dict[tuple[int, int], list[int]] = {}
         self._leaving: dict[Action, list[int]] = {}
         self._holders: Counter[int] = Counter()
+        self._host: list[tuple[int, int]] = []
         self._be_there()
         self._num_before = len(self._events)
         self._total = self._make(_NUMBER, Storage(Term.COMMUNICATION, "zeros"))
@@ -187,6 +188,7 @@ class _Pass:
         if (stage, m) not in self._whole:
             flight.left.extend(self._make(part.sizes[n], part.storages[n]) for n in part.left)
             self._make_known(part, flight, part.sent)
+            self._change_host(part.host_bytes)
             return
         self._storages.extend(part.storages)
         flight.left.extend(flight[storage] for storage in part.left)
@@ -206,6 +208,7 @@ class _Pass:
             for storage in (*flight.left, *came):
                 self._drop(storage)
             self._let_go(flight[storage] for storage in part.sent)
+            self._change_host(-part.host_bytes)
             return
         flight.known.update(zip(part.given, came, strict=True))
         self._play(part, flight, _BACKWARD)
@@ -259,9 +262,14 @@ class _Pass:
                 for fqn, each in part.work.settling.items()
             },
             num_before=self._num_before,
+            host=tuple(self._host),
         )
 
     # Memory
+
+    def _change_host(self, delta: int) -> None:
+        if delta:
+            self._host.append((len(self._events), delta))
 
     def _make_known(self, part: StageWork, flight: _Flight, storages: Iterable[int]) -> None:
         for storage in storages:
@@ -301,6 +309,8 @@ class _Pass:
         first, end = (part.num_before, part.split) if is_forward else (part.split, len(log.events))
         marks = [mark for mark in part.work.marks if mark.moment in moments]
         others = {*part.sent, *part.given}
+        # Forward copies to the host, and backward has done with it.
+        host = deque(each for each in part.work.host or () if (each[1] > 0) is is_forward)
         added: list[tuple[int, str, str]] = []
         done = 0
         plain, numbers = part.is_plain, flight.known
@@ -316,6 +326,8 @@ class _Pass:
                     for delta, storage, _ in log.events[begun:number]
                 ]
                 continue
+            while host and host[0][0] <= number:
+                self._change_host(host.popleft()[1])
             while done < len(marks) and marks[done].event <= number:
                 self._mark(marks[done], at)
                 done += 1
@@ -334,6 +346,8 @@ class _Pass:
                 self._sizes[own] = delta
                 self._take(part, storage, own, at, added)
         self._drop_added(added)
+        for _, delta in host:
+            self._change_host(delta)
         for mark in marks[done:]:
             self._mark(mark, at)
 

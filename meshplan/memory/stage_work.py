@@ -63,6 +63,11 @@ class StageWork:
         return tuple(live.keys() - {*self.sent})
 
     @cached_property
+    def host_bytes(self) -> int:
+        """What forward leaves for backward in the host's memory."""
+        return sum(delta for _, delta in self.work.host or () if delta > 0)
+
+    @cached_property
     def changes(self) -> Mapping[str, int]:
         """By the kind of an action, how many bytes more there are after it.
 
@@ -90,6 +95,7 @@ class StageWork:
         """
         events, storages = self.work.log.events, self.work.log.storages
         marked = {mark.event for mark in self.work.marks}
+        marked |= {event for event, _ in self.work.host or ()}
         looked_at = {*self.sent, *self.given, *self.names}
         out, phase, made_by = [], 0, None
         for number, (delta, storage, now) in enumerate(events):
