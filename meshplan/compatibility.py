@@ -108,10 +108,6 @@ CLASHES: Final = (
     Clash("activation_checkpointing", "a schedule that splits the backward",
           "what is recomputed would be recomputed in each half",
           "use schedule: 1F1B or Interleaved1F1B"),
-    Clash("offloaded parameters", "pp",
-          "gradients of weights that stages share are summed where they lie, and no collective of "
-          "the device reaches the host",
-          "spread those ranks over dp_shard instead of pp"),
     Clash("offloaded activations", "compile",
           "the compiler decides by itself what a block keeps for backward",
           "leave compile out, or say activation_checkpointing: full instead"),

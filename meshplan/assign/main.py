@@ -15,7 +15,7 @@ from meshplan.assign.context import assign_context
 from meshplan.assign.expert_parallel import ExpertParallel, assign_ep
 from meshplan.assign.loss import assign_loss
 from meshplan.assign.not_yet import not_yet
-from meshplan.assign.offload import assign_host_activations
+from meshplan.assign.offload import assign_host_activations, shared_on_host
 from meshplan.assign.pieces import pieces_cut_twice
 from meshplan.assign.presets import presets_of
 from meshplan.assign.recompute import assign_recompute
@@ -98,6 +98,7 @@ def assign(
     problems += _one_dtype(units, tensors) if wrapper == "units" else _no_units(spec, cascade)
     problems += _no_empty_parts(mesh, tensors)
     problems += split_problems(spec, cascade, stages, tensors)
+    problems += shared_on_host(spec, stages, tensors, units.by_fqn, graph.blocks())
     problems += _no_such_dim(spec, graph, cascade)
     if spec.ddp and wrapper != "ddp":
         problems.append(

@@ -50,6 +50,7 @@ class Run:
         in_place: Whether gradients that meet are added up in place; see `tape.play`.
         spread: How experts are spread over ranks.
         loss_chunks: Parts of the tokens over which head and loss are computed one by one.
+        hosted: The numbers of the blocks whose kept activations wait on the host.
     """
 
     batch: int
@@ -69,6 +70,7 @@ class Run:
     spread: Spread = ONE_RANK
     saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
     loss_chunks: int = 1
+    hosted: frozenset[int] = frozenset()
 
     def saved(self, number: int) -> frozenset[str]:
         """The words of `save:` that a block is spared when it runs again."""
@@ -107,10 +109,15 @@ def tape_of(shape: Shape, run: Run) -> Tape:
     for number in range(shape.layers):
         start, fqn = len(tape.rows), f"{body.module}.{blocks}.{number}"
         saved = run.saved(number)
+        entered, on_host = x, number in run.hosted
         x = block(replace(w.at(fqn), saves=saved or PRODUCTS), shape, x, part)
         tape.units.append((fqn, start, len(tape.rows)))
         if number in run.recomputed:
-            w.recomputed(start, keeps_chosen=bool(saved), given=part.given)
+            w.recomputed(
+                start, keeps_chosen=bool(saved), given=part.given, on_host=on_host, enters=entered
+            )
+        elif on_host:
+            w.offloaded(start)
     last = x
     if is_llama:
         x = rms_norm(body, x, shape.hidden, "norm")

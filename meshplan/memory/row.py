@@ -68,6 +68,8 @@ class Span:
         recompute: Whether backward runs them forward once more.
         keeps_chosen: Whether it is spared the rows that are `is_kept`.
         given: What it is called with beside what its rows read.
+        on_host: Whether what it keeps for backward waits on the host.
+        enters: The value that it is called with first, of which recomputation keeps a copy there.
     """
 
     start: int
@@ -75,6 +77,8 @@ class Span:
     recompute: bool = False
     keeps_chosen: bool = False
     given: tuple[int, ...] = ()
+    on_host: bool = False
+    enters: int = -1
 
 
 @dataclass(slots=True)

@@ -340,7 +340,13 @@ class Writer:
         return loss
 
     def recomputed(
-        self, start: int, *, keeps_chosen: bool = False, given: tuple[int, ...] = ()
-    ) -> None:
-        """The rows from `start` on are run again in backward."""
-        self.tape.spans.append(Span(start, len(self.tape.rows), True, keeps_chosen, given))
+        self, start: int, *, keeps_chosen: bool = False, given: tuple[int, ...] = (),
+        on_host: bool = False, enters: int = -1,
+    ) -> None:  # fmt: skip
+        """The rows from `start` on are run again in backward; the last two as in `Span`."""
+        end = len(self.tape.rows)
+        self.tape.spans.append(Span(start, end, True, keeps_chosen, given, on_host, enters))
+
+    def offloaded(self, start: int) -> None:
+        """What the rows from `start` on keep waits on the host."""
+        self.tape.spans.append(Span(start, len(self.tape.rows), on_host=True))

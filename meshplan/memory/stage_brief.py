@@ -24,7 +24,11 @@ def decisive(
     places: dict[tuple[str, int], list[Action]] = {}
     for place, action in enumerate(order):
         for sent in released.get(action, ()):
-            live += part_of(sent.stage, sent.microbatch).changes["arrived"] if sent.kind == "SEND_B" else 0
+            live += (
+                part_of(sent.stage, sent.microbatch).changes["arrived"]
+                if sent.kind == "SEND_B"
+                else 0
+            )
         if action.kind in "FBIW":
             pair = (action, before) if before is not None else (action,)
             key = tuple((each.kind, each.stage) for each in pair)

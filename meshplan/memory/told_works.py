@@ -88,6 +88,7 @@ def told_works(
         lays_itself=frozenset(f for f, p in plan.assignment.tensors.items() if p.unit is None),
         spread=spread or spread_of(plan),
         loss_chunks=loss_chunks_of(plan),
+        hosted=frozenset(map(_number, plan.assignment.host_activations)),
     )
     shape = shape_of(plan.graph)
     if stages is not None:
@@ -145,6 +146,7 @@ def refusals(plan: Plan) -> Iterator[Problem]:
         (_parts_heads(plan), "all_to_all over heads that do not divide by tp and cp together"),
         (bool(saved - PRODUCTS), f"recomputation that saves {', '.join(sorted(saved - PRODUCTS))}"),
         (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
+        (bool(a.host_activations.keys() - blocks), "offloaded activations of what is no block"),
         (bool(a.units.keys() - blocks - a.experts.keys() - {""}), "units that are no blocks"),
         (bool(a.experts.keys() - experts), "experts of other modules than mlp.experts"),
         (_is_autocast(plan), "parameters computed with in several dtypes"),
