@@ -66,6 +66,7 @@ def random_numbers(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
         saved=saved,
         resident=resident,
         top=rng.uniform(0, 5, num_rows),
+        turn=rng.uniform(0, 3, num_rows),
         sent=rng.uniform(0, 2, num_rows),
         beside=rng.uniform(0, 2, num_rows),
         floor=np.zeros(num_rows),
@@ -121,6 +122,12 @@ def kept_by(schedule: str, ranks: int, virtual: int, count: int) -> tuple[tuple[
     return tuple(out)
 
 
+def beside_blocks(numbers: Numbers, row: int, is_last: bool) -> float:
+    """Bytes of a rank's worst moment: a block's backward, or on the last rank the loss."""
+    moments = (numbers.turn, numbers.top) if is_last else (numbers.turn,)
+    return max(float(bytes_[row]) for bytes_ in moments)
+
+
 def rank_value(numbers: Numbers, row: int, stages: Any, keeps: Any, room: float) -> float:
     """The least seconds of some stages' blocks on a rank, by trying all options of each."""
     best = float("inf")
@@ -168,7 +175,7 @@ def fastest_rounds(numbers: Numbers, row: int, capacity: float) -> float:
                 stages[0] = (0, *stages[0])
             if rank == ranks - 1:
                 stages[-1] = (*stages[-1], 2)
-                room -= float(numbers.top[row])
+            room -= beside_blocks(numbers, row, rank == ranks - 1)
             key = rank, sum(each)
             if key not in known:
                 known[key] = rank_value(numbers, row, stages, kept[rank], room)
@@ -214,7 +221,7 @@ def fastest(numbers: Numbers, row: int, capacity: float) -> float:
             is_last = stage == stages - 1
             waiting = 0.0 if is_last or not stage else in_flight(config, stage)
             room = capacity - float(numbers.beside[row]) - waiting * float(numbers.sent[row])
-            room -= float(numbers.top[row]) if is_last else 0.0
+            room -= beside_blocks(numbers, row, is_last)
             key = (stage, i, j)
             if key not in known:
                 known[key] = stage_values(numbers, row, stage, numbers.order[i:j], room)
@@ -270,6 +277,8 @@ def test_what_is_dealt_out_to_stages_is_what_was_chosen():
                 kept = kept_by("Interleaved1F1B", ranks, virtual, int(config["microbatches"]))
                 assert len(one.ends) == ranks * virtual + 1
                 held, seconds = [float(numbers.beside[row])] * ranks, [0.0] * ranks
+                for rank in range(ranks):
+                    held[rank] += beside_blocks(numbers, row, rank == ranks - 1)
                 for stage, (i, j) in enumerate(itertools.pairwise(one.ends)):
                     table, turn = np.array(one.takes[stage]), stage // ranks
                     own = numbers.order[i:j]
@@ -278,8 +287,6 @@ def test_what_is_dealt_out_to_stages_is_what_was_chosen():
                     keeps = kept[stage % ranks][turn]
                     bytes_ = numbers.resident[row] + keeps * numbers.saved[row]
                     held[stage % ranks] += float(bytes_[table > 0] @ table[table > 0])
-                    is_last = stage == ranks * virtual - 1
-                    held[stage % ranks] += float(numbers.top[row]) if is_last else 0.0
                     hands_on = 0 < stage < ranks * virtual - 1
                     held[stage % ranks] += keeps * float(numbers.sent[row]) * hands_on
                     taken = numbers.seconds[row][table > 0] @ table[table > 0]

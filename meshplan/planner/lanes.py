@@ -44,9 +44,10 @@ class Lanes:
         # The last stage hands on nothing; what the first one does is charged as its input.
         waiting[0] -= kept[0][0]
         waiting[-1] -= kept[-1][-1] * (self.num > 1)
-        beside, sent = float(numbers.beside[row]), float(numbers.sent[row])
-        self.tops = [beside + sent * many for many in waiting]
-        self.tops[-1] += float(numbers.top[row])
+        self.tops = [
+            numbers.on_top(row, is_last=rank == self.num - 1) + float(numbers.sent[row]) * many
+            for rank, many in enumerate(waiting)
+        ]
         self.places = len(numbers.order) + 1
         self._stretches: dict[int, tuple[Counts, Counts]] = {}
         # Every stage has a block, and begins with one; what is in no block goes along.

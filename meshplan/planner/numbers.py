@@ -41,6 +41,8 @@ class Numbers:
         saved: Bytes that it keeps for the backward of one microbatch.
         resident: Bytes that it has all the time.
         top: [rows] bytes that the last stage holds in the loss, beside what is saved.
+        turn: [rows] bytes that some rank holds in the backward of a block, beside what was saved
+            until then; any rank of a pipeline does.
         sent: [rows] bytes of what a stage hands on of one microbatch, and keeps until its backward
             is done, beside what its blocks keep.
         beside: [rows] bytes that every rank holds whatever its blocks do.
@@ -60,6 +62,7 @@ class Numbers:
     saved: Floats
     resident: Floats
     top: Floats
+    turn: Floats
     sent: Floats
     beside: Floats
     floor: Floats
@@ -126,12 +129,18 @@ class Numbers:
             saved=self.saved[at],
             resident=self.resident[at],
             top=self.top[at],
+            turn=self.turn[at],
             sent=self.sent[at],
             beside=self.beside[at],
             floor=self.floor[at],
             once_s=self.once_s[at],
             stages=self.stages,
         )
+
+    def on_top(self, row: int, *, is_last: bool) -> float:
+        """Bytes of a rank at its worst moment beside what its blocks hold and what it sent."""
+        turn, top = float(self.turn[row]), float(self.top[row])
+        return float(self.beside[row]) + (max(turn, top) if is_last else turn)
 
     def menu(self, row: int, in_flight: float) -> Menu:
         """What blocks may choose on a stage that keeps so many microbatches."""
@@ -159,7 +168,7 @@ def memory_bounds(numbers: Numbers) -> Floats:
     stages = numbers.grid["pp"].astype(float)
     held = _Held(numbers, np.arange(len(numbers.grid)))
     kept = held.total(lambda each: each.min(axis=2)) + numbers.sent * sent_in_flight(numbers.grid)
-    mean = np.maximum(kept / stages + numbers.beside, numbers.floor / stages)
+    mean = np.maximum(kept / stages + numbers.beside + numbers.turn, numbers.floor / stages)
     most = held.least.min(axis=2).max(axis=1)
     return np.asarray(np.maximum(mean, most), dtype=np.float64)
 
@@ -172,7 +181,8 @@ def priced_bounds(numbers: Numbers, rows: Counts, capacity: float, tries: int = 
     """
     held = _Held(numbers, rows)
     stages = numbers.grid[rows]["pp"].astype(float)
-    whole = stages * (capacity - numbers.beside[rows]) - numbers.top[rows]
+    top, turn = numbers.top[rows], numbers.turn[rows]
+    whole = stages * (capacity - numbers.beside[rows] - turn) - np.maximum(top - turn, 0.0)
     whole -= numbers.sent[rows] * sent_in_flight(numbers.grid[rows])
     best = held.seconds.min(axis=2) @ held.count
     slowest = held.seconds.min(axis=2).max(axis=1)
