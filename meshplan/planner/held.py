@@ -110,8 +110,9 @@ def turning_bytes(
     offered: NDArray[np.bool_],
     reduce_bytes: int,
 ) -> Floats:
-    """[rows] what a rank holds more than before when a block's backward is done, and its unit's
-    gradients are put together to be sent; the next one's parameters are left out.
+    """[rows] what a rank holds more once a block's backward is done, before its gradients are sent.
+
+    Its unit puts them together for that. The next one's parameters, fetched by then, are left out.
 
     Args:
         offered: [rows, options] what the block may do: what it kept is gone by then.

@@ -38,8 +38,6 @@ _LOOKED_AT, _FEW, _ASKED = 40, 8, 3
 """Rows that are tried at each share of the memory, and beside one that fits; those measured."""
 _MOST_TRIES: Final = 12
 """Answers of one row that are measured before it is given up, which `Found.given_up` tells."""
-
-
 _AHEAD: Final = (1.02, 1.25)
 """Before there is an answer, how far above its bound a row is solved at first, and then: what is
 slower need not be known exactly yet, and to rule it out is cheap."""
@@ -312,12 +310,13 @@ class _Search:
         state.capacity, state.guessed = self._capacity - excess, excess
         return True
 
+    def _likely_fits(self, candidate: Candidate) -> bool:
+        excess = self.guess(candidate)
+        return excess is not None and max(candidate.linear_bytes) + excess <= self._capacity
+
     def _likely_excess(self, candidate: Candidate) -> float | None:
         """What a candidate holds above its linear figures, where a guess says that it is over."""
-        excess = self.guess(candidate)
-        if excess is None or max(candidate.linear_bytes) + excess <= self._capacity:
-            return None
-        return excess
+        return None if self._likely_fits(candidate) else self.guess(candidate)
 
     def _halve(self, row: int, state: State) -> None:
         """Look between what fits and what does not, where nothing is left within the capacity.
@@ -364,6 +363,8 @@ class _Search:
     def _can_fit(self, smallest: Candidate, failed: Candidate | None = None) -> bool:
         """Whether what holds the least does; if not, the row is out, and others with it."""
         if failed is None or smallest.linear_bytes != failed.linear_bytes:
+            if failed is not None and self.found.best is not None and self._likely_fits(smallest):
+                return True
             measured = self._measured(smallest)
             if measured.fits:
                 self._take(smallest, measured)
