@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshplan.errors import ApplyError, PlanError, Problem
+from meshplan.memory.told import in_chunks
 from meshplan.plan import Plan
 from meshplan.runtime.batch import mapped
 from meshplan.runtime.context.batch import has_sequence, sequence_length
@@ -116,7 +117,7 @@ def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> L
     def make_optimizer(wrapped: nn.Module) -> torch.optim.Optimizer:
         return make([p for p in wrapped.parameters() if p.requires_grad])
 
-    assumed = [("inputs of a rank's step", ", ".join(parts)), ("loss", words)]
+    assumed = [("inputs of a rank's step", ", ".join(parts)), ("loss", words + in_chunks(plan))]
     assumed.append(("optimizer", called))
     if (ep := plan.mesh.size("ep")) > 1:
         stated = spec.experts.capacity
