@@ -18,7 +18,9 @@ import meshplan
 from meshplan.api import check_plan
 from meshplan.errors import ApplyError, PlanError
 from meshplan.plan import make_plan
+from meshplan.planner.module import explain_module
 from meshplan.reader import load_spec
+from meshplan.render.show import plan_to_json, plan_to_text
 from meshplan.runtime.chunked import ChunkedLoss, apply_chunked_loss, chunked_loss_problems
 from meshplan.runtime.ledger import Ledger
 from meshplan.runtime.trace import graph_of
@@ -314,6 +316,12 @@ def test_the_digest_and_the_words_know_it_without_a_live_model():
     assert some.digest() != whole.digest()
     assert some.assignment.chunked_loss.head == "head"
     assert check_plan(plan | {"loss_chunks": 1}).plan.digest() == whole.digest()
+    lines = "\n".join(plan_to_text(some))
+    assert "head and cross-entropy over 4 parts of the tokens" in lines
+    assert plan_to_json(some)["chunked_loss"]["chunks"] == 4
+    assert plan_to_json(whole)["chunked_loss"] is None
+    (fact, _), *_ = [f for f in explain_module(some, "head").facts if "loss" in f[0]]
+    assert fact == "head is computed with the loss, over 4 parts of the tokens"
 
 
 def own_loop(stated: bool) -> tuple[float, str]:
