@@ -28,6 +28,7 @@ from meshplan.memory.replay.shards import offloads_params, unit_shards
 from meshplan.memory.replay.unit import GATHERING, REDUCING
 from meshplan.memory.shape import shape_of
 from meshplan.memory.told_works import Works, loss_chunks_of, spread_of, told_works
+from meshplan.optimizers import called
 from meshplan.plan import Plan
 from meshplan.restrict import restrict
 from meshplan.units import format_gib
@@ -134,7 +135,7 @@ def told_estimate(
                 assumed=(
                     ("inputs of a rank's step", shape),
                     ("loss", _CROSS_ENTROPY + in_chunks(plan)),
-                    ("optimizer", f"torch's {spec.optimizer} with its defaults"),
+                    ("optimizer", called(spec.optimizer)),
                     *of_experts,
                 ),
                 notes=notes,
