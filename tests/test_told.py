@@ -197,7 +197,11 @@ CHUNKS: dict[str, Case] = {
         LLAMA | WORDS,
         AUTO | BF16 | {"loss_chunks": 2, "rules": [{"match": "lm_head", "place": {"tp": "R"}}]}, 2),
 }  # fmt: skip
-DEFAULT = ("bf16, each block its own way", "qwen3, auto, tied, sharded, bf16, selective")
+DEFAULT = (
+    "bf16, each block its own way",
+    "loss in chunks, bf16",
+    "qwen3, auto, tied, sharded, bf16, selective",
+)
 """The cases that show most; every change runs them."""
 CASES = SELECTIVE | TENSOR | CHUNKS
 
