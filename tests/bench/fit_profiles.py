@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost import profile as profiles_of
+from meshplan.cost.grid import MODES
 from meshplan.cost.profile import GENERIC, WORST_RESIDUAL
 from tests.bench.mapping import Row, SkipError
 from tests.bench.time_mapping import Case, case_of
@@ -43,10 +44,13 @@ BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
     "intra_latency_s": (5e-7, 3e-5),
     "inter_latency_s": (1e-6, 1e-3),
     "contention": (0.0, 1.0),
+    "contention_alone": (0.0, 1.0),
     "tp_exposed": (0.1, 1.0),
     "crossing_s": (0.0, 2e-2),
 }
 """What a device can do: no share above its datasheet's, no hop faster than light's electronics."""
+
+_GENERIC: Final = {**GENERIC, "contention_alone": GENERIC["contention"]}
 
 PRIOR: Final = 0.02
 """Of a constant at the other end of its bounds, as one relative error among the runs'."""
@@ -97,7 +101,16 @@ def free_constants(cases: Sequence[Case]) -> list[str]:
         names += ["inter_share", "inter_latency_s"]
     if (grids["pp"] > 1).any() and len(cases) > 40:
         names += ["crossing_s", "collective_rank_s"]
+    if any(_is_alone(case) for case in cases) and len(cases) > 40:
+        names.append("contention_alone")
     return names
+
+
+def _is_alone(case: Case) -> bool:
+    """Whether DDP sums gradients of ranks that lie on a node each."""
+    grid = case.grid
+    is_summed = (grid["mode"] == MODES.index("ddp")) & (grid["dp_replicate"] > 1)
+    return bool((is_summed & (grid["tp"] >= case.cluster.gpus_per_node)).any())
 
 
 class Fit:
@@ -124,7 +137,7 @@ class Fit:
     def run(self, start: Array | None = None) -> Array:
         """The best constants."""
         spread = self.high - self.low
-        generic = np.array([GENERIC[name] for name in self.names])
+        generic = np.array([_GENERIC[name] for name in self.names])
         first = np.clip(generic if start is None else start, self.low + 0.01 * spread,
                         self.high - 0.01 * spread)  # fmt: skip
 
@@ -220,7 +233,7 @@ def left_out(fit: Fit, best: Array) -> Array:
         if len(rest) < 4:
             continue
         other = Fit(rest)
-        start = np.array([dict(zip(fit.names, best, strict=True)).get(n, GENERIC[n])
+        start = np.array([dict(zip(fit.names, best, strict=True)).get(n, _GENERIC[n])
                           for n in other.names])  # fmt: skip
         values = other.run(start)
         held = [cases[place] for place in places]

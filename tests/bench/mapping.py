@@ -12,6 +12,7 @@ from typing import Any, Final
 from meshplan.memory.frameworks import native
 from meshplan.memory.frameworks.nanotron import stages
 from meshplan.memory.frameworks.nanotron_job import Job
+from meshplan.memory.frameworks.nanotron_pace import stalls
 from meshplan.memory.frameworks.torchtitan import Training
 from meshplan.memory.shape import Shape
 
@@ -151,12 +152,14 @@ def _nanotron(row: Row) -> Nanotron:
     dp, tp, pp = (parallel.get(key, 1) for key in ("dp", "tp", "pp"))
     if shape.heads % tp or shape.kv_heads % tp:
         raise SkipError(f"tp {tp} does not divide the heads")
+    zero, batch = parallel["zero_stage"], training["micro_batch"]
+    is_past = stalls(dp=dp, tp=tp, pp=pp, zero=zero, batch=batch)
     return Nanotron(
         shape=shape,
         job=Job(
-            stage=stages(shape, pp)[0], rank=0, batch=training["micro_batch"],
+            stage=stages(shape, pp, is_past=is_past)[0], rank=0, batch=batch,
             seq_len=row["model"]["seq_len"], accumulate=training.get("grad_accum", 1),
-            dp=dp, tp=tp, pp=pp, zero=parallel["zero_stage"],
+            dp=dp, tp=tp, pp=pp, zero=zero,
         ),
     )  # fmt: skip
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 from meshplan.errors import MeshplanError
 from meshplan.memory.allocator import OutOfMemoryError, Reserve, reserve
 from meshplan.memory.frameworks import native
-from meshplan.memory.frameworks.nanotron_job import Job, log_of
+from meshplan.memory.frameworks.nanotron_job import Job, log_of, made_of
 from meshplan.memory.frameworks.nanotron_pace import QUEUE, lag_of
 from meshplan.memory.log import EventLog
 from meshplan.memory.shape import Shape
@@ -76,7 +76,8 @@ def _nanotron(case: Nanotron, kind: str, room: int) -> tuple[float, tuple[float,
 
     The band goes from a device that keeps up to one that lags by all that a queue takes.
     """
-    lags = (0, lag_of(case.job), QUEUE if case.job.tp > 1 else 0)
+    told = lag_of(case.shape, case.job, made_of(case.shape, case.job))
+    lags = (0, told, QUEUE if case.job.tp > 1 else 0)
     held = [_lagging(case.shape, case.job, lag, room) for lag in lags]
     # It prints the peaks of its third step, and forgets those of forward and backward before.
     low, figure, high = (

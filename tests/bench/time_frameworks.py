@@ -17,6 +17,7 @@ from meshplan.cost.reading import is_chosen
 from meshplan.cost.tapes import decoder_tape
 from meshplan.memory.analytic import Run
 from meshplan.memory.frameworks import nanotron, torchtitan
+from meshplan.memory.frameworks.nanotron_job import Job, buckets_of
 from meshplan.memory.frameworks.nanotron_pace import stalls
 from meshplan.memory.shape import Shape
 from meshplan.memory.tape import Row as TapeRow
@@ -268,15 +269,24 @@ whatever is sent: three messages, for shape and strides first, and the process w
 half lie between 0.26 and 0.28. Source: nanotron, parallel/pipeline_parallel/p2p.py."""
 
 
-def stalled_seconds(dp: int, tp: int, pp: int, count: int) -> float:
-    """What hand-overs add to a step: a rank does its own one after the other.
+STALLED_RANK_S: Final = 4.5e-4
+"""And without a pipeline, of each collective for each of its ranks. [Empirical]: 0.3 to 0.5 ms with
+tp 4 to 32; half of it for DDP's buckets, which one of tp may hide."""
+_OF_A_BLOCK: Final = 8
+"""Collectives of tp, forward and backward."""
 
-    Args:
-        count: Microbatches.
-    """
-    if not stalls(dp, tp, pp):
+
+def stalled_seconds(job: Job, shape: Shape) -> float:
+    """What waiting for the network adds to a step of a job that stalls."""
+    dp, tp, pp, count = job.dp, job.tp, job.pp, job.accumulate
+    if not stalls(dp=dp, tp=tp, pp=pp, zero=job.zero, batch=job.batch):
         return 0.0
-    # A stage in the middle receives and sends both ways, all the while that the pipeline is full.
+    if pp == 1:
+        waits = count * shape.layers * _OF_A_BLOCK * tp
+        buckets = list(buckets_of(job.stage.parameters(shape, tp))) if not job.zero else []
+        return STALLED_RANK_S * (waits + len(buckets) * dp / 2)
+    # A rank does its own one after the other; one in the middle receives and sends both ways, all
+    # the while that the pipeline is full.
     return STALL_S * (2 * count + 1 if pp == 2 else 4 * count + 2 * (pp - 3))
 
 
@@ -305,14 +315,18 @@ def nanotron_case(row: Row) -> Case:
     chain = _chain(key, model["layers"], model["seq_len"])
     first, block, last = chain.order[0], chain.order[1], chain.order[-1]
     stages = []
-    for stage in nanotron.stages(shape, pp):
+    zero, count = parallel["zero_stage"], int(training.get("grad_accum") or 1)
+    is_past = stalls(dp=dp, tp=tp, pp=pp, zero=zero, batch=micro)
+    held_by = nanotron.stages(shape, pp, is_past=is_past)
+    job = Job(stage=held_by[0], rank=0, batch=micro, seq_len=model["seq_len"], accumulate=count,
+              dp=dp, tp=tp, pp=pp, zero=zero)  # fmt: skip
+    for stage in held_by:
         held = [0] * len(chain.kinds)
         held[block] += stage.layers
         held[first] += stage.first
         held[last] += stage.last
         stages.append(tuple(held))
-    is_zero = parallel["zero_stage"] == 1
-    count = int(training.get("grad_accum") or 1)
+    is_zero = zero == 1
     tokens = micro * count * dp * model["seq_len"]
     return Case(
         id=str(row["id"]), group=str(row["group"]),
@@ -325,7 +339,7 @@ def nanotron_case(row: Row) -> Case:
         awaited=frozenset(range(len(chain.kinds))) if is_zero else frozenset(),
         precision=_SUMMED if is_zero else _IN_BUCKETS, dtype="float32",
         tokens=tokens, real_s=real_seconds(row, tokens),
-        stalled_s=stalled_seconds(dp, tp, pp, count),
+        stalled_s=stalled_seconds(job, shape),
     )  # fmt: skip
 
 
