@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ from meshplan.memory.frameworks.nanotron_job import Job, log_of, made_of
 from meshplan.memory.frameworks.nanotron_pace import QUEUE, lag_of, stalls
 from meshplan.memory.log import Event, EventLog, Storage, Term
 from meshplan.memory.shape import Shape
-from tests.bench import mapping, published, residuals
-from tests.bench.time_frameworks import STALL_S, STALLED_RANK_S, stalled_seconds
+from tests.bench import mapping, published, published_time, residuals, row_check
+from tests.bench.time_nanotron import STALL_S, STALLED_RANK_S, stalled_seconds
 
 TITAN: dict[str, Any] = {
     "id": "a", "group": "g",
@@ -50,8 +51,12 @@ NANOTRON: dict[str, Any] = {
 
 
 def changed(row: dict[str, Any], section: str, **fields: Any) -> dict[str, Any]:
+    """With other values, on as many GPUs as it then has ranks."""
     row = copy.deepcopy(row)
     row[section] |= fields
+    sizes = [row["parallel"].get(name, 1) for name in row_check.RANKS]
+    if section == "parallel" and all(isinstance(size, int) for size in sizes):
+        row["hardware"]["gpus"] = prod(sizes)
     return row
 
 
@@ -98,7 +103,7 @@ def test_every_field_counts(section: str, fields: dict[str, Any]) -> None:
         (TITAN, "model", {"heads": 0}, "heads"),
         (NANOTRON, "parallel", {"zero_stage": 3}, "zero_stage 3"),
         (NANOTRON, "parallel", {"tp": 3}, "tp 3"),
-        (NANOTRON, "training", {"activation_checkpointing": "full"}, "recomputation"),
+        (NANOTRON, "training", {"activation_checkpointing": "full"}, "activation_checkpointing"),
     ],
 )
 def test_what_is_unknown_is_skipped(
@@ -267,3 +272,119 @@ def test_what_was_given_back_is_not_held() -> None:
     held = reserve(EventLog(storages, tuple(events), ("step",)), limit_bytes=100 << 20)
     assert (held.reserved_bytes, held.left_bytes) == (70 << 20, 60 << 20)
     assert held.num_retries == 1
+
+
+MEGATRON: dict[str, Any] = {
+    "id": "c", "group": "i",
+    "model": {"layers": 4, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 4096,
+              "vocab": 32768, "seq_len": 1024},
+    "hardware": {"gpu": "A100 SXM 80GB", "gpus": 8, "nodes": 1, "gpus_per_node": 8,
+                 "inter": "8x HDR InfiniBand per node (Selene)"},
+    "parallel": {"dp": 2, "tp": 2, "pp": 2, "sp": False, "schedule": "1F1B"},
+    "training": {"micro_batch": 1, "global_batch": 16, "grad_accum": 8, "optimizer": "Adam",
+                 "precision": "fp16 mixed", "activation_checkpointing": "full"},
+    "measured": {"iter_time_s": 0.2, "fits": True},
+}  # fmt: skip
+FOUNDRY: dict[str, Any] = {
+    "id": "d", "group": "j",
+    "model": {"layers": 4, "hidden": 1024, "heads": 8, "ffn": 4096, "vocab": 32768,
+              "seq_len": 1024, "attention": "flash", "position": "learned (table of seq_len rows)"},
+    "hardware": {"gpu": "a100_80gb", "gpus": 8, "nodes": 1, "gpus_per_node": 8},
+    "parallel": {"dp_shard": 8, "zero_stage": 3, "fsdp": "FULL_SHARD",
+                 "impl": "PyTorch FSDP1 (Composer)"},
+    "training": {"micro_batch": 1, "global_batch": 8, "grad_accum": 1, "precision": "amp_bf16",
+                 "optimizer": "DecoupledAdamW", "activation_checkpointing": "full"},
+    "measured": {"tokens_per_s_per_gpu": 1000, "fits": True},
+}  # fmt: skip
+TIMED = [
+    changed(TITAN | {"id": "e"}, "measured", tokens_per_s_per_gpu=1000),
+    changed(NANOTRON | {"id": "f"}, "measured", tokens_per_s_per_gpu=1000),
+    MEGATRON,
+    FOUNDRY,
+]
+TIMED[0] = changed(TIMED[0], "hardware", gpu="H100 SXM (HBM2e 96GB, 500W, 2.4TB/s)")
+ODD = (-1, 0, 1.5, "many", [], {}, True, 10**12, float("nan"), float("inf"))
+
+
+def test_rows_of_all_frameworks_are_timed() -> None:
+    told = published_time.predict_rows(TIMED)
+    assert [each["skipped"] for each in told] == [None] * 4
+    assert all(each["predicted_s"] > 0 for each in told)
+    assert len({each["framework"] for each in told}) == 4
+
+
+@pytest.mark.parametrize("row", TIMED, ids=["titan", "nanotron", "megatron", "foundry"])
+def test_a_number_that_is_none_is_skipped_by_its_name(row: dict[str, Any]) -> None:
+    rows, reasons = [], []
+    for section, names in row_check.SIZES.items():
+        for name in row[section].keys() & set(names):
+            for value in ODD:
+                rows.append(row | {section: row[section] | {name: value}})
+                reasons.append(name)
+    told = [published_time.predict_rows(rows), list(map(published.predict, rows))]
+    for answers in told:
+        for answer, name, odd in zip(answers, reasons, rows, strict=True):
+            assert answer["skipped"] is not None, (name, odd)
+            assert f"{name} " in answer["skipped"], (name, answer)
+
+
+@pytest.mark.parametrize("row", TIMED, ids=["titan", "nanotron", "megatron", "foundry"])
+def test_whatever_is_missing_or_odd_nothing_fails(row: dict[str, Any]) -> None:
+    """Told or skipped, and what is told is a number."""
+    rows: list[Any] = [None, [], "row", 1]
+    for section in ("model", "hardware", "parallel", "training", "measured"):
+        rows += [row | {section: value} for value in (None, [], "none", {})]
+        rows.append({name: value for name, value in row.items() if name != section})
+        for name in row[section]:
+            rows += [changed(row, section, **{name: value}) for value in (None, ["x"], {"a": 1})]
+            rows.append(copy.deepcopy(row))
+            del rows[-1][section][name]
+    told = published_time.predict_rows(rows)
+    assert len(told) == len(rows)
+    for answer in told:
+        if answer["skipped"] is None:
+            assert 0 < answer["predicted_s"] < 1e9
+        else:
+            assert answer["predicted_s"] is None
+    published_time.times(told)
+    published_time.ranking(told)
+    answers = [published.predict(each) for each in rows if row is not TIMED[1]][::3]
+    assert all(a["skipped"] or a["predicted_bytes"] > 0 for a in answers)
+
+
+@pytest.mark.parametrize(
+    ("row", "section", "fields", "reason"),
+    [
+        (TITAN, "parallel", {"ep": 4}, "parallel.ep 4"),
+        (TITAN, "model", {"experts": 8}, "model.experts 8"),
+        (TITAN, "training", {"optimizer": "8-bit AdamW"}, "8-bit AdamW"),
+        (TITAN, "parallel", {"zero_stage": 2}, "zero_stage 2"),
+        (TITAN, "hardware", {"gpus": 16}, "8 ranks are stated, and 16 GPUs"),
+        (TITAN, "training", {"global_batch": 99}, "global_batch 99"),
+        (NANOTRON, "hardware", {"gpu": "A100 SXM 80GB"}, "H100"),
+        (NANOTRON, "parallel", {"sp": False}, "sp False"),
+        (NANOTRON, "parallel", {"pp": 8, "tp": 1, "dp": 1}, "8 stages"),
+        (NANOTRON, "training", {"compile": True}, "compile True"),
+        (MEGATRON, "training", {"attention": "flash-attn 2"}, "flash-attn 2"),
+        (MEGATRON, "parallel", {"cp": 2}, "cp 2"),
+        (MEGATRON, "parallel", {"schedule": "interleaved 1F1B"}, "virtual stages"),
+        (FOUNDRY, "training", {"activation_cpu_offload": True}, "offload"),
+    ],
+)
+def test_what_no_rule_reads_is_skipped_by_its_name(
+    row: dict[str, Any], section: str, fields: dict[str, Any], reason: str
+) -> None:
+    other = changed(changed(row, section, **fields), "measured", tokens_per_s_per_gpu=1000)
+    if row in (TITAN, NANOTRON):
+        assert reason in published.predict(other)["skipped"]
+    assert reason in published_time.predict_rows([other])[0]["skipped"]
+
+
+def test_a_line_that_is_no_row_is_skipped_by_its_number(tmp_path: Any) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join([json.dumps(TITAN), "", "{", "[1]"]))
+    rows = row_check.read_rows(file)
+    assert [row["id"] for row in rows] == ["a", "line 3", "line 4"]
+    answers = [published.predict(row) for row in rows]
+    assert [bool(answer["skipped"]) for answer in answers] == [False, True, True]
+    assert published.summary(rows, answers)["all"]["skipped"] == 2

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from meshplan.cost import profile as profiles_of
 from meshplan.cost.grid import MODES
 from meshplan.cost.profile import GENERIC, WORST_RESIDUAL
-from tests.bench.mapping import Row, SkipError
+from tests.bench.mapping import SkipError, checked
+from tests.bench.row_check import read_rows
 from tests.bench.time_mapping import Case, case_of
 from tests.bench.time_predict import batches, predict
 
@@ -75,13 +76,11 @@ runtime/zero/stage_1_and_2.py."""
 def load(path: Path) -> list[Case]:
     """Every row of a file that can be told."""
     out = []
-    for line in path.read_text().splitlines():
-        if line.strip():
-            row: Row = json.loads(line)
-            try:
-                out.append(case_of(row))
-            except SkipError:
-                continue
+    for row in read_rows(path):
+        try:
+            out.append(case_of(checked(row)))
+        except SkipError:
+            continue
     return out
 
 
