@@ -9,18 +9,19 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
 
 from meshplan.memory.allocator import reserve
 from meshplan.memory.frameworks.nanotron import stages
-from meshplan.memory.frameworks.nanotron_job import Job, log_of
+from meshplan.memory.frameworks.nanotron_job import Job, log_of, made_of
 from meshplan.memory.frameworks.nanotron_pace import QUEUE, lag_of, stalls
 from meshplan.memory.log import Event, EventLog, Storage, Term
 from meshplan.memory.shape import Shape
-from tests.bench import published, residuals
-from tests.bench.time_frameworks import STALL_S, stalled_seconds
+from tests.bench import mapping, published, published_time, residuals, row_check
+from tests.bench.time_nanotron import STALL_S, STALLED_RANK_S, stalled_seconds
 
 TITAN: dict[str, Any] = {
     "id": "a", "group": "g",
@@ -50,8 +51,12 @@ NANOTRON: dict[str, Any] = {
 
 
 def changed(row: dict[str, Any], section: str, **fields: Any) -> dict[str, Any]:
+    """With other values, on as many GPUs as it then has ranks."""
     row = copy.deepcopy(row)
     row[section] |= fields
+    sizes = [row["parallel"].get(name, 1) for name in row_check.RANKS]
+    if section == "parallel" and all(isinstance(size, int) for size in sizes):
+        row["hardware"]["gpus"] = prod(sizes)
     return row
 
 
@@ -98,7 +103,7 @@ def test_every_field_counts(section: str, fields: dict[str, Any]) -> None:
         (TITAN, "model", {"heads": 0}, "heads"),
         (NANOTRON, "parallel", {"zero_stage": 3}, "zero_stage 3"),
         (NANOTRON, "parallel", {"tp": 3}, "tp 3"),
-        (NANOTRON, "training", {"activation_checkpointing": "full"}, "recomputation"),
+        (NANOTRON, "training", {"activation_checkpointing": "full"}, "activation_checkpointing"),
     ],
 )
 def test_what_is_unknown_is_skipped(
@@ -183,27 +188,79 @@ def test_memory_that_runs_out_makes_the_process_wait() -> None:
     assert published._lagging(shape, job, QUEUE, least // 2).reserved_bytes == least
 
 
+def a_job(tp: int, pp: int, **fields: Any) -> tuple[Shape, Job]:
+    shape = Shape(layers=16, hidden=1024, heads=32, kv_heads=32, head_dim=32, mlp=4096, vocab=32768)
+    sizes = {"batch": 1, "accumulate": 64, "dp": 2, "zero": 1} | fields
+    job = Job(stage=stages(shape, pp)[0], rank=0, seq_len=4096, tp=tp, pp=pp, **sizes)
+    return shape, job
+
+
+def lag(tp: int, pp: int, **fields: Any) -> int:
+    shape, job = a_job(tp, pp, **fields)
+    return lag_of(shape, job, made_of(shape, job))
+
+
 def test_the_process_waits_where_its_code_does() -> None:
-    shape = Shape(layers=8, hidden=1024, heads=32, kv_heads=32, head_dim=32, mlp=4096, vocab=32768)
-
-    def lag(tp: int, pp: int, dp: int = 2, accumulate: int = 8) -> int:
-        stage = stages(shape, pp)[0]
-        return lag_of(Job(stage=stage, rank=0, batch=2, seq_len=1024, accumulate=accumulate,
-                          dp=dp, tp=tp, pp=pp, zero=1))  # fmt: skip
-
     assert lag(1, 1) == 0
-    assert lag(8, 2) < lag(8, 4) < lag(8, 1) < lag(32, 1) == QUEUE
-    assert lag(8, 1, accumulate=1) < lag(8, 1)
-    assert lag(8, 4, dp=8) < lag(8, 4, dp=7)  # 256 ranks.
-    assert not stalls(512, 1, 1)
-    assert stalls(2, 32, 2)
-    assert not stalls(2, 16, 2)
+    assert lag(2, 1) < lag(4, 1) < lag(8, 1) < lag(32, 1) == QUEUE
+    # The first gradient is awaited after as many forwards as there are stages.
+    assert lag(8, 2) == 0
+    forward, _ = made_of(*a_job(8, 4))
+    assert lag(8, 4) == 2 * forward
+    assert lag(8, 8) < lag(8, 1)
+    assert lag(8, 4, dp=8, batch=2) < lag(8, 4, dp=7, batch=2)  # 256 ranks.
 
 
-def test_a_stalled_pipeline_waits_for_each_hand_over() -> None:
-    assert stalled_seconds(64, 1, 8, 100) == pytest.approx(STALL_S * (4 * 100 + 2 * 5))
-    assert stalled_seconds(16, 8, 2, 100) == pytest.approx(STALL_S * (2 * 100 + 1))
-    assert stalled_seconds(4, 8, 2, 100) == stalled_seconds(512, 1, 1, 100) == 0
+def test_a_slow_device_falls_behind() -> None:
+    assert lag(8, 2, batch=16) == 0 < lag(8, 2, batch=64) < lag(8, 2, batch=128)
+    assert lag(2, 2, batch=16) > 0  # A quarter of the ranks: each has four times as much to do.
+    # In one microbatch no process gets far ahead of the others, unless the device is slow.
+    assert lag(8, 1, accumulate=1) < lag(8, 1, accumulate=8) < lag(8, 1)
+    assert lag(8, 1, accumulate=1) < lag(8, 1, accumulate=1, batch=32)
+    # Nor does it matter where collectives leave the node: the device waits for these.
+    assert lag(16, 1, accumulate=1) == lag(16, 1, accumulate=1, batch=32)
+
+
+def test_jobs_stall_that_wait_for_their_network() -> None:
+    def told(dp: int, tp: int, pp: int, zero: int = 1, batch: int = 2) -> bool:
+        return stalls(dp=dp, tp=tp, pp=pp, zero=zero, batch=batch)
+
+    assert told(1, 32, 2)
+    assert not told(2, 16, 2)
+    assert [told(dp, 8, 2) for dp in (8, 16, 32)] == [False, True, True]
+    assert [told(8, 8, 4, batch=batch) for batch in (1, 2)] == [False, True]
+    assert told(32, 4, 2, batch=1)
+    assert not told(32, 4, 2, zero=0)
+    assert told(1, 16, 16, zero=0)  # One data rank has nothing to cut.
+    assert told(64, 4, 2, zero=0, batch=1)
+    assert [told(512 // tp, tp, 1) for tp in (1, 4, 16, 32)] == [False, True, True, False]
+    assert not told(32, 8, 1)
+
+
+def test_a_stalled_job_waits_for_each_message() -> None:
+    def waits(dp: int, tp: int, pp: int, **fields: Any) -> float:
+        shape, job = a_job(tp, pp, dp=dp, accumulate=100, **fields)
+        return stalled_seconds(job, shape)
+
+    assert waits(64, 1, 8) == pytest.approx(STALL_S * (4 * 100 + 2 * 5))
+    assert waits(32, 8, 2) == pytest.approx(STALL_S * (2 * 100 + 1))
+    assert waits(4, 8, 2) == waits(512, 1, 1) == 0
+    assert waits(64, 8, 1) == pytest.approx(STALLED_RANK_S * 100 * 16 * 8 * 8)
+    assert waits(64, 8, 1, zero=0) > waits(64, 8, 1)
+
+
+def test_a_job_that_stalls_leaves_a_rank_only_past_its_share() -> None:
+    """Where shares are whole blocks, the first rank has one more."""
+    shape = Shape(layers=16, hidden=2048, heads=32, kv_heads=32, head_dim=64, mlp=8192,
+                  vocab=131072, tied=True)  # fmt: skip
+    assert [s.layers for s in stages(shape, 2, is_past=True)] == [11, 5]
+    assert stages(shape, 8)[0] == stages(shape, 8, is_past=True)[0]
+    rows = [changed(changed(NANOTRON, "model", hidden=2048, ffn=8192, layers=16, vocab=131072),
+                    "parallel", dp=dp, tp=1, pp=2, zero_stage=1) for dp in (128, 256)]  # fmt: skip
+    held = [mapping.case_of(row).job.stage.layers for row in rows]  # type: ignore[union-attr]
+    assert held == [11, 11]
+    row = changed(rows[0], "parallel", dp=64)
+    assert mapping.case_of(row).job.stage.layers == 10  # type: ignore[union-attr]
 
 
 def test_what_was_given_back_is_not_held() -> None:
@@ -215,3 +272,119 @@ def test_what_was_given_back_is_not_held() -> None:
     held = reserve(EventLog(storages, tuple(events), ("step",)), limit_bytes=100 << 20)
     assert (held.reserved_bytes, held.left_bytes) == (70 << 20, 60 << 20)
     assert held.num_retries == 1
+
+
+MEGATRON: dict[str, Any] = {
+    "id": "c", "group": "i",
+    "model": {"layers": 4, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 4096,
+              "vocab": 32768, "seq_len": 1024},
+    "hardware": {"gpu": "A100 SXM 80GB", "gpus": 8, "nodes": 1, "gpus_per_node": 8,
+                 "inter": "8x HDR InfiniBand per node (Selene)"},
+    "parallel": {"dp": 2, "tp": 2, "pp": 2, "sp": False, "schedule": "1F1B"},
+    "training": {"micro_batch": 1, "global_batch": 16, "grad_accum": 8, "optimizer": "Adam",
+                 "precision": "fp16 mixed", "activation_checkpointing": "full"},
+    "measured": {"iter_time_s": 0.2, "fits": True},
+}  # fmt: skip
+FOUNDRY: dict[str, Any] = {
+    "id": "d", "group": "j",
+    "model": {"layers": 4, "hidden": 1024, "heads": 8, "ffn": 4096, "vocab": 32768,
+              "seq_len": 1024, "attention": "flash", "position": "learned (table of seq_len rows)"},
+    "hardware": {"gpu": "a100_80gb", "gpus": 8, "nodes": 1, "gpus_per_node": 8},
+    "parallel": {"dp_shard": 8, "zero_stage": 3, "fsdp": "FULL_SHARD",
+                 "impl": "PyTorch FSDP1 (Composer)"},
+    "training": {"micro_batch": 1, "global_batch": 8, "grad_accum": 1, "precision": "amp_bf16",
+                 "optimizer": "DecoupledAdamW", "activation_checkpointing": "full"},
+    "measured": {"tokens_per_s_per_gpu": 1000, "fits": True},
+}  # fmt: skip
+TIMED = [
+    changed(TITAN | {"id": "e"}, "measured", tokens_per_s_per_gpu=1000),
+    changed(NANOTRON | {"id": "f"}, "measured", tokens_per_s_per_gpu=1000),
+    MEGATRON,
+    FOUNDRY,
+]
+TIMED[0] = changed(TIMED[0], "hardware", gpu="H100 SXM (HBM2e 96GB, 500W, 2.4TB/s)")
+ODD = (-1, 0, 1.5, "many", [], {}, True, 10**12, float("nan"), float("inf"))
+
+
+def test_rows_of_all_frameworks_are_timed() -> None:
+    told = published_time.predict_rows(TIMED)
+    assert [each["skipped"] for each in told] == [None] * 4
+    assert all(each["predicted_s"] > 0 for each in told)
+    assert len({each["framework"] for each in told}) == 4
+
+
+@pytest.mark.parametrize("row", TIMED, ids=["titan", "nanotron", "megatron", "foundry"])
+def test_a_number_that_is_none_is_skipped_by_its_name(row: dict[str, Any]) -> None:
+    rows, reasons = [], []
+    for section, names in row_check.SIZES.items():
+        for name in row[section].keys() & set(names):
+            for value in ODD:
+                rows.append(row | {section: row[section] | {name: value}})
+                reasons.append(name)
+    told = [published_time.predict_rows(rows), list(map(published.predict, rows))]
+    for answers in told:
+        for answer, name, odd in zip(answers, reasons, rows, strict=True):
+            assert answer["skipped"] is not None, (name, odd)
+            assert f"{name} " in answer["skipped"], (name, answer)
+
+
+@pytest.mark.parametrize("row", TIMED, ids=["titan", "nanotron", "megatron", "foundry"])
+def test_whatever_is_missing_or_odd_nothing_fails(row: dict[str, Any]) -> None:
+    """Told or skipped, and what is told is a number."""
+    rows: list[Any] = [None, [], "row", 1]
+    for section in ("model", "hardware", "parallel", "training", "measured"):
+        rows += [row | {section: value} for value in (None, [], "none", {})]
+        rows.append({name: value for name, value in row.items() if name != section})
+        for name in row[section]:
+            rows += [changed(row, section, **{name: value}) for value in (None, ["x"], {"a": 1})]
+            rows.append(copy.deepcopy(row))
+            del rows[-1][section][name]
+    told = published_time.predict_rows(rows)
+    assert len(told) == len(rows)
+    for answer in told:
+        if answer["skipped"] is None:
+            assert 0 < answer["predicted_s"] < 1e9
+        else:
+            assert answer["predicted_s"] is None
+    published_time.times(told)
+    published_time.ranking(told)
+    answers = [published.predict(each) for each in rows if row is not TIMED[1]][::3]
+    assert all(a["skipped"] or a["predicted_bytes"] > 0 for a in answers)
+
+
+@pytest.mark.parametrize(
+    ("row", "section", "fields", "reason"),
+    [
+        (TITAN, "parallel", {"ep": 4}, "parallel.ep 4"),
+        (TITAN, "model", {"experts": 8}, "model.experts 8"),
+        (TITAN, "training", {"optimizer": "8-bit AdamW"}, "8-bit AdamW"),
+        (TITAN, "parallel", {"zero_stage": 2}, "zero_stage 2"),
+        (TITAN, "hardware", {"gpus": 16}, "8 ranks are stated, and 16 GPUs"),
+        (TITAN, "training", {"global_batch": 99}, "global_batch 99"),
+        (NANOTRON, "hardware", {"gpu": "A100 SXM 80GB"}, "H100"),
+        (NANOTRON, "parallel", {"sp": False}, "sp False"),
+        (NANOTRON, "parallel", {"pp": 8, "tp": 1, "dp": 1}, "8 stages"),
+        (NANOTRON, "training", {"compile": True}, "compile True"),
+        (MEGATRON, "training", {"attention": "flash-attn 2"}, "flash-attn 2"),
+        (MEGATRON, "parallel", {"cp": 2}, "cp 2"),
+        (MEGATRON, "parallel", {"schedule": "interleaved 1F1B"}, "virtual stages"),
+        (FOUNDRY, "training", {"activation_cpu_offload": True}, "offload"),
+    ],
+)
+def test_what_no_rule_reads_is_skipped_by_its_name(
+    row: dict[str, Any], section: str, fields: dict[str, Any], reason: str
+) -> None:
+    other = changed(changed(row, section, **fields), "measured", tokens_per_s_per_gpu=1000)
+    if row in (TITAN, NANOTRON):
+        assert reason in published.predict(other)["skipped"]
+    assert reason in published_time.predict_rows([other])[0]["skipped"]
+
+
+def test_a_line_that_is_no_row_is_skipped_by_its_number(tmp_path: Any) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join([json.dumps(TITAN), "", "{", "[1]"]))
+    rows = row_check.read_rows(file)
+    assert [row["id"] for row in rows] == ["a", "line 3", "line 4"]
+    answers = [published.predict(row) for row in rows]
+    assert [bool(answer["skipped"]) for answer in answers] == [False, True, True]
+    assert published.summary(rows, answers)["all"]["skipped"] == 2

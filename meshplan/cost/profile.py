@@ -43,6 +43,8 @@ class Profile:
             between nodes for each device.
         intra_latency_s, inter_latency_s: Of one hop.
         contention: Share of hidden communication by which it slows what hides it.
+        contention_alone: Likewise, where DDP's ranks are alone on their nodes: a ring that only
+            leaves them takes little of the device. None for no difference.
         pcie_bytes_per_s: Between the device and its host.
         optimizer_bytes: That an update reads and writes, for each byte of a parameter.
         tp_exposed: Share of what tp sends that nothing hides.
@@ -74,6 +76,7 @@ class Profile:
     optimizer_bytes: float
     tp_exposed: float = 1.0
     crossing_s: float = 0.0
+    contention_alone: float | None = None
     gathers_once: bool = False
     sources: tuple[str, ...] = ()
     residual: float | None = None
@@ -174,6 +177,7 @@ def resolve(cluster: Cluster, framework: str, dtype: str, facts: Mapping[str, An
         optimizer_bytes=constants["optimizer_bytes"],
         tp_exposed=constants["tp_exposed"],
         crossing_s=constants["crossing_s"],
+        contention_alone=constants.get("contention_alone"),
         gathers_once=facts.get("gathers_once", False),
         sources=sources,
         residual=facts.get("residual"),

@@ -108,9 +108,9 @@ def compute_seconds(tally: Tally, samples: Array | float, profile: Profile) -> A
     return np.asarray(tally.kernels * profile.kernel_s + np.maximum(flops, read) + moved)
 
 
-def hidden(work: Array, behind: Array, profile: Profile) -> Array:
+def hidden(work: Array, behind: Array, contention: Array | float) -> Array:
     """Two things at once, of which one slows the other."""
-    return np.maximum(work, behind) + profile.contention * np.minimum(work, behind)
+    return np.asarray(np.maximum(work, behind) + contention * np.minimum(work, behind))
 
 
 def terms(
@@ -138,7 +138,7 @@ def terms(
     """
     rows = rows or Rows(grid, profile, gpus_per_node, widths_of(precision, dtype))
     is_awaited = not kind.has_options if is_awaited is None else is_awaited
-    join = (lambda a, b: a + b) if is_awaited else partial(hidden, profile=profile)
+    join = (lambda a, b: a + b) if is_awaited else partial(hidden, contention=profile.contention)
     forward_c, backward_c = rows.compute(kind.forward), rows.compute(kind.backward)
     forward_t, backward_t = rows.sent(kind.sent_forward), rows.sent(kind.sent_backward)
     keys = rows.exchanged(kind.exchanged_bytes) if exchanges else rows.keys(kind.context_bytes)
@@ -168,7 +168,7 @@ def terms(
         if whole is not None:
             usual = np.where(is_whole, backward, usual)
             # DDP knows no root: buckets leave whatever they are of.
-            end = np.where(is_whole, hidden(backward, whole, profile), end)
+            end = np.where(is_whole, hidden(backward, whole, rows.slows()), end)
         forwards.append(waited if reshard else forward)
         first.append(usual)
         last.append(end - usual + (0.0 if reshard else waited - forward))
@@ -282,6 +282,13 @@ class Rows:
         if self.along_all is None:
             return gathered, reduced, summed, None
         return gathered, reduced, summed, all_reduce(numel * widths.stored, self.along_all, profile)
+
+    def slows(self) -> Array | float:
+        """By what share of it DDP's sum slows the backward that hides it."""
+        usual, alone, group = self.profile.contention, self.profile.contention_alone, self.along_all
+        if alone is None or group is None:
+            return usual
+        return np.where((group.per_node == 1) & (group.nodes > 1), alone, usual)
 
     def update(self, kind: Kind) -> Array:
         held = np.where(self.mode == _DDP, float(sum(kind.numels)), share(self.grid, kind))
