@@ -290,8 +290,8 @@ def test_unknown_family() -> None:
     assert _message({"model_type": "bert"}) == (
         "meshplan: 1 problem\n"
         "config.json: model_type: model_type 'bert' is not supported\n"
-        "    fix: supported are deepseek_v3, gemma2, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe; "
-        "for any other model give its number of parameters"
+        "    fix: supported are deepseek_v3, gemma2, gpt2, llama, mistral, mixtral, qwen2, "
+        "qwen3, qwen3_moe; for any other model give its number of parameters"
     )
     assert "config.json: model_type: the key is missing\n" in _message({})
 

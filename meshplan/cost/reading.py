@@ -183,7 +183,8 @@ class Reading:
         size = self._element_bytes
         if row.op == "attention":
             # Two products of length x length by the heads' width, of which half is masked.
-            return 2.0 * (self._size(row.reads[0]) // size) * self._seq_len
+            both = self._size(row.reads[0]) + self._size(row.makes[0])
+            return 1.0 * (both // size) * self._seq_len
         if row.op not in _PRODUCTS:
             return 0.0
         # (mk)(kn)(mn) is the square of mnk.
