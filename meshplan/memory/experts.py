@@ -81,7 +81,7 @@ def _dispatch(
     width = shape.hidden * w.element_bytes
     counts = w.row("where", (index,), table, takes=2 * ids + 1)
     theirs = w.row("all_to_all", (counts,), table, is_sent=True)
-    both = w.row("stack", (counts, theirs), 2 * table)
+    both = w.row("cat", (counts, theirs), 2 * table)
     _, order = _sort(w, ids)
     repeated = w.row("clone", (x,), size, grads=(Grad(x, w.size(x)),))
     own, own_weights = _select(w, repeated, order), _select(w, weights, order)

@@ -106,4 +106,6 @@ def _wide_linear(w: Writer, shape: Shape, x: int) -> int:
     nbytes = into * shape.experts
     weight = w.row("_to_copy", (), nbytes * _FP32, parameters=((fqn, nbytes * w.parameter_bytes),))
     at = replace(w.at(above), element_bytes=_FP32, parameter_bytes=_FP32)
-    return at.linear(wide, into, shape.experts, name, parts={fqn: weight})
+    logits = at.linear(wide, into, shape.experts, name, parts={fqn: weight})
+    w.tape.in_float32.add(logits)
+    return logits

@@ -89,6 +89,7 @@ class Tape:
             bytes that it has once it is.
         lays_itself: Parameters that no unit reduces: their gradients are laid when they are there.
         sums_apart: Values of which every sum of gradients is a new tensor.
+        in_float32: What products make that are computed in float32, where others are narrower.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -103,6 +104,7 @@ class Tape:
     laid: dict[tuple[int, str], int] = field(default_factory=dict)
     lays_itself: set[str] = field(default_factory=set)
     sums_apart: set[int] = field(default_factory=set)
+    in_float32: set[int] = field(default_factory=set)
 
     def value(self, nbytes: int, of: int | None = None) -> int:
         """A new value; `of` names the one that it is a view of."""
