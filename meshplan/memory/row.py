@@ -100,6 +100,7 @@ class Tape:
         sums_apart: Values of which every sum of gradients is a new tensor.
         handed: By a row and what it reads, a value or the fqn of a parameter: the value that it
             keeps and that becomes the gradient.
+        in_float32: What products make that are computed in float32, where others are narrower.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -115,6 +116,7 @@ class Tape:
     lays_itself: set[str] = field(default_factory=set)
     sums_apart: set[int] = field(default_factory=set)
     handed: dict[tuple[int, int | str], int] = field(default_factory=dict)
+    in_float32: set[int] = field(default_factory=set)
 
     def value(self, nbytes: int, of: int | None = None) -> int:
         """A new value; `of` names the one that it is a view of."""

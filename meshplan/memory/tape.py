@@ -219,22 +219,25 @@ class Player:
             self._back_through(end, span.end)
             self._begin_unit(end - 1)
             self._recompute(span)
-        self._back_through(span.start, end)
-        if span.recompute:
-            # With the last that it kept goes what it was called with, and what it did not need.
-            left = [v for row in self._tape.rows[span.start : span.end] for v in row.makes]
-            spared = [self._cached.pop(value) for value in left if value in self._cached]
-            for storage in (*self._inputs.pop(span.start).values(), *spared):
-                self._drop(storage)
-            self._host.end(~span.start, self._now)
+        self._back_through(span.start, end, span if span.recompute else None)
 
-    def _back_through(self, start: int, end: int) -> None:
+    def _end_span(self, span: Span) -> None:
+        """With the last that it kept goes what it was called with, and what it did not need."""
+        left = [v for row in self._tape.rows[span.start : span.end] for v in row.makes]
+        spared = [self._cached.pop(value) for value in left if value in self._cached]
+        for storage in (*self._inputs.pop(span.start).values(), *spared):
+            self._drop(storage)
+        self._host.end(~span.start, self._now)
+
+    def _back_through(self, start: int, end: int, ending: Span | None = None) -> None:
         for number in reversed(range(start, end)):
             self._is_loss = 0 <= self._tape.loss_start <= number
             if number == self._tape.loss_start - 1:
                 self._mark(Moment.BEFORE_BACKWARD, "")
             self._begin_unit(number)
             self._back(number)
+            if ending is not None and number == start:
+                self._end_span(ending)
             if number in self._starts:
                 self._mark(Moment.AFTER_BACKWARD, self._starts[number])
 

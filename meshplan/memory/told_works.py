@@ -143,6 +143,7 @@ def refusals(plan: Plan) -> Iterator[Problem]:
             a.context is not None and a.context.attention != "all_to_all",
             "context parallelism that gathers keys and values (all_to_all it knows)",
         ),
+        (_exchanges_latents(plan), "context parallelism of attention by narrow vectors"),
         (_parts_heads(plan), "all_to_all over heads that do not divide by tp and cp together"),
         (bool(saved - PRODUCTS), f"recomputation that saves {', '.join(sorted(saved - PRODUCTS))}"),
         (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
@@ -156,6 +157,10 @@ def refusals(plan: Plan) -> Iterator[Problem]:
                 f"a step told from a config has no rules for {what}",
                 fix="give the model itself (model: entry, with torch), so that it is traced",
             )
+
+
+def _exchanges_latents(plan: Plan) -> bool:
+    return plan.mesh.size("cp") > 1 and "kv_lora_rank" in plan.graph.config
 
 
 def _parts_heads(plan: Plan) -> bool:
