@@ -12,7 +12,6 @@ from meshplan.memory.stage_tape import StageTape
 from meshplan.memory.tape import Player
 from meshplan.memory.work import Mark, Moment, Work
 
-
 _FORWARD: Final = (Moment.BEFORE_FORWARD, Moment.AFTER_FORWARD)
 
 
