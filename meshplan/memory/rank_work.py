@@ -1,4 +1,4 @@
-"""The work of a rank: its pass through the schedule, a long one in brief where that tells enough."""
+"""The work of a rank: its pass through the schedule, a long one in brief if that tells enough."""
 
 from __future__ import annotations
 
