@@ -51,7 +51,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         LOOPED, virtual=2, mesh=CUT, tp_plan="auto", loss_parallel=True)),
     "looped, qwen, some blocks dense": (QWEN, plan_of(LOOPED, virtual=2)),
     "looped, embeddings apart": (GPT2, plan_of(LOOPED, virtual=2, split=[
-        ["transformer.wte"], ["transformer.wpe"], ["transformer.h.0"]])),
+        ["transformer.wte"], ["transformer.wpe", "transformer.h.0"], ["transformer.h.1"],
+        ["transformer.h.2"]])),
     "v, no data axes": (LLAMA, plan_of("ZBVZeroBubble", mesh={})),
     "v": (LLAMA, plan_of("ZBVZeroBubble", **MIXED)),
     "v, of 8 stages": (DEEP, plan_of("ZBVZeroBubble", 4, 8, **MIXED)),
