@@ -254,10 +254,11 @@ SCHEDULES: Final[Mapping[str, Schedule]] = MappingProxyType(
             Schedule(name="Interleaved1F1B", virtual=None, order=_alternating, in_turn=True,
                      problem=_whole_rounds),
             Schedule(name="InterleavedZeroBubble", virtual=None, splits_backward=True,
-                     order=_zero_bubble, problem=_whole_rounds),
-            Schedule(name="ZBVZeroBubble", is_v=True, virtual=2, splits_backward=True, order=_zbv),
+                     order=_zero_bubble, in_turn=True, problem=_whole_rounds),
+            Schedule(name="ZBVZeroBubble", is_v=True, virtual=2, splits_backward=True, order=_zbv,
+                     in_turn=True),
             Schedule(name="DualPipeV", is_v=True, virtual=2, splits_backward=True,
-                     order=_dual_pipe_v, problem=_two_per_rank),
+                     order=_dual_pipe_v, in_turn=True, problem=_two_per_rank),
         )
     }
 )  # fmt: skip

@@ -407,7 +407,15 @@ def both(schedule, pp, count, virtual, forward, crossing=0.0, ratio=2.0):
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize(
     ("schedule", "virtual"),
-    [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 3)],
+    [
+        ("GPipe", 1),
+        ("1F1B", 1),
+        ("Interleaved1F1B", 2),
+        ("Interleaved1F1B", 3),
+        ("InterleavedZeroBubble", 2),
+        ("InterleavedZeroBubble", 3),
+        ("InterleavedZeroBubble", 5),
+    ],
 )
 def test_equal_stages_take_exactly_what_is_told(schedule, virtual, pp):
     for rounds, crossing in ((1, 0.0), (2, 0.0), (5, 0.0), (1, 0.01), (2, 0.01), (5, 0.01)):
@@ -434,8 +442,9 @@ def test_unequal_stages_take_about_as_long_as_told(spread):
             assert -1e-9 <= told / played - 1 <= 0.4 * spread
             assert schedule != "GPipe" or told == pytest.approx(played)
         chunks = [1 + spread * rng.random() for _ in range(2 * pp)]
-        played, told = both("Interleaved1F1B", pp, pp * rounds, 2, chunks)
-        assert abs(told / played - 1) <= 0.75 * spread
+        for schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+            played, told = both(schedule, pp, pp * rounds, 2, chunks)
+            assert abs(told / played - 1) <= 0.75 * spread
 
 
 def test_the_bubble_of_the_textbook():

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshplan.cost.grid import SCHEDULE_WORDS
+from meshplan.cost.grid import OPTIONS, SCHEDULE_WORDS
 from meshplan.cost.profile import profile_of
 from meshplan.cost.simulate import simulate
 from meshplan.cost.stages import stage_seconds
+from meshplan.cost.step import pipeline_seconds
 from meshplan.errors import PlanError
 from meshplan.memory.told import told_rank
 from meshplan.plan import Plan, make_plan
@@ -31,6 +32,8 @@ from meshplan.planner.lock import overrides
 from meshplan.planner.row import Candidate, Row, solve_row
 from meshplan.schedules import SCHEDULES
 from tests.test_planner_gauge import LLAMA
+
+HALVED = "InterleavedZeroBubble"
 
 
 @pytest.fixture
@@ -67,7 +70,7 @@ def some(job: Job, count: int) -> Iterator[tuple[Candidate, Plan]]:
 def test_the_space_has_every_even_number_of_stages(write: Any) -> None:
     grid = write().grid
     assert {int(word) for word in grid["schedule"]} == {
-        SCHEDULE_WORDS.index(word) for word in ("", "1F1B", "Interleaved1F1B")
+        SCHEDULE_WORDS.index(word) for word in ("", "1F1B", "Interleaved1F1B", HALVED)
     }
     of = {pp: {int(v) for v in grid["virtual"][grid["pp"] == pp]} for pp in (1, 2, 4, 8, 16)}
     assert of == {1: {1}, 2: {1, 3, 9}, 4: {1, 2, 4}, 8: {1, 2}, 16: {1}}
@@ -83,7 +86,8 @@ def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(write: Any) 
     for candidate, plan in some(job, 12):
         stages, config = plan.assignment.stages, job.grid[candidate.row]
         assert stages is not None
-        assert (stages.schedule, stages.virtual) == ("Interleaved1F1B", config["virtual"])
+        word = SCHEDULE_WORDS[config["schedule"]]
+        assert (stages.schedule, stages.virtual) == (word, config["virtual"])
         assert stages.num == len(candidate.ends) - 1
         assert Costed(plan, job.question.cluster).seconds == pytest.approx(candidate.seconds)
         for place in (0, stages.num_ranks - 1):
@@ -96,7 +100,7 @@ def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(write: Any) 
 
 def test_a_played_step_takes_about_as_long_as_told(write: Any) -> None:
     job = write()
-    for _, plan in some(job, 12):
+    for candidate, plan in some(job, 12):
         stages = plan.assignment.stages
         assert stages is not None
         found = stage_seconds(plan, job.profile, 8)
@@ -107,8 +111,9 @@ def test_a_played_step_takes_about_as_long_as_told(write: Any) -> None:
         )  # fmt: skip
         each = [f + b for f, b in zip(found.forward_s, found.backward_s, strict=True)]
         by_rank = [sum(each[rank::ranks]) for rank in range(ranks)]
-        told = count * max(by_rank) + (sum(by_rank) - max(by_rank)) / stages.virtual
-        told += 2 * (stages.num - 1) * found.crossing_s
+        own = job.grid[candidate.row : candidate.row + 1]
+        most, total = np.array([max(by_rank)]), np.array([sum(by_rank)])
+        told = float(pipeline_seconds(own, most, total, found.crossing_s)[0])
         spread = max(each) / min(each) - 1
         assert abs(told / played.seconds - 1) <= 0.02 + 0.4 * spread
 
@@ -132,7 +137,8 @@ def test_stages_of_a_rank_are_stated_or_free(write: Any) -> None:
     assert {int(v) for v in stated.grid["virtual"]} == {2}
     either = write(pipeline={"schedule": "auto", "virtual": 3})
     words = {SCHEDULE_WORDS[int(word)] for word in either.grid["schedule"]}
-    assert (words, {int(v) for v in either.grid["virtual"]}) == ({"Interleaved1F1B"}, {3})
+    several = {"Interleaved1F1B", HALVED}
+    assert (words, {int(v) for v in either.grid["virtual"]}) == (several, {3})
     none = write(pipeline={"schedule": "1F1B"})
     assert {int(v) for v in none.grid["virtual"]} == {1}
 
@@ -157,11 +163,11 @@ def test_what_cannot_be_planned_is_said(write: Any, fields: dict[str, Any], what
 def test_blocks_that_are_not_alike_keep_it_out_of_the_space(write: Any) -> None:
     rule = {"match": "model.layers.3", "activation_checkpointing": "full"}
     either = {each.what for each in write().free.rejected}
-    assert "pipeline.schedule=InterleavedZeroBubble, ZBVZeroBubble, DualPipeV" in either
-    assert "pipeline.schedule=Interleaved1F1B" not in either
+    assert "pipeline.schedule=ZBVZeroBubble, DualPipeV" in either
+    assert not any("pipeline.schedule=Interleaved" in each for each in either)
     job = write(rules=[rule])
     assert {int(v) for v in job.grid["virtual"]} == {1}
-    assert "pipeline.schedule=Interleaved1F1B" in {each.what for each in job.free.rejected}
+    assert f"pipeline.schedule=Interleaved1F1B, {HALVED}" in {r.what for r in job.free.rejected}
 
 
 def test_it_is_chosen_where_a_bubble_is_what_costs(write: Any) -> None:
@@ -170,7 +176,33 @@ def test_it_is_chosen_where_a_bubble_is_what_costs(write: Any) -> None:
     job = write(mesh=mesh, batch={"global": 16, "seq_len": 512}, pipeline={"schedule": "auto"})
     decision = decide_job(job)
     assert decision.chosen is not None
-    assert decision.chosen.stated["pipeline.schedule"] == "Interleaved1F1B"
+    assert decision.chosen.stated["pipeline.schedule"] == HALVED
     alone = decide_job(write(mesh=mesh, batch={"global": 16, "seq_len": 512}, pipeline={}))
     assert alone.chosen is not None
     assert decision.chosen.seconds < 0.97 * alone.chosen.seconds
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"activation_checkpointing": "full"}, "recomputed in each half"),
+        ({"strategy": "full_shard"}, "stay gathered"),
+        ({"rules": [{"match": "model.layers.*", "reshard_after_forward": True}]}, "stay gathered"),
+    ],
+)
+def test_halves_are_left_out_where_they_do_not_go(
+    write: Any, fields: dict[str, Any], why: str
+) -> None:
+    job = write(**fields)
+    assert SCHEDULE_WORDS.index(HALVED) not in job.grid["schedule"]
+    assert any(HALVED in each.what and why in each.why for each in job.free.rejected)
+    with pytest.raises(PlanError, match=why):
+        _ = write(**fields, pipeline={"schedule": HALVED}).grid
+
+
+def test_nothing_runs_again_nor_is_given_back_in_halves(write: Any) -> None:
+    job = write()
+    rows = np.flatnonzero(job.grid["schedule"] == SCHEDULE_WORDS.index(HALVED))
+    options = {n for n, each in enumerate(OPTIONS) if each == (0, 0)}
+    found = np.argwhere(np.isfinite(job.usual.seconds[rows]))
+    assert {int(option) for *_, option in found} == options

@@ -15,6 +15,7 @@ from meshplan.planner.cuts import cut
 from meshplan.planner.flights import (
     fewest_in_flight,
     flights,
+    handed_on,
     in_flight,
     sent_in_flight,
     usual_blocks,
@@ -34,6 +35,7 @@ from meshplan.planner.search import search
 from meshplan.schedules import SCHEDULES, actions
 
 NUM_OPTIONS = len(OPTIONS)
+HALVED = "InterleavedZeroBubble"
 
 
 def random_numbers(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
@@ -95,7 +97,7 @@ def random_rounds(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
         row["microbatches"] = rng.integers(1, 8)
         most = blocks // int(row["pp"])
         if row["pp"] > 1 and most > 1 and rng.random() < 0.8:
-            row["schedule"], row["virtual"] = 3, rng.integers(2, most + 1)
+            row["schedule"], row["virtual"] = rng.choice([3, 4]), rng.integers(2, most + 1)
             while row["microbatches"] < row["pp"] or SCHEDULES["Interleaved1F1B"].problem(
                 int(row["pp"]), int(row["microbatches"])
             ):
@@ -113,9 +115,38 @@ def random_rounds(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
 
 @functools.cache
 def kept_by(schedule: str, ranks: int, virtual: int, count: int) -> tuple[tuple[float, ...], ...]:
-    """By rank and its stages, forwards before the rank's first backward, as it is played."""
+    """By rank and its stages, forwards before the rank's first backward, as it is played.
+
+    Of backwards in two halves, those that wait for the second, when the most first do.
+    """
+    return _kept_by(schedule, ranks, virtual, count, "W")
+
+
+@functools.cache
+def handed_by(schedule: str, ranks: int, virtual: int, count: int) -> tuple[tuple[float, ...], ...]:
+    """At the same moment, those that wait for a first half or a whole backward."""
+    return _kept_by(schedule, ranks, virtual, count, "I")
+
+
+def _kept_by(
+    schedule: str, ranks: int, virtual: int, count: int, ends: str
+) -> tuple[tuple[float, ...], ...]:
     out = []
     for rank, order in enumerate(actions(SCHEDULES[schedule], ranks, virtual, count)):
+        if SCHEDULES[schedule].splits_backward:
+            live = dict.fromkeys("FIW", 0)
+            most, then = -1, [0.0] * virtual
+            by_stage = {kind: [0] * virtual for kind in "FIW"}
+            for step in (step for step in order if step.kind in "FIW"):
+                live[step.kind] += 1
+                by_stage[step.kind][step.stage // ranks] += 1
+                if live["F"] - live["W"] > most:
+                    most = live["F"] - live["W"]
+                    then = [
+                        float(f - e) for f, e in zip(by_stage["F"], by_stage[ends], strict=True)
+                    ]
+            out.append(tuple(then))
+            continue
         steps = [step for step in order if step.kind in "FB"]
         warm = [s.stage for s in itertools.takewhile(lambda step: step.kind == "F", steps)]
         out.append(tuple(float(warm.count(rank + ranks * turn)) for turn in range(virtual)))
@@ -155,7 +186,8 @@ def fastest_rounds(numbers: Numbers, row: int, capacity: float) -> float:
     """Seconds of the best way of a row with several stages a rank, by trying every cut."""
     config, blocks = numbers.grid[row], sum(map(bool, numbers.names))
     ranks, virtual = int(config["pp"]), int(config["virtual"])
-    kept = kept_by("Interleaved1F1B", ranks, virtual, int(config["microbatches"]))
+    played = SCHEDULE_WORDS[config["schedule"]], ranks, virtual, int(config["microbatches"])
+    kept, handed = kept_by(*played), handed_by(*played)
     a, b = (float(each[row]) for each in weights(numbers.grid))
     best, known = float("inf"), {}
     for inner in itertools.combinations(range(1, blocks), ranks * virtual - 1):
@@ -168,8 +200,8 @@ def fastest_rounds(numbers: Numbers, row: int, capacity: float) -> float:
         times = []
         for rank, each in enumerate(own):
             stages = [(1,) * size for size in each]
-            waiting = sum(kept[rank]) - (kept[rank][-1] if rank == ranks - 1 else 0.0)
-            waiting -= kept[rank][0] if rank == 0 else 0.0
+            waiting = sum(handed[rank]) - (handed[rank][-1] if rank == ranks - 1 else 0.0)
+            waiting -= handed[rank][0] if rank == 0 else 0.0
             room = capacity - float(numbers.beside[row]) - waiting * float(numbers.sent[row])
             if rank == 0:
                 stages[0] = (0, *stages[0])
@@ -274,7 +306,9 @@ def test_what_is_dealt_out_to_stages_is_what_was_chosen():
                     continue
                 config = numbers.grid[row]
                 ranks, virtual = int(config["pp"]), int(config["virtual"])
-                kept = kept_by("Interleaved1F1B", ranks, virtual, int(config["microbatches"]))
+                word, count = SCHEDULE_WORDS[config["schedule"]], int(config["microbatches"])
+                kept = kept_by(word, ranks, virtual, count)
+                handed = handed_by(word, ranks, virtual, count)
                 assert len(one.ends) == ranks * virtual + 1
                 held, seconds = [float(numbers.beside[row])] * ranks, [0.0] * ranks
                 for rank in range(ranks):
@@ -288,7 +322,9 @@ def test_what_is_dealt_out_to_stages_is_what_was_chosen():
                     bytes_ = numbers.resident[row] + keeps * numbers.saved[row]
                     held[stage % ranks] += float(bytes_[table > 0] @ table[table > 0])
                     hands_on = 0 < stage < ranks * virtual - 1
-                    held[stage % ranks] += keeps * float(numbers.sent[row]) * hands_on
+                    held[stage % ranks] += (
+                        handed[stage % ranks][turn] * float(numbers.sent[row]) * hands_on
+                    )
                     taken = numbers.seconds[row][table > 0] @ table[table > 0]
                     seconds[stage % ranks] += float(taken)
                 assert one.linear_bytes == pytest.approx(held)
@@ -301,15 +337,17 @@ def test_what_is_dealt_out_to_stages_is_what_was_chosen():
 def test_what_is_kept_is_what_the_schedule_has_done(ranks):
     grid = np.zeros(1, GRID)
     grid["pp"] = ranks
-    for virtual, count in itertools.product((1, 2, 3, 5), range(1, 5 * ranks)):
-        word = "1F1B" if virtual == 1 else "Interleaved1F1B"
+    every = itertools.product((1, 2, 3, 5), range(1, 5 * ranks), ("Interleaved1F1B", HALVED))
+    for virtual, count, word in every:
+        word = "1F1B" if virtual == 1 else word
         if SCHEDULES[word].problem(ranks, count) or (virtual > 1 and count < ranks):
             continue
         grid["virtual"], grid["microbatches"] = virtual, count
         grid["schedule"] = SCHEDULE_WORDS.index(word)
-        kept = kept_by(word, ranks, virtual, count)
+        kept, handed = (by(word, ranks, virtual, count) for by in (kept_by, handed_by))
         assert tuple(flights(grid[0], rank) for rank in range(ranks)) == kept
-        assert sent_in_flight(grid)[0] == sum(map(sum, kept)) - kept[0][0] - kept[-1][-1]
+        assert tuple(handed_on(grid[0], rank) for rank in range(ranks)) == handed
+        assert sent_in_flight(grid)[0] == sum(map(sum, handed)) - handed[0][0] - handed[-1][-1]
         assert fewest_in_flight(grid)[0] == min(map(min, kept))
         assert usual_in_flight(grid)[0] <= min(min((*each[:-1], np.inf)) for each in kept)
 

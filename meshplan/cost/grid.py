@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 GRID: Final = np.dtype(
     [
@@ -23,8 +24,19 @@ MODES: Final = ("ddp", "zero1", "shard")
 """How data ranks hold a model. "shard" covers full_shard, zero2 and their hybrids: they differ in
 `dp_replicate` and in the reshard of the options below. ddp uses dp_replicate alone."""
 
-SCHEDULE_WORDS: Final = ("", "GPipe", "1F1B", "Interleaved1F1B")
+SCHEDULE_WORDS: Final = ("", "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 """The schedules offered; "" where there is no pipeline."""
+
+_IN_HALVES: Final = SCHEDULE_WORDS.index("InterleavedZeroBubble")
+
+
+def in_halves(grid: NDArray[Any] | np.void) -> NDArray[np.bool_]:
+    """By row, whether backwards are run in two halves.
+
+    Then parameters stay gathered, nothing runs again, and gradients are reduced once, at the end.
+    """
+    return np.asarray(grid["schedule"] == _IN_HALVES)
+
 
 RECOMPUTE: Final = ("none", "selective", "full")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshplan.cost.chain import chain_of
-from meshplan.cost.grid import GRID, MODES, OPTIONS, RECOMPUTE
+from meshplan.cost.grid import GRID, MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
 from meshplan.cost.profile import Profile
 from meshplan.cost.step import crossing_seconds, terms
 from meshplan.cost.types import Chain
@@ -89,6 +89,8 @@ def stage_seconds(plan: Plan, profile: Profile, gpus_per_node: int) -> StageSeco
         row[axis] = plan.mesh.size(axis)
     mode = "ddp" if a.wrapper != "units" else "zero1" if a.strategy.name == "zero1" else "shard"
     row["virtual"] = stages.virtual if stages is not None else 1
+    word = stages.schedule if stages is not None else ""
+    row["schedule"] = SCHEDULE_WORDS.index(word) if word in SCHEDULE_WORDS else 0
     row["micro"], row["microbatches"] = plan.micro // parts, parts * plan.accumulate
     row["mode"] = MODES.index(mode)
     dtype = next(p.info.dtype for p in a.tensors.values() if not p.info.is_buffer)

@@ -8,6 +8,8 @@ What hides what, in meshplan's own runtime:
 - In mode "shard" gradients are reduced after every microbatch, across replicas after the last one.
   "ddp" and "zero1" reduce after the last one only. Parameters that are given back after forward
   are gathered for every forward and every backward, others for the first forward of a step.
+- Where backwards are run in two halves, all of that waits until the last is done, and nothing is
+  left to hide it. Each half takes half as long.
 - What tp sends stands in the way of what is computed next; so does what cp gathers.
 
 Source: `runtime.data.set_gradient_sync`, `traffic.units` and `traffic.data`, which count the same
@@ -24,7 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.collectives import all_gather, all_reduce, all_to_all, group, send
-from meshplan.cost.grid import MODES, OPTION_RESHARD, OPTIONS, SCHEDULE_WORDS
+from meshplan.cost.grid import (
+    MODES,
+    OPTION_RECOMPUTE,
+    OPTION_RESHARD,
+    OPTIONS,
+    SCHEDULE_WORDS,
+    in_halves,
+)
 from meshplan.cost.profile import Profile
 from meshplan.cost.shares import expert_share, share, trained
 from meshplan.cost.types import Kind, Sent, Tally
@@ -147,7 +156,8 @@ def terms(
     gathered, reduced, summed, whole = rows.data(kind)
     if kind.frozen:
         _, reduced, summed, whole = rows.data(trained(kind))
-    is_whole, is_at_once = rows.mode == _DDP, rows.mode == _SHARD
+    halved = in_halves(grid)
+    is_whole, is_at_once = rows.mode == _DDP, (rows.mode == _SHARD) & ~halved
     gathers = gathered if whole is None else np.where(is_whole, 0.0, gathered)
     after = np.zeros_like(gathered)
     if profile.gathers_once:
@@ -169,10 +179,13 @@ def terms(
             usual = np.where(is_whole, backward, usual)
             # DDP knows no root: buckets leave whatever they are of.
             end = np.where(is_whole, hidden(backward, whole, rows.slows()), end)
+            later = np.where(is_whole, whole, later)
+        end = np.where(halved, usual + later, end)
         forwards.append(waited if reshard else forward)
         first.append(usual)
         last.append(end - usual + (0.0 if reshard else waited - forward))
     missing = OPTION_RESHARD[None] & ~is_at_once[:, None]
+    missing |= (OPTION_RECOMPUTE[None] > 0) & halved[:, None]
     forward_s, backward_s, settle_s = (np.stack(each, axis=1) for each in (forwards, first, last))
     update = rows.update(trained(kind)) + after
     once = (settle_s + update[:, None]) / rows.microbatches[:, None]
@@ -333,11 +346,27 @@ def pipeline_seconds(
     microbatch, and 1F1B on the way of each.
     """
     pp, count = grid["pp"].astype(np.float64), grid["microbatches"].astype(np.float64)
-    virtual = np.where(grid["schedule"] == _INTERLEAVED, grid["virtual"], 1).astype(np.float64)
+    virtual, halved = grid["virtual"].astype(np.float64), in_halves(grid)
     once = 2 * (pp * virtual - 1)
+    rounds = np.maximum(1, grid["microbatches"] // np.maximum(1, grid["pp"]))
+    once = np.where(halved, pp * (virtual + 3) - np.where(rounds > 1, 4, 6), once)
     # Of p microbatches under way each waits for one more way there and back.
     every = 2 * (pp - 1) / pp * count + 2 * (pp - 2)
     ways = np.where(grid["schedule"] == _1F1B, np.maximum(once, every), once)
     return np.asarray(
-        count * most + (total - most) / virtual + np.where(pp > 1, ways, 0) * crossing
+        count * most + (total - most) * waiting_share(grid) + np.where(pp > 1, ways, 0) * crossing
     )
+
+
+def waiting_share(grid: Array) -> Array:
+    """Of what a microbatch takes on the other ranks, how much a rank waits in a step.
+
+    Of a backward in two halves no other rank waits for the second, and none waits while its own
+    second halves last: a forward is left of a forward and a backward.
+
+    Source: Narayanan et al. 2021 (Megatron-LM), section 2.2; Qi et al. 2023 (zero bubble), table 1,
+    ZB-H1, with a backward of two forwards.
+    """
+    several = (grid["schedule"] == _INTERLEAVED) | in_halves(grid)
+    turns = np.where(several, grid["virtual"], 1).astype(np.float64)
+    return np.asarray(1.0 / (turns * np.where(in_halves(grid), 3.0, 1.0)))

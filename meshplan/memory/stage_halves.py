@@ -36,6 +36,8 @@ class _HalvesPlayer(StagePlayer):
         self._joins = {number for group in halves.groups for number in group.joins}
         self._noted: dict[int, list[int]] = {}
         """By a row at which weights join, the storages of the gradients that came to it."""
+        self._ending: dict[int, list[int]] = {}
+        """By group, what crossed an edge and lives as long."""
         self._held_until: dict[int, list[int]] = {}
         for number in reversed(range(len(halves.until))):
             self._held_until.setdefault(halves.until[number], []).append(number)
@@ -58,8 +60,17 @@ class _HalvesPlayer(StagePlayer):
         sent = {*self._part.sent}
         for value in self._tape.outlive - sent:
             self._drop(self._env.pop(value))
-        for storage in (*self.received, *self.given, *self.returned):
+        for storage in self.given:
             self._drop(storage)
+        # Where gradients of what was received are added up, the graph holds it, and them.
+        for value, storage, gradient in zip(
+            self._part.received, self.received, self.returned, strict=True
+        ):
+            rows = zip(self._tape.rows, self._halves.until, strict=True)
+            uses = (until for row, until in rows if any(g.value == value for g in row.grads))
+            last = max(uses, default=-1)
+            self._ending.setdefault(last, []).extend((storage, gradient))
+        self._end_received(-1)
         self.turn = len(self._events), len(self._marks)
         self._second_half()
 
@@ -145,6 +156,11 @@ class _HalvesPlayer(StagePlayer):
             for storage in self._noted.pop(number):
                 self._drop(storage)
         self._let_go(place)
+        self._end_received(place)
+
+    def _end_received(self, place: int) -> None:
+        for storage in self._ending.pop(place, ()):
+            self._drop(storage)
 
     def _let_go(self, place: int) -> None:
         """The group was the last that held the operations below it."""

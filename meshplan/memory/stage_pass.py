@@ -5,68 +5,25 @@ them, and between them what `runtime.pipeline.run` receives, sends and holds on 
 until it is known to have arrived.
 
 Of many microbatches most are like others, with less around them: those are written in brief, as
-what they leave behind and nothing else.
+what they leave behind and nothing else. Where a backward is run in two halves, the graph may hold
+what crosses an edge longer than who sent or received it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 from meshplan.assign.types import Stages
 from meshplan.memory.log import Event, EventLog, Storage, Term
-from meshplan.memory.stage_brief import decisive
 from meshplan.memory.stage_work import StageWork
 from meshplan.memory.work import AT_STAGE, Mark, Moment, Work
 from meshplan.schedules import Action
 
 _NUMBER: Final = 8
 """Losses are added up in double precision."""
-
-
-def rank_work(
-    parts: Mapping[int, StageWork],
-    stages: Stages,
-    order: Sequence[Action],
-    *,
-    released: Mapping[Action, tuple[Action, ...]],
-    takes_gradients: bool,
-    in_brief: bool = False,
-    halved: Mapping[int, StageWork] = MappingProxyType({}),
-) -> Work:
-    """A whole pass of a rank.
-
-    Args:
-        parts: Of its stages, each with the inputs and targets of one microbatch.
-        order: What the rank does, as `schedules.actions` has it.
-        released: What it sent and no longer holds, as `schedules.released` has it.
-        takes_gradients: Whether wrappers take the gradients of every microbatch; else they are
-            added to those that are there.
-        in_brief: Whether microbatches that cannot make the peak are written in brief.
-        halved: Of its stages, where a backward is run in two halves.
-    """
-    split = {(action.stage, action.microbatch) for action in order if action.kind == "I"}
-
-    def part_of(stage: int, m: int) -> StageWork:
-        return halved[stage] if (stage, m) in split else parts[stage]
-
-    whole = {(action.stage, action.microbatch) for action in order}
-    if in_brief:
-        whole = decisive(part_of, order, released)
-    pass_ = _Pass(parts, part_of, stages, whole, takes_gradients=takes_gradients)
-    steps = {
-        "F": pass_.forward, "B": pass_.backward, "SEND_F": pass_.send_forward,
-        "RECV_F": pass_.receive_forward, "SEND_B": pass_.send_backward,
-        "RECV_B": pass_.receive_backward, "I": pass_.first_half, "W": pass_.second_half,
-    }  # fmt: skip
-    for action in order:
-        if action.kind in "FBIW":
-            pass_.begin(action, released.get(action, ()))
-        steps[action.kind](action.stage, action.microbatch)
-    return pass_.end(split_of={stage for stage, _ in split})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +45,7 @@ class _Flight:
         return self.known.get(storage, self.first + storage)
 
 
-class _Pass:
+class Pass:
     """A pass in the making."""
 
     def __init__(
@@ -213,6 +170,8 @@ class _Pass:
             self._end_outputs(part, flight)
             return
         waiting = {*part.waiting}
+        for mark in part.marks_between(part.split):  # Gradients of before are taken in there.
+            self._mark(mark, f"{AT_STAGE}{stage}")
         self._make_known(part, flight, part.returned)
         self._holders.update(flight[s] for s in part.returned)
         new = [s for s in part.waiting if s not in flight.known and s not in part.left]
@@ -234,6 +193,10 @@ class _Pass:
             self._play(part, flight, part.turn[0], len(part.work.log.events))
         else:
             self._let_go(flight[storage] for storage in part.waiting)
+            for storage in part.names if self._takes else ():
+                # They wait for the next first half, in which they are taken in.
+                self._make_known(part, flight, [storage])
+                self._take(part, storage, flight[storage], f"{AT_STAGE}{stage}", [])
 
     def _end_outputs(self, part: StageWork, flight: _Flight) -> None:
         """What backward began with is let go of."""
@@ -371,9 +334,7 @@ class _Pass:
                 self._drop_added(added)
             delta, storage, phase = log.events[number]
             number += 1
-            if storage in (sent if delta < 0 else given) or (
-                delta < 0 and storage in given - crossing
-            ):
+            if storage in (sent if delta < 0 else given):
                 continue  # The pass holds it.
             self._begin(log.phases[phase])
             if delta < 0 and storage in crossing:

@@ -10,9 +10,9 @@ from typing import Final
 
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import DTYPE_BYTES, is_inside
+from meshplan.memory.rank_work import work_of_rank
 from meshplan.memory.replay import Prepared
 from meshplan.memory.stage_halves import play_in_halves
-from meshplan.memory.stage_pass import rank_work
 from meshplan.memory.stage_tape import Cutter
 from meshplan.memory.stage_work import StageWork, play_stage
 from meshplan.memory.tape import Tape
@@ -62,7 +62,7 @@ class StageWorks:
         """Of one rank; those at the same place along pp do the same.
 
         Args:
-            in_brief: As for `rank_work`.
+            in_brief: As for `work_of_rank`.
         """
         place = self._plan.mesh.index(rank, ("pp",))
         if (place, in_brief) not in self._found:
@@ -72,7 +72,7 @@ class StageWorks:
             halved = {stage: self._part(stage, in_halves=True) for stage in split}
             whole = {stage: self._part(stage) for stage in unsplit}
             parts = {stage: whole.get(stage) or halved[stage] for stage in held}
-            work = rank_work(
+            work = work_of_rank(
                 parts,
                 self._stages,
                 order,

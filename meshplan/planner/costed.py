@@ -24,7 +24,7 @@ from meshplan.planner.numbers import Numbers, weights
 from meshplan.planner.space import STRATEGIES
 from meshplan.planner.tables import numbers_of
 
-_SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
+_SCHEDULES = SCHEDULE_WORDS[1:]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import SCHEDULE_WORDS
+from meshplan.cost.grid import SCHEDULE_WORDS, in_halves
 from meshplan.planner.knapsack import Floats
 
 
 def flights(row: np.void, rank: int) -> tuple[float, ...]:
     """By stage of a rank of the pipeline, how many it keeps at one moment that holds much.
 
-    With several stages a rank, that is when it has warmed up: before its first backward.
+    With several stages a rank, that is when it has warmed up: before its first backward. Of
+    backwards in two halves, when it has put off as many second halves as it ever does.
 
     Source: Narayanan et al. 2021 (Megatron-LM), section 2.2; `schedules.SCHEDULES`, whose order it
     counts (`tests/test_planner_search.py`).
@@ -26,9 +27,17 @@ def flights(row: np.void, rank: int) -> tuple[float, ...]:
     if v == 1:
         return (float(min(m, p - rank)),)
     size = _round(p, m)
+    if in_halves(row):
+        return (float(size),) * (v - 1) + (float(p),)
     forwards = min((v - 1) * size + 2 * (p - 1 - rank) + 1, m * v)
     rounds, rest = divmod(forwards, size * v)
     return tuple(float(rounds * size + min(max(rest - c * size, 0), size)) for c in range(v))
+
+
+def handed_on(row: np.void, rank: int) -> tuple[float, ...]:
+    """By stage of a rank, of how many it then keeps what it handed on: to their first half."""
+    each = flights(row, rank)
+    return (*each[:-1], each[-1] - rank) if in_halves(row) else each
 
 
 def _round(ranks: int, count: int) -> int:
@@ -45,11 +54,12 @@ def fewest_in_flight(grid: NDArray[np.void]) -> Floats:
     """By row, what the stage that keeps the fewest keeps: the last one."""
     p, m = grid["pp"].astype(float), grid["microbatches"].astype(float)
     is_gpipe = grid["schedule"] == SCHEDULE_WORDS.index("GPipe")
-    return np.asarray(np.where((p > 1) & is_gpipe, m, 1.0), dtype=np.float64)
+    few = np.where((p > 1) & is_gpipe, m, 1.0)
+    return np.asarray(np.where(in_halves(grid), p, few), dtype=np.float64)
 
 
 def sent_in_flight(grid: NDArray[np.void]) -> Floats:
-    """By row, `flights` of the stages between the first and the last one of the model.
+    """By row, `handed_on` of the stages between the first and the last one of the model.
 
     The last one hands on nothing; what the first block's input is charged for holds for what the
     first stage hands on (`cost.chain`).
@@ -66,7 +76,8 @@ def sent_in_flight(grid: NDArray[np.void]) -> Floats:
     warm = np.minimum((v - 1) * turn + 2 * p - 1, m * v)
     first = warm // (turn * v) * turn + np.minimum(warm % (turn * v), turn)
     own = np.where(v > 1, several - first, alone - few)
-    many = np.where(is_gpipe, m * (p - 2), own)
+    halved = p * (v - 1) * turn + p * (p + 1) // 2 - turn - 1
+    many = np.where(is_gpipe, m * (p - 2), np.where(in_halves(grid), halved, own))
     return np.asarray(np.where(p > 1, many, 0), dtype=np.float64)
 
 
@@ -99,6 +110,7 @@ def has_gradients(grid: NDArray[np.void]) -> NDArray[np.bool_]:
     """
     p, m, v = (grid[name].astype(np.int64) for name in ("pp", "microbatches", "virtual"))
     turn = m // np.maximum(1, m // p)
-    warm = (v - 1) * turn + 2 * (p - 1) + 1
-    several = (m * v >= warm + turn * v) | (m == 2 * turn)
+    halved = in_halves(grid)
+    warm = (v - 1) * turn + np.where(halved, p, 2 * (p - 1) + 1)
+    several = (m * v >= warm + turn * v) | ((m == 2 * turn) & ~halved)
     return np.asarray(np.where(v > 1, several, m > p))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import MODES, OPTION_RECOMPUTE, OPTION_RESHARD
+from meshplan.cost.grid import MODES, OPTION_RECOMPUTE, OPTION_RESHARD, in_halves
 from meshplan.cost.shares import share
 from meshplan.cost.types import Kind
 from meshplan.graph import DTYPE_BYTES
@@ -60,7 +60,8 @@ def scattering_bytes(
 ) -> Floats:
     """[rows] what every rank then holds for its stages: each keeps its buffer to its next one."""
     numel = float(sum(block.numels) - block.frozen)
-    many = np.where(late & (grid["mode"] == _SHARD), grid["virtual"] - 1, 0)
+    scatters = late & (grid["mode"] == _SHARD) & ~in_halves(grid)
+    many = np.where(scatters, grid["virtual"] - 1, 0)
     return np.asarray(many * numel * reduce_bytes, dtype=np.float64)
 
 
@@ -83,7 +84,11 @@ def resident_bytes(
     waits = has_gradients(grid)[:, None]
     waits = waits & ((grid["virtual"] == 1) | late)[:, None]
     copied = np.where(is_copied & ~is_freed, numel * sizes.computed, 0.0)
-    gradients = np.where(waits, np.where(mode == _ZERO1, numel, held) * sizes.stored, 0.0)
+    own_gradients = np.where(mode == _ZERO1, numel, held) * sizes.stored
+    # Whole, and as they were computed until they are added up.
+    whole = numel * min(sizes.computed, sizes.stored)
+    gradients = np.where(in_halves(grid)[:, None], whole, own_gradients)
+    gradients = np.where(waits, gradients, 0.0)
     gradients = gradients * _trained(kind)
     return np.asarray(own + copied + gradients, dtype=np.float64)
 
@@ -120,7 +125,8 @@ def turning_bytes(
     trained = float(sum(kind.numels) - kind.frozen)
     made = trained * (sizes.computed + reduce_bytes)
     kept = np.where(offered, saved_bytes(grid, kind), 0.0).max(axis=1)
-    return np.asarray(np.where(grid["mode"] == _SHARD, np.maximum(made - kept, 0.0), 0.0))
+    scatters = (grid["mode"] == _SHARD) & ~in_halves(grid)
+    return np.asarray(np.where(scatters, np.maximum(made - kept, 0.0), 0.0))
 
 
 def waiting_bytes(grid: NDArray[np.void], first: Kind, last: Kind, reduce_bytes: int) -> Floats:
@@ -135,7 +141,7 @@ def waiting_bytes(grid: NDArray[np.void], first: Kind, last: Kind, reduce_bytes:
     """
     at_first, at_last = (float(sum(kind.numels) - kind.frozen) for kind in (first, last))
     numel = at_last + np.where(grid["pp"] == 1, at_first, 0.0)
-    waits = (grid["mode"] == _SHARD) & (grid["microbatches"] > grid["pp"])
+    waits = (grid["mode"] == _SHARD) & (grid["microbatches"] > grid["pp"]) & ~in_halves(grid)
     return np.asarray(np.where(waits, numel * reduce_bytes, 0.0), dtype=np.float64)
 
 

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.planner.flights import flights
+from meshplan.planner.flights import flights, handed_on
 from meshplan.planner.knapsack import Counts, Menu
 from meshplan.planner.numbers import Numbers
 
@@ -40,10 +40,11 @@ class Lanes:
         self.num = int(config["pp"])
         kept = [flights(config, rank) for rank in range(self.num)]
         self.menus = self._menus(row, kept)
-        waiting = [sum(each) for each in kept]
+        handed = [handed_on(config, rank) for rank in range(self.num)]
+        waiting = [sum(each) for each in handed]
         # The last stage hands on nothing; what the first one does is charged as its input.
-        waiting[0] -= kept[0][0]
-        waiting[-1] -= kept[-1][-1] * (self.num > 1)
+        waiting[0] -= handed[0][0]
+        waiting[-1] -= handed[-1][-1] * (self.num > 1)
         self.tops = [
             numbers.on_top(row, is_last=rank == self.num - 1) + float(numbers.sent[row]) * many
             for rank, many in enumerate(waiting)

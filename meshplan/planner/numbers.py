@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from meshplan.cost.step import waiting_share
 from meshplan.planner.flights import (
     fewest_in_flight,
     sent_in_flight,
@@ -152,7 +153,7 @@ def weights(grid: NDArray[np.void]) -> tuple[Floats, Floats]:
 
     The same as `cost.step.pipeline_seconds` says, as factors.
     """
-    b = 1.0 / grid["virtual"]
+    b = waiting_share(grid)
     return grid["microbatches"] - b, b
 
 

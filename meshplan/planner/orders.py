@@ -10,18 +10,20 @@ from meshplan.errors import PlanError, Problem
 from meshplan.schedules import SCHEDULES
 from meshplan.spec import AUTO, Spec
 
-_TRIED: Final = ("1F1B", "Interleaved1F1B")
+_HALVED: Final = "InterleavedZeroBubble"
+_TRIED: Final = ("1F1B", "Interleaved1F1B", _HALVED)
 """GPipe takes as long as 1F1B and keeps more."""
 _KNOWN: Final = (*_TRIED, "GPipe")
 _LEFT_OUT: Final = {
     "GPipe": "it takes as long as 1F1B and keeps more",
     **{
-        word: "what a backward in two halves keeps is not told from a config"
+        word: f"ranks wait no less than with {_HALVED}, and one of them has both ends of the model"
         for word, row in SCHEDULES.items()
-        if row.splits_backward
+        if row.is_v
     },
 }
 """Of a free schedule, those that are not tried, and why."""
+_GIVING_BACK: Final = ("full_shard", "hybrid_shard")
 
 
 def schedules_of(
@@ -47,20 +49,40 @@ def schedules_of(
         fix = "say schedule: Interleaved1F1B, or leave virtual out"
         raise PlanError(Problem(what, spec.origin("pipeline.virtual"), fix))
     out = []
-    if keeps_from_rounds and max(pipelines, default=1) > 1:
-        out = [word for word in words if SCHEDULES[word].virtual is None]
+    halves = _keeps_from_halves(spec)
+    if max(pipelines, default=1) > 1:
+        if keeps_from_rounds:
+            out = [word for word in words if SCHEDULES[word].virtual is None]
+        if halves:
+            out += [word for word in words if word == _HALVED and word not in out]
     left = tuple(SCHEDULE_WORDS.index(word) for word in words if word not in out)
     if not left:
-        what = f"the planner cannot plan {out[0]}: {keeps_from_rounds}"
+        what = f"the planner cannot plan {out[0]}: {keeps_from_rounds or halves}"
         fix = "say schedule: 1F1B, or state all that is left open"
         raise PlanError(Problem(what, spec.origin("pipeline.schedule"), fix))
-    reasons = dict.fromkeys(out, keeps_from_rounds)
+    reasons = dict.fromkeys(out, keeps_from_rounds or halves)
     if not is_stated and max(pipelines, default=1) > 1:
         reasons |= _LEFT_OUT
     by_reason: dict[str, list[str]] = {}
     for word, why in reasons.items():
         by_reason.setdefault(why, []).append(word)
     return left, tuple((", ".join(words), why) for why, words in by_reason.items())
+
+
+def _keeps_from_halves(spec: Spec) -> str:
+    """Why no backward may be run in two halves, "" if it may."""
+    modes = [r.activation_checkpointing for r in spec.rules]
+    if "activation_checkpointing" in spec.origins:
+        modes.append(spec.activation_checkpointing)
+    if any(mode is not None and mode.mode not in ("none", AUTO) for mode in modes):
+        return "what is recomputed would be recomputed in each half of a backward"
+    if spec.strategy in _GIVING_BACK or any(rule.reshard_after_forward for rule in spec.rules):
+        return "parameters stay gathered to the end of a step, and the plan gives some back"
+    if spec.compile:
+        return "a compiled block has one backward, which nothing splits in two halves"
+    if any(rule.unit is False for rule in spec.rules):
+        return "what is of no unit is averaged as soon as its gradient is there"
+    return ""
 
 
 def stated_virtual(spec: Spec) -> int | None:
