@@ -78,6 +78,7 @@ FEATURES: Final[Mapping[str, Feature]] = MappingProxyType(
             flag: partial(_flag, flag)
             for flag in ("sequence_parallel", "loss_parallel", "sync_batchnorm", "compile")
         },
+        "loss_chunks": lambda spec: "loss_chunks" if spec.loss_chunks != 1 else None,
         "activation_checkpointing": _recompute,
         "offloaded parameters": partial(_offload, "params"),
         "offloaded activations": partial(_offload, "activations"),
@@ -95,6 +96,11 @@ CLASHES: Final = (
     Clash("loss_parallel", "compile",
           "the compiler cannot trace a loss that is answered call by call",
           "leave loss_parallel or compile out"),
+    Clash("loss_chunks", "pp", _UNPROVED,
+          "spread those ranks over dp_shard instead of pp, or leave loss_chunks out"),
+    Clash("loss_chunks", "loss_parallel",
+          "each rank of tp has a part of the vocabulary, and chunks are computed by one rank alone",
+          "keep one of them"),
     Clash("ep", "pp", _UNPROVED, "spread those ranks over dp_shard instead of pp, or leave ep out"),
     Clash("sequence_parallel", "ep",
           "experts would get a part of the sequence, and gradients of that part only",
@@ -102,10 +108,6 @@ CLASHES: Final = (
     Clash("activation_checkpointing", "a schedule that splits the backward",
           "what is recomputed would be recomputed in each half",
           "use schedule: 1F1B or Interleaved1F1B"),
-    Clash("offloaded parameters", "pp",
-          "gradients of weights that stages share are summed where they lie, and no collective of "
-          "the device reaches the host",
-          "spread those ranks over dp_shard instead of pp"),
     Clash("offloaded activations", "compile",
           "the compiler decides by itself what a block keeps for backward",
           "leave compile out, or say activation_checkpointing: full instead"),

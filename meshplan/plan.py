@@ -104,6 +104,7 @@ class Plan:
             "recompute": {fqn: str(r.policy) for fqn, r in a.recompute.items()},
             "host_activations": list(a.host_activations),
             "compiled": list(a.compiled),
+            "chunked_loss": a.chunked_loss and [a.chunked_loss.head, a.chunked_loss.chunks],
             "synchronized": list(a.synchronized),
             "stages": a.stages and [
                 a.stages.schedule, a.stages.num_ranks, a.stages.virtual, a.stages.microbatches,

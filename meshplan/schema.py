@@ -347,6 +347,7 @@ _PLAN: Final[Mapping[str, Decoder]] = {
     "tp_plan": choice(("hf", "auto", "none"), "a tp_plan"),
     "sequence_parallel": boolean,
     "loss_parallel": boolean,
+    "loss_chunks": integer(1, "fused"),
     "sync_batchnorm": boolean,
     "compile": boolean,
     "ddp": _ddp,

@@ -266,6 +266,8 @@ class Spec:
         mesh: Axis sizes outermost first; None is not stated, "auto" is free, a tuple of ints
             is a bare list such as `[2, 4]` whose names the strategy decides.
         strategy: A canonical strategy word, None when not stated.
+        loss_chunks: Parts of the tokens over which head and loss are computed one by one; 1 for all
+            at once.
         ddp: Keyword arguments for DistributedDataParallel that the format knows.
         origins: Where each value was stated, by dotted path ("rules[0].place.tp").
         source: The file's name for messages.
@@ -287,6 +289,7 @@ class Spec:
     tp_plan: Literal["none", "hf", "auto"] = "none"
     sequence_parallel: bool = False
     loss_parallel: bool = False
+    loss_chunks: int | Literal["fused"] = 1
     sync_batchnorm: bool = False
     compile: bool = False
     ddp: Mapping[str, Any] = field(default_factory=dict)

@@ -38,9 +38,15 @@ def host_apart(device: str = "cpu", *, offloads: bool = True) -> Iterator[Behavi
 
 
 def of(logs: list[EventLog]) -> Apart:
-    names = logs[0].by_phase
-    least = {n: tuple(min(log.by_phase[n][i] for log in logs) for i in (0, 1)) for n in names}
+    phases = [_without_flags(log).by_phase for log in logs]
+    least = {n: tuple(min(each[n][i] for each in phases) for i in (0, 1)) for n in phases[0]}
     return least, min(log.host_bytes for log in logs)  # type: ignore[return-value]
+
+
+def _without_flags(log: EventLog) -> EventLog:
+    """What `replayed.is_on_host` tells of is of no device."""
+    kept = (e for e in log.events if not replayed.is_on_host(log.storages[e.storage]))
+    return EventLog(log.storages, tuple(kept), log.phases)
 
 
 def measured(name: str, plan: Mapping[str, Any], steps: int, *, is_apart: bool) -> Apart:

@@ -100,6 +100,25 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         30_532_122_624,
     ),
+    "DeepSeek-V3": (
+        {
+            "model_type": "deepseek_v3",
+            **_sizes(129280, 7168, 18432, 61, 128, 128),
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "topk_group": 4,
+        },
+        671_026_404_352,
+    ),
 }
 
 # Shapes that no published model has: switches, defaults and mixed layers.
@@ -149,6 +168,21 @@ ODD: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 2,
         "num_experts": 4,
     },
+    "deepseek_v3 defaults": {"model_type": "deepseek_v3", "num_hidden_layers": 4},
+    "deepseek_v3, queries whole, biased": {
+        "model_type": "deepseek_v3",
+        **_sizes(100, 64, 96, 3, 4, 4),
+        "q_lora_rank": None,
+        "kv_lora_rank": 24,
+        "qk_rope_head_dim": 6,
+        "attention_bias": True,
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 2,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -167,8 +201,10 @@ def _assert_same(graph: ModelGraph, model: Any) -> None:
     assert [t.fqn for t in graph.parameters] == list(live)
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     assert {name for t in graph.parameters for name in t.names} == every
-    buffers = {name: tuple(b.shape) for name, b in model.named_buffers()}
-    assert {t.fqn: t.shape for t in graph.tensors.values() if t.is_buffer} == buffers
+    state = model.state_dict().keys()
+    buffers = {name: (tuple(b.shape), name in state) for name, b in model.named_buffers()}
+    told = {t.fqn: (t.shape, t.is_persistent) for t in graph.tensors.values() if t.is_buffer}
+    assert told == buffers
     assert {t.dtype for t in graph.tensors.values()} == {"float32"}
     modules = {
         name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in model.named_modules()
@@ -254,7 +290,7 @@ def test_unknown_family() -> None:
     assert _message({"model_type": "bert"}) == (
         "meshplan: 1 problem\n"
         "config.json: model_type: model_type 'bert' is not supported\n"
-        "    fix: supported are gemma2, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe; "
+        "    fix: supported are deepseek_v3, gemma2, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe; "
         "for any other model give its number of parameters"
     )
     assert "config.json: model_type: the key is missing\n" in _message({})

@@ -19,6 +19,7 @@ STATED: dict[str, dict[str, Any]] = {
     "ep": {"mesh": {"dp_shard": 2, "ep": "2 in dp_shard"}},
     "sequence_parallel": {"sequence_parallel": True, "mesh": {"tp": 2}},
     "loss_parallel": {"loss_parallel": True},
+    "loss_chunks": {"loss_chunks": 4},
     "sync_batchnorm": {"sync_batchnorm": True},
     "compile": {"compile": True},
     "activation_checkpointing": {"activation_checkpointing": "full"},

@@ -83,6 +83,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any]] | tuple[str, int, dict[str, Any
     "tp derived": ("t5", 2, {"version": 1, "mesh": {"tp": 2}, "tp_plan": "auto"}),
     "tp, loss on parts": ("own_llama", 2, {
         "version": 1, "mesh": {"tp": 2}, "tp_plan": "auto", "loss_parallel": True}),
+    "loss in chunks": ("hf_llama", 2, FULL | BF16 | {"loss_chunks": 3}),
+    "loss in chunks, head apart": ("own_llama", 2, FULL | {
+        "loss_chunks": 4, "rules": [{"match": "head", "unit": True}]}),
+    "loss in chunks, replicas": ("gpt2", 2, DDP | ACCUMULATE | {"loss_chunks": 2}),
     "tp x full_shard": ("qwen3", 4, tp_full("qwen3")),
     "tp x full_shard, sequence": ("own_llama", 4, tp_full(
         "own_llama", sequence_parallel=True) | {"rules": [
@@ -116,7 +120,7 @@ def apart() -> Iterator[ProcessPoolExecutor]:
 
 
 WIDE = (
-    "full_shard, fused", "ddp, fused",
+    "full_shard, fused", "ddp, fused", "loss in chunks, head apart", "loss in chunks, replicas",
     "full_shard, muon", "zero1, muon", "ddp, muon",
     "full_shard, fp16, clipped", "ddp, fp16, accumulated",
     "full_shard, rmsprop", "full_shard, clipped", "full_shard, tied", "zero1, accumulated", "zero2",

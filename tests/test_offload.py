@@ -41,6 +41,10 @@ PP: dict[str, Any] = {
     "version": 1, "mesh": {"pp": 2, "dp_shard": 2},
     "pipeline": {"microbatches": 4, "schedule": "1F1B"},
 }  # fmt: skip
+ROUNDS: dict[str, Any] = {
+    "version": 1, "mesh": {"pp": 2, "dp_shard": 2},
+    "pipeline": {"microbatches": 4, "schedule": "Interleaved1F1B", "virtual": 2},
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "all": ("own_llama", FULL | BOTH),
     "block by block": ("own_llama", FULL | {"clip_grad_norm": 1e9, "rules": [
@@ -56,6 +60,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "rules": [{"match": "layers.*", "reshard_after_forward": 2}]}),
     "zero1, accumulated": ("hf_llama", {
         "version": 1, "strategy": "zero1", "offload": "params", "batch": {"accumulate": 2}}),
+    "stages": ("own_llama", PP | BOTH | {"clip_grad_norm": 1e9}),
+    "stages, parameters": ("own_llama", PP | {"offload": "params", "precision": "bf16-mixed"}),
+    "stages, recomputed, accumulated": ("own_llama", PP | BOTH | {
+        "pipeline": {"microbatches": 2, "schedule": "1F1B"},
+        "activation_checkpointing": "full", "batch": {"accumulate": 2}}),
+    "rounds": ("own_llama", ROUNDS | BOTH),
 }  # fmt: skip
 PARITY: dict[str, tuple[str, dict[str, Any]]] = {
     "all": CASES["all"],
@@ -64,6 +74,8 @@ PARITY: dict[str, tuple[str, dict[str, Any]]] = {
     "tp": ("own_llama", TP | BOTH),
     "cp": ("own_llama", {"version": 1, "mesh": {"dp_shard": 2, "cp": 2}} | BOTH),
     "pp": ("own_llama", PP | {"offload": {"activations": True}}),
+    "pp, all": ("own_llama", PP | BOTH | {"clip_grad_norm": 1.0}),
+    "rounds, all": ("own_llama", ROUNDS | BOTH),
     "replicas of shards": ("t5", HSDP | BOTH),
     "convolutions": ("resnet", FULL | BOTH),
     "recomputed": ("t5", FULL | BOTH | {"activation_checkpointing": "full"}),
@@ -164,7 +176,6 @@ def refusal(**more: Any) -> str:
         ({"offload": {"params": True, "optimizer": False}}, "'optimizer: false' cannot be kept"),
         ({"offload": "params", "mesh": {"dp_replicate": 2}, "strategy": "ddp"}, "is not sharded"),
         ({"offload": "auto"}, "a choice of what to offload is not available yet"),
-        ({"offload": "params", "mesh": {"pp": 2, "dp_shard": 2}}, "offloaded parameters and pp"),
         ({"offload": {"activations": True}, "compile": True}, "offloaded activations and compile"),
     ],
 )

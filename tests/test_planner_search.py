@@ -68,6 +68,7 @@ def random_numbers(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
         saved=saved,
         resident=resident,
         top=rng.uniform(0, 5, num_rows),
+        turn=rng.uniform(0, 3, num_rows),
         sent=rng.uniform(0, 2, num_rows),
         beside=rng.uniform(0, 2, num_rows),
         floor=np.zeros(num_rows),
@@ -152,6 +153,12 @@ def _kept_by(
     return tuple(out)
 
 
+def beside_blocks(numbers: Numbers, row: int, is_last: bool) -> float:
+    """Bytes of a rank's worst moment: a block's backward, or on the last rank the loss."""
+    moments = (numbers.turn, numbers.top) if is_last else (numbers.turn,)
+    return max(float(bytes_[row]) for bytes_ in moments)
+
+
 def rank_value(numbers: Numbers, row: int, stages: Any, keeps: Any, room: float) -> float:
     """The least seconds of some stages' blocks on a rank, by trying all options of each."""
     best = float("inf")
@@ -200,7 +207,7 @@ def fastest_rounds(numbers: Numbers, row: int, capacity: float) -> float:
                 stages[0] = (0, *stages[0])
             if rank == ranks - 1:
                 stages[-1] = (*stages[-1], 2)
-                room -= float(numbers.top[row])
+            room -= beside_blocks(numbers, row, rank == ranks - 1)
             key = rank, sum(each)
             if key not in known:
                 known[key] = rank_value(numbers, row, stages, kept[rank], room)
@@ -246,7 +253,7 @@ def fastest(numbers: Numbers, row: int, capacity: float) -> float:
             is_last = stage == stages - 1
             waiting = 0.0 if is_last or not stage else in_flight(config, stage)
             room = capacity - float(numbers.beside[row]) - waiting * float(numbers.sent[row])
-            room -= float(numbers.top[row]) if is_last else 0.0
+            room -= beside_blocks(numbers, row, is_last)
             key = (stage, i, j)
             if key not in known:
                 known[key] = stage_values(numbers, row, stage, numbers.order[i:j], room)
@@ -304,6 +311,8 @@ def test_what_is_dealt_out_to_stages_is_what_was_chosen():
                 handed = handed_by(word, ranks, virtual, count)
                 assert len(one.ends) == ranks * virtual + 1
                 held, seconds = [float(numbers.beside[row])] * ranks, [0.0] * ranks
+                for rank in range(ranks):
+                    held[rank] += beside_blocks(numbers, row, rank == ranks - 1)
                 for stage, (i, j) in enumerate(itertools.pairwise(one.ends)):
                     table, turn = np.array(one.takes[stage]), stage // ranks
                     own = numbers.order[i:j]
@@ -312,8 +321,6 @@ def test_what_is_dealt_out_to_stages_is_what_was_chosen():
                     keeps = kept[stage % ranks][turn]
                     bytes_ = numbers.resident[row] + keeps * numbers.saved[row]
                     held[stage % ranks] += float(bytes_[table > 0] @ table[table > 0])
-                    is_last = stage == ranks * virtual - 1
-                    held[stage % ranks] += float(numbers.top[row]) if is_last else 0.0
                     hands_on = 0 < stage < ranks * virtual - 1
                     held[stage % ranks] += (
                         handed[stage % ranks][turn] * float(numbers.sent[row]) * hands_on
@@ -439,6 +446,23 @@ def test_bounds_are_below_and_not_far():
                 assert least[row] <= capacity * (1 + 1e-9)
                 shares.append(max(plain[row], priced[row]) / exact)
     assert np.median(shares) > 0.9
+
+
+def test_of_a_model_without_blocks_the_smallest_is_looked_at_too():
+    numbers, capacity = random_numbers(3)
+    numbers = replace(numbers, names=("",) * len(numbers.order))
+    numbers.grid["pp"], numbers.grid["schedule"] = 1, 0
+    smallest = min(
+        max(Row(numbers, row, float("inf")).smallest().linear_bytes)
+        for row in range(len(numbers.grid))
+    )
+
+    def measure(candidate: Candidate) -> Measured:
+        return Measured(fits=max(candidate.linear_bytes) <= smallest, excess_bytes=0.5 * capacity)
+
+    found = search(numbers, capacity, measure)
+    assert found.best is not None
+    assert max(found.best.linear_bytes) == smallest
 
 
 def test_what_comes_near_is_told_whole():

@@ -188,9 +188,18 @@ TENSOR: dict[str, Case] = {
         AUTO | {"rules": [{"match": "{lm_head,model.layers.1.*.q_proj}", "place": {"tp": "R"}}]},
         2),
 }  # fmt: skip
+CHUNKS: dict[str, Case] = {
+    "loss in chunks, bf16": (LLAMA | WORDS, BF16 | {"loss_chunks": 3}, 2),
+    "loss in chunks, tied, twice": (LLAMA | WORDS | TIED, BF16 | TWICE | {"loss_chunks": 4}, 2),
+    "loss in chunks, gpt2, replicas": (
+        GPT2, {"mesh": {"dp_replicate": 2}, "strategy": "ddp", "loss_chunks": 2}, 2),
+    "loss in chunks, tp leaves words whole": (
+        LLAMA | WORDS,
+        AUTO | BF16 | {"loss_chunks": 2, "rules": [{"match": "lm_head", "place": {"tp": "R"}}]}, 2),
+}  # fmt: skip
 DEFAULT = ("bf16, each block its own way", "qwen3, auto, tied, sharded, bf16, selective")
 """The cases that show most; every change runs them."""
-CASES = SELECTIVE | TENSOR
+CASES = SELECTIVE | TENSOR | CHUNKS
 
 
 @pytest.mark.parametrize(
@@ -237,6 +246,7 @@ CUDA: dict[str, tuple[Case, float]] = {
         (QWEN3 | TIED | LONG,
          AUTO | BOTH | BF16 | {"activation_checkpointing": "selective", "loss_parallel": True}, 4),
         1e-4),
+    "llama, loss in chunks": ((LLAMA | LONG | TIED, BF16 | {"loss_chunks": 4}, 2), 1e-4),
     "llama, recomputed": ((LLAMA | LONG, BF16 | FULL, 2), 1e-4),
     # On CPU, whose shapes the trace has, LayerNorm keeps its statistics in the dtype of its input.
     "gpt2, dropout": (

@@ -10,11 +10,12 @@ from typing import Literal
 from meshplan.assign.auto import apply_derived, derive
 from meshplan.assign.batchnorm import assign_batchnorm
 from meshplan.assign.cascade import Cascade
+from meshplan.assign.chunked_loss import assign_chunked_loss
 from meshplan.assign.context import assign_context
 from meshplan.assign.expert_parallel import ExpertParallel, assign_ep
 from meshplan.assign.loss import assign_loss
 from meshplan.assign.not_yet import not_yet
-from meshplan.assign.offload import assign_host_activations
+from meshplan.assign.offload import assign_host_activations, shared_on_host
 from meshplan.assign.pieces import pieces_cut_twice
 from meshplan.assign.presets import presets_of
 from meshplan.assign.recompute import assign_recompute
@@ -89,10 +90,15 @@ def assign(
     compiled, compile_problems = _compiled(spec, graph)
     problems += compile_problems + batchnorm.problems + stage_problems + offload_problems
     check_reshards(spec, cascade, mesh, units, tensors)
+    chunked_loss, chunk_problems = assign_chunked_loss(
+        spec, graph, tp.styles, {*recompute, *on_host}, units.by_fqn, tensors
+    )
+    problems += chunk_problems
     problems += presets.problems + tp.problems + ep.problems + units.problems + recompute_problems
     problems += _one_dtype(units, tensors) if wrapper == "units" else _no_units(spec, cascade)
     problems += _no_empty_parts(mesh, tensors)
     problems += split_problems(spec, cascade, stages, tensors)
+    problems += shared_on_host(spec, stages, tensors, units.by_fqn, graph.blocks())
     problems += _no_such_dim(spec, graph, cascade)
     if spec.ddp and wrapper != "ddp":
         problems.append(
@@ -142,6 +148,7 @@ def assign(
         synchronized=batchnorm.synchronized,
         sequence_parallel=spec.sequence_parallel,
         loss_parallel=spec.loss_parallel,
+        chunked_loss=chunked_loss,
         context=context,
         stages=stages,
         warnings=(

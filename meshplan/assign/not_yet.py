@@ -33,6 +33,10 @@ def not_yet(spec: Spec) -> list[Problem]:
                 "a choice of what to offload",
                 "write true or false for each part",
             )
+    ask(spec.loss_chunks == "fused", "loss_chunks",
+        "a loss in fused kernels (Liger's, cut cross-entropy), which are not torch's own and of "
+        "which nothing tells what they hold,", "write a number such as 8: head and loss are then "
+        "computed over so many parts of the tokens by torch's own kernels")  # fmt: skip
     for name in ("micro", "accumulate"):
         value = getattr(spec.batch, name)
         free(value == AUTO, f"batch.{name}", f"'{name}: auto'", "write the number")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from meshplan.assign.cascade import Cascade
-from meshplan.assign.types import Reason, Unit
+from meshplan.assign.types import Placed, Reason, Stages, Unit
 from meshplan.errors import Problem
 from meshplan.graph import ModelGraph, is_inside
 from meshplan.spec import Spec
@@ -59,6 +59,32 @@ def params_on_host(
             "use strategy: full_shard, or state offload: none there",
         )
     return bool(params), None
+
+
+def shared_on_host(
+    spec: Spec,
+    stages: Stages | None,
+    tensors: Mapping[str, Placed],
+    units: Mapping[str, Unit],
+    blocks: Sequence[str],
+) -> Iterator[Problem]:
+    """Weights that several stages hold, and that are to lie on the host."""
+    for fqn, holders in stages.tensors.items() if stages is not None else ():
+        placed = tensors[fqn]
+        unit = units.get(placed.unit) if placed.unit is not None else None
+        if len(holders) > 1 and placed.info.trainable and unit is not None and unit.on_host:
+            yield Problem(
+                f"stages {' and '.join(map(str, holders))} share '{fqn}', whose gradients are "
+                "summed where they lie: no collective of the device reaches the host",
+                spec.origin(_FIELD),
+                f"offload by a rule on modules beside it, {_beside(blocks)}or use dp_shard instead "
+                "of pp",
+            )
+
+
+def _beside(blocks: Sequence[str]) -> str:
+    container = blocks[0].rpartition(".")[0] if blocks else ""
+    return f"such as match: {container}.*, " if container else ""
 
 
 def assign_host_activations(

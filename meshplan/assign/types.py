@@ -191,6 +191,21 @@ class Recompute:
     reason: Reason
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkedLoss:
+    """The loss is computed together with the head, over one part of the tokens after the other.
+
+    Args:
+        head: The fqn of the module that gives the logits.
+        chunks: How many parts.
+        reason: The words that decided.
+    """
+
+    head: str
+    chunks: int
+    reason: Reason
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallel:
     """Attention over parts of the sequence, one part per rank of cp.
@@ -286,6 +301,7 @@ class Assignment:
         synchronized: Fqns of the BatchNorms whose statistics are over all data ranks.
         sequence_parallel: Activations between styled modules are cut along the sequence.
         loss_parallel: Logits stay cut over the vocabulary while the loss is computed.
+        chunked_loss: How head and loss are computed in parts; None where they are as one.
         context: How attention over parts of the sequence is computed; None without cp.
         stages: The pipeline; None without a pp axis.
         warnings: Things that work but are probably not meant.
@@ -304,6 +320,7 @@ class Assignment:
     synchronized: tuple[str, ...] = ()
     sequence_parallel: bool = False
     loss_parallel: bool = False
+    chunked_loss: ChunkedLoss | None = None
     context: ContextParallel | None = None
     stages: Stages | None = None
     warnings: tuple[Problem, ...] = field(default=())

@@ -1,6 +1,6 @@
 """A model's graph from its config.json, or from a bare parameter count: no torch, no weights.
 
-Knows how transformers 5 names, orders and shapes the modules of eight decoder families, fused
+Knows how transformers 5 names, orders and shapes the modules of nine decoder families, fused
 three-dimensional expert weights included, and the defaults of keys that a config leaves out.
 Refuses to guess: an unknown family, another head than the causal language model, or sizes that
 do not fit together are errors. Dtypes are what torch builds by default, float32: what a plan
@@ -17,9 +17,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from meshplan.blueprint.builder import Builder
 from meshplan.blueprint.config import Facts, read_json
 from meshplan.blueprint.families import FAMILIES, GPT2_DEFAULTS
-from meshplan.blueprint.modules import Builder, build_decoder, build_gpt2
+from meshplan.blueprint.modules import build_decoder, build_gpt2
 from meshplan.blueprint.outline import decoder_outline, gpt2_outline
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.flow import Flow

@@ -15,7 +15,7 @@ _MAX_SIZE: Final = 10**9
 
 _ALIASES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "num_experts": ("num_local_experts",),
+        "num_experts": ("num_local_experts", "n_routed_experts"),
         "hidden_size": ("n_embd",),
         "num_hidden_layers": ("n_layer",),
         "num_attention_heads": ("n_head",),
@@ -36,8 +36,10 @@ class Facts:
     def problem(self, key: str, what: str, fix: str) -> None:
         self.problems.append(Problem(what, Origin(self.file, key), fix))
 
-    def size(self, key: str, default: int | None = None, most: int = _MAX_SIZE) -> int:
-        """A positive int; null and absence mean the default. Asked again, the same answer."""
+    def size(
+        self, key: str, default: int | None = None, *, most: int = _MAX_SIZE, least: int = 1
+    ) -> int:
+        """An int; null and absence mean the default. Asked again, the same answer."""
         if key in self.sizes:
             return self.sizes[key]
         key_stated, value = key, None
@@ -47,11 +49,16 @@ class Facts:
                 break
         if value is None:
             value = self.defaults.get(key, default)
-        if type(value) is not int or not 0 < value <= most:
-            self.problem(key_stated, f"{value!r} is not a size", f"write an int from 1 to {most}")
+        if type(value) is not int or not least <= value <= most:
+            fix = f"write an int from {least} to {most}"
+            self.problem(key_stated, f"{value!r} is not a size", fix)
             value = 1
         self.sizes[key] = value
         return value
+
+    def size_or_none(self, key: str) -> int | None:
+        """A positive int, or none where the config says null; absence means the default."""
+        return None if self.config.get(key, key) is None else self.size(key)
 
     def flag(self, key: bool | str, default: bool = False) -> bool:
         """A bool of the config, or the family's fixed answer."""
@@ -86,10 +93,10 @@ class Facts:
         if is_used:
             self.size("sliding_window", 4096)
 
-    def experts(self, scales_weights: bool | str) -> None:
+    def experts(self, scales_weights: bool | str, *, scales_by_default: bool) -> None:
         """How a router chooses, and what changes what it keeps."""
         self.size("num_experts_per_tok")
-        if self.flag(scales_weights):
+        if self.flag(scales_weights, scales_by_default):
             self.sizes["norm_topk_prob"] = 1
         if self.config.get("experts_implementation") not in (None, "grouped_mm"):
             self.sizes["experts_implementation"] = 1

@@ -22,12 +22,18 @@ class Family:
         defaults: transformers' value of each size that a config may leave out.
         qkv_bias: Whether query, key and value projections have one; a key names the config's
             own switch. Likewise `o_bias` and `mlp_bias`.
+        attention: A word of `parts`: how queries, keys and values are made.
         qk_norm: Whether queries and keys are normalised per head.
         norms: The norms of one layer, in order.
         moe: Children of a sparse block in order of definition, () for a dense model.
-        mixes_dense: Whether some layers may be dense and experts have a width of their own.
+        sparse_block, router: Classes, behind the prefix.
+        has_groups: Whether a token's experts are of few groups, chosen by scores that a buffer
+            corrects.
+        mixes_dense: The key that says which layers are dense, where experts have a width of their
+            own; "" where none are.
         scales_weights: Whether the weights of a token's experts are made to add up to 1; a key
             names the config's own switch.
+        scales_by_default: What that is when the config is silent.
         activation: Key of the activation's name.
         embedding: Class of the token embedding.
         window: Whether attention sees the last `sliding_window` tokens only; a key names the
@@ -40,11 +46,16 @@ class Family:
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
+    attention: str = "by_head"
     qk_norm: bool = False
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     moe: tuple[str, ...] = ()
-    mixes_dense: bool = False
+    sparse_block: str = "SparseMoeBlock"
+    router: str = "TopKRouter"
+    has_groups: bool = False
+    mixes_dense: str = ""
     scales_weights: bool | str = False
+    scales_by_default: bool = False
     activation: str = "hidden_act"
     embedding: str = "Embedding"
     window: bool | str = False
@@ -61,7 +72,7 @@ class Family:
     @property
     def has_dense(self) -> bool:
         """Whether some layer may have a dense feed-forward."""
-        return not self.moe or self.mixes_dense
+        return not self.moe or bool(self.mixes_dense)
 
 
 def _sizes(
@@ -143,9 +154,26 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             o_bias=_BIAS_KEY,
             qk_norm=True,
             moe=("experts", "gate"),
-            mixes_dense=True,
+            mixes_dense="decoder_sparse_step",
             scales_weights="norm_topk_prob",
             window="use_sliding_window",
+        ),
+        "deepseek_v3": Family(
+            prefix="DeepseekV3",
+            defaults=_sizes(
+                129280, 7168, 18432, 61, 128,
+                q_lora_rank=1536, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128,
+                v_head_dim=128, num_experts=256, num_experts_per_tok=8, n_shared_experts=1,
+                moe_intermediate_size=2048, n_group=8, topk_group=4, first_k_dense_replace=3,
+            ),
+            attention="latent",
+            moe=("experts", "gate", "shared_experts"),
+            sparse_block="MoE",
+            router="TopkRouter",
+            has_groups=True,
+            mixes_dense="first_k_dense_replace",
+            scales_weights="norm_topk_prob",
+            scales_by_default=True,
         ),
     }
 )  # fmt: skip

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from meshplan.cost.reading import Place, Reading, is_chosen, sent, tally
+from meshplan.cost.reading import Place, Reading, is_chosen
+from meshplan.cost.tallies import sent, tally
 from meshplan.cost.tapes import decoder_tape
 from meshplan.cost.types import Chain as Chain
 from meshplan.cost.types import Kind as Kind
@@ -40,6 +41,7 @@ def chain_of(
     is_sequence: bool = False,
     is_cuda: bool = True,
     cuts_loss: bool = False,
+    loss_chunks: int = 1,
     styled: Styled | None = None,
 ) -> Chain:
     """A decoder of a known family, as one rank of tp and ep computes it.
@@ -52,6 +54,7 @@ def chain_of(
         is_sequence: Whether activations between blocks are cut along the sequence over tp.
         is_cuda: Whether CUDA's kernels run.
         cuts_loss: Whether the loss is computed on logits that stay cut.
+        loss_chunks: Parts of the tokens over which head and loss are computed one by one.
         styled: Which modules tp cuts, as a plan has it; None cuts all that can be cut.
 
     Raises:
@@ -81,7 +84,7 @@ def chain_of(
     def write(layers: int, batch: int) -> Tape:
         run = Run(batch=batch, seq_len=seq_len, element_bytes=element_bytes, tp=tp,
                   is_sequence=is_sequence and tp > 1, is_cuda=is_cuda,
-                  spread=Spread(ep))  # fmt: skip
+                  spread=Spread(ep), loss_chunks=loss_chunks)  # fmt: skip
         if styled is not None:
             return tape_of(replace(shape, layers=layers), replace(run, styled=styled))
         return decoder_tape(replace(shape, layers=layers), run, cuts_loss=cuts_loss)

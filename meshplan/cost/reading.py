@@ -13,9 +13,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final
 
-from meshplan.cost.types import Sent, Tally
+from meshplan.cost.tallies import Numbers
 from meshplan.memory.log import Term
 from meshplan.memory.tape import Row, Span, Tape, play
 from meshplan.memory.work import Moment
@@ -38,26 +38,6 @@ _SENT: Final = {
 """By operation, the collective of its forward and of its backward."""
 _SUMMED: Final = frozenset({"amax", "stack"})
 """What ranks sum of a loss over parts of the vocabulary. Source: `runtime.loss`."""
-
-
-class Numbers(NamedTuple):
-    """Of some rows at one batch, forward or backward."""
-
-    kernels: float = 0.0
-    flops: float = 0.0
-    attention_flops: float = 0.0
-    product_bytes: float = 0.0
-    moved_bytes: float = 0.0
-    weight_bytes: float = 0.0
-    all_reduces: float = 0.0
-    all_reduce_bytes: float = 0.0
-    gathers: float = 0.0
-    gather_bytes: float = 0.0
-    all_to_alls: float = 0.0
-    all_to_all_bytes: float = 0.0
-
-    def plus(self, other: Numbers) -> Numbers:
-        return Numbers(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def is_chosen(row: Row) -> bool:
@@ -181,6 +161,8 @@ class Reading:
 
     def _flops(self, row: Row) -> float:
         size = self._element_bytes
+        if row.flops:
+            return row.flops
         if row.op == "attention":
             # Two products of length x length by the heads' width, of which half is masked.
             return 2.0 * (self._size(row.reads[0]) // size) * self._seq_len
@@ -245,13 +227,21 @@ class Reading:
             return Numbers(gathers=1, gather_bytes=size)
         return Numbers(all_reduces=1, all_reduce_bytes=size) if kind else Numbers()
 
+    def _is_made(self, number: int) -> bool:
+        """Whether rows before this one made the gradients that it gives."""
+        return any(row == number for row, _ in self._tape.handed)
+
     def _forward(self, number: int) -> Numbers:
         row = self._tape.rows[number]
         if row.is_sent:
             return self._sent(row, 0)
-        if self._is_view(row):
+        if row.flops:
+            moved = self._sizes((*row.reads, *row.makes))
+            return self._work(row, 1, moved, row.weight_bytes)
+        if (row.makes and self._is_view(row)) or self._is_made(number):
             return Numbers()
-        made = self._sizes(row.makes) + 2 * row.takes
+        # What makes nothing writes into the first that it reads.
+        made = self._sizes(row.makes or row.reads[:1]) + 2 * row.takes
         if row.op == "embedding":  # Of the table only the rows that are looked up are read.
             return Numbers(kernels=1, moved_bytes=self._sizes(row.reads) + 2 * made)
         weights = sum(nbytes for _, nbytes in row.parameters)
@@ -278,6 +268,9 @@ class Reading:
         if not row.grads and not row.parameters:
             return Numbers()
         added = self._added(row)
+        if self._is_made(number):  # Each is multiplied by a number, in place.
+            new, weights = self._size(row.keeps[0]), self._size(row.keeps[1])
+            return Numbers(2, moved_bytes=2 * new, weight_bytes=2 * weights).plus(added)
         if row.is_sent:
             return self._sent(row, 1).plus(added)
         given, new = self._size(row.makes[-1]), sum(grad.nbytes for grad in row.grads)
@@ -368,28 +361,3 @@ class Reading:
             saved = begins[number + 1] - begins[number]
             out.append((saved, max(0, peak - begins[number + 1])))
         return out
-
-
-def tally(one: Numbers, two: Numbers) -> Tally:
-    """What grows with samples and what does not, from a batch of one and one of two."""
-    return Tally(
-        kernels=one.kernels,
-        flops=two.flops - one.flops,
-        attention_flops=two.attention_flops - one.attention_flops,
-        product_bytes=two.product_bytes - one.product_bytes,
-        moved_bytes=two.moved_bytes - one.moved_bytes,
-        weight_bytes=one.weight_bytes + 2 * one.moved_bytes - two.moved_bytes,
-    )
-
-
-def sent(one: Numbers, two: Numbers) -> Sent:
-    """As `tally`, of what tp and ep send."""
-    return Sent(
-        all_reduces=int(one.all_reduces),
-        all_reduce_bytes=two.all_reduce_bytes - one.all_reduce_bytes,
-        gathers=int(one.gathers),
-        gather_bytes=two.gather_bytes - one.gather_bytes,
-        all_to_alls=int(one.all_to_alls),
-        all_to_all_bytes=two.all_to_all_bytes - one.all_to_all_bytes,
-        all_to_all_once_bytes=2 * one.all_to_all_bytes - two.all_to_all_bytes,
-    )

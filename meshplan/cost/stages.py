@@ -14,7 +14,7 @@ from meshplan.cost.step import crossing_seconds, terms
 from meshplan.cost.types import Chain
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import DTYPE_BYTES
-from meshplan.memory.told_works import refusals, styled_of
+from meshplan.memory.told_works import loss_chunks_of, refusals, styled_of
 from meshplan.plan import Plan
 
 
@@ -57,6 +57,7 @@ def chain_of_plan(plan: Plan) -> Chain:
         element_bytes=DTYPE_BYTES[dtype],
         tp=tp,
         styled=styled_of(plan) if tp > 1 else None,
+        loss_chunks=loss_chunks_of(plan),
     )
 
 

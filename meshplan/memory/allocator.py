@@ -24,6 +24,11 @@ _LEAST_OF_ITS_OWN: Final = 10 << 20
 _ROUND_SEGMENT: Final = 2 << 20
 """Sizes in bytes: of a block, of what is small, of segments that blocks share, and from which on a
 block gets a segment of its own, rounded to this."""
+_APART: Final = 1 << 60
+"""Bytes between expandable segments, so that each may grow for ever."""
+_ADDRESS_BITS: Final = 80
+_ADDRESS: Final = (1 << _ADDRESS_BITS) - 1
+"""A free block is one number, its size above its address: sorted, the smallest comes first."""
 
 
 class OutOfMemoryError(Exception):
@@ -82,49 +87,44 @@ def reserve(log: EventLog, *, limit_bytes: int | None = None, expandable: bool =
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
-    """A piece of a segment, between its neighbours."""
-
-    size: int
-    address: int
-    pool: _Pool
-    is_free: bool = True
-    before: _Block | None = None
-    after: _Block | None = None
-
-
-@dataclass(slots=True, eq=False)
 class _Pool:
-    """The free blocks of a stream and a size class, smallest first."""
+    """The free blocks of a stream and a size class.
+
+    Attributes:
+        free: In order.
+        begin, end: Addresses of the expandable segment; negative where there is none.
+    """
 
     is_small: bool
-    free: list[tuple[int, int, _Block]] = field(default_factory=list)
-    end: _Block | None = None
-    """The last block of the expandable segment."""
+    free: list[int] = field(default_factory=list)
+    begin: int = -1
+    end: int = -1
 
-    def add(self, block: _Block) -> None:
-        bisect.insort(self.free, (block.size, block.address, block))  # No two addresses are equal.
-
-    def remove(self, block: _Block) -> None:
-        at = bisect.bisect_left(self.free, (block.size, block.address))
-        assert self.free[at][2] is block
-        del self.free[at]
-
-    def take(self, size: int) -> _Block | None:
-        """The smallest that is large enough."""
-        at = bisect.bisect_left(self.free, (size, -1))
-        return self.free.pop(at)[2] if at < len(self.free) else None
+    @property
+    def page(self) -> int:
+        """What an expandable segment grows by."""
+        return _SMALL_SEGMENT if self.is_small else _LARGE_SEGMENT
 
 
 class _Allocator:
-    """The state of the device's memory."""
+    """The state of the device's memory.
+
+    Blocks are numbers. A free one is found by where it begins, and by where it ends, so that what
+    becomes free beside it joins it; no segment begins where another ends.
+    """
 
     def __init__(self, limit: int | None, expandable: bool) -> None:
         self.limit, self.expandable = limit, expandable
         self.allocated = self.reserved = self.most_allocated = self.most_reserved = 0
         self.num_retries = 0
         self._pools: dict[tuple[bool, int], _Pool] = {}
-        self._taken: dict[int, _Block] = {}
+        self._taken: dict[int, tuple[int, int, _Pool]] = {}
+        """By key, (address, size, pool)."""
+        self._beginning: dict[int, int] = {}
+        self._ending: dict[int, int] = {}
+        """Sizes of free blocks."""
+        self._segments: dict[int, int] = {}
+        """By address, sizes of those that do not grow."""
         self._next_address = 0
 
     def take(self, key: int, asked: int, stream: int) -> None:
@@ -133,109 +133,107 @@ class _Allocator:
         pool = self._pools.get((is_small, stream))
         if pool is None:
             pool = self._pools[is_small, stream] = _Pool(is_small)
-        block = pool.take(size)
-        if block is None:
-            block = self._grow(pool, size) if self.expandable else self._segment(pool, size)
-        rest = block.size - size
+        at = bisect.bisect_left(pool.free, size << _ADDRESS_BITS)
+        if at < len(pool.free):
+            block = pool.free.pop(at)
+            length, address = block >> _ADDRESS_BITS, block & _ADDRESS
+            del self._beginning[address], self._ending[address + length]
+        elif self.expandable:
+            address, length = self._grow(pool, size)
+        else:
+            address, length = self._segment(pool, size)
+        rest = length - size
         if rest >= _ROUND if is_small or self.expandable else rest > _SMALL:
-            self._split(block, size)
-        block.is_free = False
-        self._taken[key] = block
-        self.allocated += block.size
-        self.most_allocated = max(self.most_allocated, self.allocated)
+            self._add(pool, address + size, rest)
+            length = size
+        self._taken[key] = address, length, pool
+        self.allocated += length
+        if self.allocated > self.most_allocated:
+            self.most_allocated = self.allocated
 
     def free(self, key: int) -> None:
-        block = self._taken.pop(key)
-        self.allocated -= block.size
-        block.is_free = True
-        block.pool.add(self._joined(block))
+        address, size, pool = self._taken.pop(key)
+        self.allocated -= size
+        after = self._beginning.get(address + size)
+        if after is not None:
+            self._remove(pool, address + size, after)
+            size += after
+        before = self._ending.get(address)
+        if before is not None:
+            address -= before
+            self._remove(pool, address, before)
+            size += before
+        self._add(pool, address, size)
 
-    def _segment(self, pool: _Pool, size: int) -> _Block:
+    def _add(self, pool: _Pool, address: int, size: int) -> None:
+        bisect.insort(pool.free, size << _ADDRESS_BITS | address)
+        self._beginning[address] = self._ending[address + size] = size
+
+    def _remove(self, pool: _Pool, address: int, size: int) -> None:
+        del pool.free[bisect.bisect_left(pool.free, size << _ADDRESS_BITS | address)]
+        del self._beginning[address], self._ending[address + size]
+
+    def _segment(self, pool: _Pool, size: int) -> tuple[int, int]:
+        """(address, size) of a new one."""
         if pool.is_small:
             length = _SMALL_SEGMENT
         elif size < _LEAST_OF_ITS_OWN:
             length = _LARGE_SEGMENT
         else:
             length = -(-size // _ROUND_SEGMENT) * _ROUND_SEGMENT
+        if not self._has_room(length):
+            self._give_back()
         self._reserve(length)
-        return _Block(length, self._address(length), pool)
+        address, self._next_address = self._next_address, self._next_address + length + _ROUND
+        self._segments[address] = length
+        return address, length
 
-    def _grow(self, pool: _Pool, size: int) -> _Block:
-        """The last free block of the pool's segment, made long enough by further pages."""
-        page = _SMALL_SEGMENT if pool.is_small else _LARGE_SEGMENT
-        end = pool.end
-        is_open = end is not None and end.is_free
-        missing = size - (end.size if end is not None and is_open else 0)
-        length = -(-missing // page) * page
-        self._reserve(length)
-        if end is not None and is_open:
-            pool.remove(end)
-            end.size += length
-            return end
-        # Addresses of one segment are spread so that it may grow for ever.
-        address = end.address + end.size if end is not None else self._address(1 << 60)
-        block = _Block(length, address, pool, before=end)
-        if end is not None:
-            end.after = block
-        pool.end = block
-        return block
+    def _grow(self, pool: _Pool, size: int) -> tuple[int, int]:
+        """The free block at the end of the pool's segment, made long enough by further pages."""
+        if pool.begin < 0:
+            pool.begin = pool.end = self._next_address
+            self._next_address += _APART
+        if not self._has_room(self._missing(pool, size)):
+            self._give_back()
+        missing, there = self._missing(pool, size), self._ending.get(pool.end, 0)
+        self._reserve(missing)
+        address = pool.end - there
+        if there:
+            self._remove(pool, address, there)
+        pool.end += missing
+        return address, there + missing
+
+    def _missing(self, pool: _Pool, size: int) -> int:
+        """Bytes of the pages that a segment has to grow by."""
+        return -(-(size - self._ending.get(pool.end, 0)) // pool.page) * pool.page
+
+    def _has_room(self, length: int) -> bool:
+        return self.limit is None or self.reserved + length <= self.limit
 
     def _reserve(self, length: int) -> None:
-        if self.limit is not None and self.reserved + length > self.limit:
-            self.num_retries += 1
-            self._give_back()
-            if self.reserved + length > self.limit:
-                raise OutOfMemoryError(
-                    f"{length} bytes more than the {self.reserved} reserved do not fit into "
-                    f"{self.limit}"
-                )
+        if not self._has_room(length):
+            raise OutOfMemoryError(
+                f"{length} bytes more than the {self.reserved} reserved do not fit into "
+                f"{self.limit}"
+            )
         self.reserved += length
         self.most_reserved = max(self.most_reserved, self.reserved)
 
     def _give_back(self) -> None:
         """Free segments go back to the driver; of an expandable one, the free pages at its end."""
+        self.num_retries += 1
         for pool in self._pools.values():
-            for _, _, block in tuple(pool.free):
-                if self.expandable and block is pool.end:
-                    pool.remove(block)
-                    pool.end = block.before
-                    if block.before is not None:
-                        block.before.after = None
-                    self.reserved -= block.size
-                elif not self.expandable and block.before is None and block.after is None:
-                    pool.remove(block)
-                    self.reserved -= block.size
-
-    def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.size - size, block.address + size, block.pool)
-        rest.before, rest.after = block, block.after
-        if block.after is not None:
-            block.after.before = rest
-        block.after, block.size = rest, size
-        if block.pool.end is block:
-            block.pool.end = rest
-        block.pool.add(rest)
-
-    def _joined(self, block: _Block) -> _Block:
-        """The block and its free neighbours as one."""
-        before, after = block.before, block.after
-        if after is not None and after.is_free:
-            block.pool.remove(after)
-            self._absorb(block, after)
-        if before is not None and before.is_free:
-            block.pool.remove(before)
-            self._absorb(before, block)
-            return before
-        return block
-
-    def _absorb(self, first: _Block, second: _Block) -> None:
-        first.size += second.size
-        first.after = second.after
-        if second.after is not None:
-            second.after.before = first
-        if first.pool.end is second:
-            first.pool.end = first
-
-    def _address(self, length: int) -> int:
-        address, self._next_address = self._next_address, self._next_address + length
-        return address
+            there = self._ending.get(pool.end, 0)
+            if pages := there // pool.page:
+                address = pool.end - there
+                self._remove(pool, address, there)
+                pool.end -= pages * pool.page
+                if address < pool.end:
+                    self._add(pool, address, pool.end - address)
+                self.reserved -= pages * pool.page
+            for block in tuple(pool.free):
+                size, address = block >> _ADDRESS_BITS, block & _ADDRESS
+                if self._segments.get(address) == size:
+                    self._remove(pool, address, size)
+                    del self._segments[address]
+                    self.reserved -= size

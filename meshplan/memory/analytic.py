@@ -12,6 +12,7 @@ from typing import Final
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
 from meshplan.memory.blocks import Part, gpt2_block, llama_block, rms_norm
+from meshplan.memory.chunked_loss import chunked_cross_entropy
 from meshplan.memory.cut_loss import cross_entropy_of_parts
 from meshplan.memory.experts import ONE_RANK, Spread
 from meshplan.memory.log import Term
@@ -48,6 +49,8 @@ class Run:
         is_cuda: Whether CUDA's kernels run.
         in_place: Whether gradients that meet are added up in place; see `tape.play`.
         spread: How experts are spread over ranks.
+        loss_chunks: Parts of the tokens over which head and loss are computed one by one.
+        hosted: The numbers of the blocks whose kept activations wait on the host.
     """
 
     batch: int
@@ -66,6 +69,8 @@ class Run:
     lays_itself: frozenset[str] = frozenset()
     spread: Spread = ONE_RANK
     saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    loss_chunks: int = 1
+    hosted: frozenset[int] = frozenset()
 
     def saved(self, number: int) -> frozenset[str]:
         """The words of `save:` that a block is spared when it runs again."""
@@ -104,10 +109,15 @@ def tape_of(shape: Shape, run: Run) -> Tape:
     for number in range(shape.layers):
         start, fqn = len(tape.rows), f"{body.module}.{blocks}.{number}"
         saved = run.saved(number)
+        entered, on_host = x, number in run.hosted
         x = block(replace(w.at(fqn), saves=saved or PRODUCTS), shape, x, part)
         tape.units.append((fqn, start, len(tape.rows)))
         if number in run.recomputed:
-            w.recomputed(start, keeps_chosen=bool(saved), given=part.given)
+            w.recomputed(
+                start, keeps_chosen=bool(saved), given=part.given, on_host=on_host, enters=entered
+            )
+        elif on_host:
+            w.offloaded(start)
     last = x
     if is_llama:
         x = rms_norm(body, x, shape.hidden, "norm")
@@ -115,6 +125,15 @@ def tape_of(shape: Shape, run: Run) -> Tape:
         x = body.layer_norm(x, shape.hidden, "ln_f")
     w.touch(last, *held)
     tied = f"{body.module}.{'embed_tokens' if is_llama else 'wte'}.weight" if shape.tied else ""
+    if run.loss_chunks > 1:
+        tape.loss_start = len(tape.rows)
+        chunked_cross_entropy(
+            w.at("lm_head"), x, targets, chunks=run.loss_chunks, hidden=shape.hidden,
+            vocab=shape.vocab, weight=tied or "lm_head.weight",
+        )  # fmt: skip
+        tape.hold(x)
+        tape.lays_itself |= run.lays_itself
+        return tape
     logits = project(
         w, part.styled, Entered(), x, shape.hidden, shape.vocab, "lm_head", weight=tied
     )

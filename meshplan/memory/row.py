@@ -39,6 +39,9 @@ class Row(NamedTuple):
         takes_back: Bytes its backward takes while it runs.
         is_sent: Whether a collective writes what it makes.
         is_kept: Whether recomputation of chosen operations keeps what this one makes.
+        flops: Of a product whose weight is not among its parameters, since its gradient is made
+            elsewhere.
+        weight_bytes: Of that weight, and of what else is read and written whatever the batch.
     """
 
     op: str
@@ -52,6 +55,8 @@ class Row(NamedTuple):
     takes_back: int = 0
     is_sent: bool = False
     is_kept: bool = False
+    flops: float = 0.0
+    weight_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -63,6 +68,8 @@ class Span:
         recompute: Whether backward runs them forward once more.
         keeps_chosen: Whether it is spared the rows that are `is_kept`.
         given: What it is called with beside what its rows read.
+        on_host: Whether what it keeps for backward waits on the host.
+        enters: The value that it is called with first, of which recomputation keeps a copy there.
     """
 
     start: int
@@ -70,6 +77,8 @@ class Span:
     recompute: bool = False
     keeps_chosen: bool = False
     given: tuple[int, ...] = ()
+    on_host: bool = False
+    enters: int = -1
 
 
 @dataclass(slots=True)
@@ -89,6 +98,8 @@ class Tape:
             bytes that it has once it is.
         lays_itself: Parameters that no unit reduces: their gradients are laid when they are there.
         sums_apart: Values of which every sum of gradients is a new tensor.
+        handed: By a row and what it reads, a value or the fqn of a parameter: the value that it
+            keeps and that becomes the gradient.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -103,6 +114,7 @@ class Tape:
     laid: dict[tuple[int, str], int] = field(default_factory=dict)
     lays_itself: set[str] = field(default_factory=set)
     sums_apart: set[int] = field(default_factory=set)
+    handed: dict[tuple[int, int | str], int] = field(default_factory=dict)
 
     def value(self, nbytes: int, of: int | None = None) -> int:
         """A new value; `of` names the one that it is a view of."""

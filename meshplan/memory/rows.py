@@ -70,15 +70,24 @@ class Writer:
         takes_back: int = 0,
         is_sent: bool = False,
         is_kept: bool = False,
+        flops: float = 0.0,
+        weight_bytes: int = 0,
     ) -> int:
         """One operation with one output of `nbytes`."""
         out = self.tape.value(nbytes)
         kept = (*keeps, out) if keeps_out else keeps
         self.tape.add(
             Row(op, self.module, reads, (out,), kept, grads, parameters, takes, takes_back,
-                is_sent, is_kept)
+                is_sent, is_kept, flops, weight_bytes)
         )  # fmt: skip
         return out
+
+    def write(
+        self, op: str, *values: int, takes: int = 0, flops: float = 0.0, weight_bytes: int = 0
+    ) -> None:
+        """An operation that writes into what is there."""
+        self.tape.add(Row(op, self.module, values, takes=takes, flops=flops,
+                          weight_bytes=weight_bytes))  # fmt: skip
 
     def touch(self, *values: int) -> None:
         """Frames hold these until here."""
@@ -331,7 +340,13 @@ class Writer:
         return loss
 
     def recomputed(
-        self, start: int, *, keeps_chosen: bool = False, given: tuple[int, ...] = ()
-    ) -> None:
-        """The rows from `start` on are run again in backward."""
-        self.tape.spans.append(Span(start, len(self.tape.rows), True, keeps_chosen, given))
+        self, start: int, *, keeps_chosen: bool = False, given: tuple[int, ...] = (),
+        on_host: bool = False, enters: int = -1,
+    ) -> None:  # fmt: skip
+        """The rows from `start` on are run again in backward; the last two as in `Span`."""
+        end = len(self.tape.rows)
+        self.tape.spans.append(Span(start, end, True, keeps_chosen, given, on_host, enters))
+
+    def offloaded(self, start: int) -> None:
+        """What the rows from `start` on keep waits on the host."""
+        self.tape.spans.append(Span(start, len(self.tape.rows), on_host=True))

@@ -11,7 +11,7 @@ what crosses an edge longer than who sent or received it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -75,6 +75,7 @@ class Pass:
         self._came_back: dict[tuple[int, int], list[int]] = {}
         self._leaving: dict[Action, list[int]] = {}
         self._holders: Counter[int] = Counter()
+        self._host: list[tuple[int, int]] = []
         self._be_there()
         self._num_before = len(self._events)
         self._total = self._make(_NUMBER, Storage(Term.COMMUNICATION, "zeros"))
@@ -126,6 +127,7 @@ class Pass:
         if (stage, m) not in self._whole:
             flight.left.extend(self._make(part.sizes[n], part.storages[n]) for n in part.left)
             self._make_known(part, flight, part.sent)
+            self._change_host(part.host_bytes)
             return
         self._storages.extend(part.storages)
         flight.left.extend(flight[storage] for storage in part.left)
@@ -149,6 +151,7 @@ class Pass:
             for storage in (*flight.left, *came):
                 self._let_go([storage])
             self._let_go(flight[storage] for storage in part.sent)
+            self._change_host(-part.host_bytes)
             return
         flight.known.update(zip(part.given, came, strict=True))
         self._play(part, flight, part.split, len(part.work.log.events))
@@ -254,9 +257,14 @@ class Pass:
                 for fqn, each in part.work.settling.items()
             },
             num_before=self._num_before,
+            host=tuple(self._host),
         )
 
     # Memory
+
+    def _change_host(self, delta: int) -> None:
+        if delta:
+            self._host.append((len(self._events), delta))
 
     def _make_known(self, part: StageWork, flight: _Flight, storages: Iterable[int]) -> None:
         for storage in storages:
@@ -298,6 +306,9 @@ class Pass:
         crossing = {*part.received, *part.given, *part.returned} if is_split else set[int]()
         sent, given, returned = {*part.sent}, {*part.given}, {*part.returned}
         ready = part.ready_at if is_split else {}
+        is_forward = first < part.split
+        # Forward copies to the host, and backward has done with it.
+        host = deque(each for each in part.work.host or () if (each[1] > 0) is is_forward)
         added: list[tuple[int, str, str]] = []
         done = 0
         plain, numbers = part.is_plain, flight.known
@@ -313,6 +324,8 @@ class Pass:
                     for delta, storage, _ in log.events[begun:number]
                 ]
                 continue
+            while host and host[0][0] <= number:
+                self._change_host(host.popleft()[1])
             while done < len(marks) and marks[done].event <= number:
                 self._mark(marks[done], at)
                 done += 1
@@ -342,6 +355,8 @@ class Pass:
         for storage in ready.get(end, ()) if end == len(log.events) else ():
             self._take(part, storage, flight[storage], at, added)
         self._drop_added(added)
+        for _, delta in host:
+            self._change_host(delta)
         for mark in marks[done:]:
             self._mark(mark, at)
 

@@ -180,6 +180,7 @@ def _widen(tape: Tape, free: Collection[str], times: int) -> None:
         tape.nbytes[value] *= times
     rows, shift, at = tape.rows, 0, 0
     moved: list[int] = []
+    entered: dict[tuple[int, int], int] = {}
     out: list[Row] = []
     units = sorted(tape.units, key=lambda unit: unit[1])
     for fqn, start, end in units:
@@ -193,8 +194,9 @@ def _widen(tape: Tape, free: Collection[str], times: int) -> None:
         shift += len(read)
         moved += [n + shift for n in range(start, end)]
         out += [_renamed(row, narrow) for row in rows[start:end]]
-        for cast in narrow.values():
+        for value, cast in narrow.items():
             tape.last_use[cast] = end - 1
+            entered[start, value] = cast
         at = end
     moved += [n + shift for n in range(at, len(rows) + 1)]
     out += rows[at:]
@@ -204,7 +206,13 @@ def _widen(tape: Tape, free: Collection[str], times: int) -> None:
     tape.units = [(fqn, moved[start], moved[end - 1] + 1) for fqn, start, end in units]
     tape.laid = {(moved[number], fqn): size for (number, fqn), size in tape.laid.items()}
     tape.spans = [
-        replace(span, start=moved[span.start], end=moved[span.end - 1] + 1) for span in tape.spans
+        replace(
+            span,
+            start=moved[span.start],
+            end=moved[span.end - 1] + 1,
+            enters=entered.get((span.start, span.enters), span.enters),
+        )
+        for span in tape.spans
     ]
 
 

@@ -87,6 +87,11 @@ class StageWork:
         return frozenset(crossing & {*self.waiting})
 
     @cached_property
+    def host_bytes(self) -> int:
+        """What forward leaves for backward in the host's memory."""
+        return sum(delta for _, delta in self.work.host or () if delta > 0)
+
+    @cached_property
     def changes(self) -> Mapping[str, int]:
         """By the kind of an action, how many bytes more there are after it.
 
@@ -125,6 +130,7 @@ class StageWork:
         """
         events, storages = self.work.log.events, self.work.log.storages
         marked = {mark.event for mark in self.work.marks}
+        marked |= {event for event, _ in self.work.host or ()}
         looked_at = {*self.sent, *self.given, *self.names}
         if self.turn is not None:
             looked_at |= {*self.received, *self.returned}

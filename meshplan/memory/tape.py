@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from meshplan.memory.hosted import Hosted
 from meshplan.memory.log import Event, EventLog, Storage, Term
 from meshplan.memory.row import Grad, Row, Span, Tape
 from meshplan.memory.terms import settle
@@ -63,6 +64,7 @@ class Player:
         """By the first row of a recomputed span, what it begins with."""
         self._cached: dict[int, int] = {}
         """By value, its storage that recomputation need not make again."""
+        self._host = Hosted(tape.nbytes)
         self._grads: dict[int, int] = {}
         """By value, the storage of its gradient."""
         self._seeds: list[int] = []
@@ -97,8 +99,9 @@ class Player:
             fqn: ((nbytes, -1),) for (_, fqn), nbytes in tape.laid.items() if fqn in self._unlaid
         }
         return Work(
-            log, tuple(self._marks), self._gradients, self._ready, (loss,), settling=settling
-        )
+            log, tuple(self._marks), self._gradients, self._ready, (loss,), settling=settling,
+            host=tuple(self._host.changes),
+        )  # fmt: skip
 
     # Memory
 
@@ -124,8 +127,12 @@ class Player:
         if not self._uses[storage] and self._sizes[storage]:
             self._events.append(Event(-self._sizes[storage], storage, self._phase))
 
+    @property
+    def _now(self) -> int:
+        return len(self._events)
+
     def _mark(self, moment: Moment, unit: str) -> None:
-        self._marks.append(Mark(len(self._events), moment, unit))
+        self._marks.append(Mark(self._now, moment, unit))
 
     # Forward
 
@@ -133,6 +140,8 @@ class Player:
         tape = self._tape
         if span.recompute:
             inputs = _inputs(tape, span)
+            if span.on_host and not self._host.take(~span.start, (span.enters,), self._now):
+                del inputs[tape.base[span.enters]]
             self._inputs[span.start] = held = {value: self._env[value] for value in inputs}
             for storage in held.values():
                 self._hold(storage)
@@ -147,7 +156,7 @@ class Player:
             if span.keeps_chosen:
                 self._cache(row)
             elif not span.recompute:
-                self._keep(number, self._env)
+                self._keep(number, self._env, on_host=span.on_host)
             for value in self._dying[number]:
                 if value != tape.rows[-1].makes[0]:  # The loop keeps the loss.
                     self._drop(self._env.pop(value))
@@ -164,9 +173,11 @@ class Player:
         if took is not None:
             self._drop(took)
 
-    def _keep(self, number: int, env: Mapping[int, int]) -> None:
-        base = self._tape.base
-        kept = [env[base[value]] for value in self._tape.rows[number].keeps]
+    def _keep(self, number: int, env: Mapping[int, int], *, on_host: bool = False) -> None:
+        base, keeps = self._tape.base, self._tape.rows[number].keeps
+        if on_host:
+            keeps = self._host.take(number, keeps, self._now)
+        kept = [env[base[value]] for value in keeps]
         for storage in kept:
             self._hold(storage)
         self._kept[number] = kept
@@ -215,6 +226,7 @@ class Player:
             spared = [self._cached.pop(value) for value in left if value in self._cached]
             for storage in (*self._inputs.pop(span.start).values(), *spared):
                 self._drop(storage)
+            self._host.end(~span.start, self._now)
 
     def _back_through(self, start: int, end: int) -> None:
         for number in reversed(range(start, end)):
@@ -243,6 +255,10 @@ class Player:
         env = dict(self._inputs[span.start])
         for storage in env.values():
             self._hold(storage)
+        back = [self._born(size, rows[span.start]) for size in self._host.of(~span.start)]
+        for storage in back:  # What runs again is called with it, and holds it until it is done.
+            env[self._tape.base[span.enters]] = storage
+            self._hold(storage)
         for number in range(span.start, last + 1):
             row = rows[number]
             if number in self._starts and number > span.start:
@@ -255,7 +271,7 @@ class Player:
                     self._drop(env.pop(value))
             if number in self._ends and number < last:
                 self._mark(Moment.AFTER_FORWARD, self._ends[number])
-        for storage in env.values():
+        for storage in (*env.values(), *back):
             self._drop(storage)
 
     def _back(self, number: int) -> None:
@@ -263,22 +279,26 @@ class Player:
         row = self._tape.rows[number]
         given = [self._grads.pop(value) for value in row.makes if value in self._grads]
         made: list[tuple[int, int]] = []
+        own: list[tuple[str, int, int]] = []
+        back = [self._born(size, row) for size in self._host.of(number)] if given else []
         if given:
             took = self._born(row.takes_back, row) if row.takes_back else None
-            for fqn, nbytes in row.parameters:
-                self._gradient(fqn, nbytes, number)
+            own = [(fqn, size, self._gradient(fqn, size, number)) for fqn, size in row.parameters]
             for value, nbytes in row.grads:
-                if nbytes:
+                if (number, value) in self._tape.handed:
+                    made.append((value, self._handed(number, value)))
+                elif nbytes:
                     made.append((value, self._born(nbytes, row)))
                 else:
                     self._hold(given[0])
                     made.append((value, given[0]))
             if took is not None:
                 self._drop(took)
-        for storage in given:
+        for storage in (*back, *given, *self._kept.pop(number, ())):
             self._drop(storage)
-        for storage in self._kept.pop(number, ()):
-            self._drop(storage)
+        self._host.end(number, self._now)
+        for fqn, nbytes, storage in own:
+            self._add_gradient(fqn, nbytes, storage, number)
         for value, storage in made:
             self._accumulate(value, storage, row)
         for fqn, _ in row.parameters if given else ():
@@ -312,10 +332,21 @@ class Player:
         self._drop(self._unlaid.pop(fqn))
         self._gradients[fqn] = laid
 
-    def _gradient(self, fqn: str, nbytes: int, number: int) -> None:
+    def _handed(self, number: int, key: int | str) -> int:
+        """What forward has made of a gradient already."""
+        place = self._tape.rows[number].keeps.index(self._tape.handed[number, key])
+        storage = self._kept[number][place]
+        self._hold(storage)
+        return storage
+
+    def _gradient(self, fqn: str, nbytes: int, number: int) -> int:
+        """What one row gives to a parameter."""
+        if (number, fqn) in self._tape.handed:
+            return self._handed(number, fqn)
+        return self._born(nbytes, self._tape.rows[number], Term.GRADIENTS)
+
+    def _add_gradient(self, fqn: str, nbytes: int, storage: int, number: int) -> None:
         """A parameter that two rows read has the sum."""
-        row = self._tape.rows[number]
-        storage = self._born(nbytes, row, Term.GRADIENTS)
         is_laid = (number, fqn) not in self._tape.laid
         if not is_laid:
             self._unlaid[fqn] = storage
@@ -323,7 +354,7 @@ class Player:
         if known == storage or not is_laid:
             return
         if not self._sums_in_place:
-            self._gradients[fqn] = self._born(nbytes, row, Term.GRADIENTS)
+            self._gradients[fqn] = self._born(nbytes, self._tape.rows[number], Term.GRADIENTS)
             self._drop(known)
         self._drop(storage)
 

@@ -161,7 +161,7 @@ def told_rank(plan: Plan, rank: int, *, device: str) -> EventLog:
     check_fused(plan, spec.batch.seq_len, device=device)
     with _no_collection():
         works = told_works(plan, plan.micro, spec.batch.seq_len)
-        return _log_of(works, plan, rank, in_brief=works.in_brief)
+        return _log_of(works, plan, rank, in_brief=True)
 
 
 def _of_experts(plan: Plan, *, tells_worst: bool) -> Iterator[tuple[str, str]]:
@@ -201,7 +201,7 @@ def _in_brief(num_in_full: int, num_groups: int) -> str:
 def _log_of(works: Works, plan: Plan, rank: int, *, in_brief: bool) -> EventLog:
     """The step of one rank."""
     work, foreach = works.of_rank(rank, in_brief=in_brief), is_uniform(plan.assignment)
-    has_host = offloads_params(plan.assignment)
+    has_host = bool(offloads_params(plan.assignment) or plan.assignment.host_activations)
     optimizer = plan.spec.optimizer
     return replay(work, plan, optimizer, rank=rank, foreach=foreach, has_host=has_host)
 
@@ -244,6 +244,7 @@ def told_log(
     in_place: bool = True,
     foreach: bool = True,
     spread: Spread | None = None,
+    has_host: bool = False,
 ) -> EventLog:
     """The events of a step from the second one on, of a causal language model of transformers.
 
@@ -255,7 +256,7 @@ def told_log(
         is_cuda: Whether CUDA's kernels run; what CPUs keep is what a trace on CPUs shows.
         in_place: Whether gradients that meet are added up in place, as torch does when nothing
             watches it.
-        foreach: As in `replay`.
+        foreach, has_host: As in `replay`.
         spread: How experts are spread, if not evenly as the plan has it.
 
     Raises:
@@ -264,7 +265,8 @@ def told_log(
     check_fused(plan, seq_len, is_cuda=is_cuda)
     with _no_collection():
         works = told_works(plan, batch, seq_len, is_cuda=is_cuda, in_place=in_place, spread=spread)
-        return replay(works.of_rank(rank), plan, optimizer, rank=rank, foreach=foreach)
+        work = works.of_rank(rank)
+        return replay(work, plan, optimizer, rank=rank, foreach=foreach, has_host=has_host)
 
 
 @contextmanager

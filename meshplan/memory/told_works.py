@@ -87,6 +87,8 @@ def told_works(
         styled=styled_of(plan),
         lays_itself=frozenset(f for f, p in plan.assignment.tensors.items() if p.unit is None),
         spread=spread or spread_of(plan),
+        loss_chunks=loss_chunks_of(plan),
+        hosted=frozenset(map(_number, plan.assignment.host_activations)),
     )
     shape = shape_of(plan.graph)
     if stages is not None:
@@ -120,6 +122,12 @@ def spread_of(plan: Plan) -> Spread:
     return Spread(ep, arriving, is_unit=is_unit)
 
 
+def loss_chunks_of(plan: Plan) -> int:
+    """Parts of the tokens over which head and loss are computed; 1 for all at once."""
+    chunked = plan.assignment.chunked_loss
+    return 1 if chunked is None else chunked.chunks
+
+
 def refusals(plan: Plan) -> Iterator[Problem]:
     """What a step told from a config has no rules for."""
     a = plan.assignment
@@ -138,6 +146,7 @@ def refusals(plan: Plan) -> Iterator[Problem]:
         (_parts_heads(plan), "all_to_all over heads that do not divide by tp and cp together"),
         (bool(saved - PRODUCTS), f"recomputation that saves {', '.join(sorted(saved - PRODUCTS))}"),
         (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
+        (bool(a.host_activations.keys() - blocks), "offloaded activations of what is no block"),
         (bool(a.units.keys() - blocks - a.experts.keys() - {""}), "units that are no blocks"),
         (bool(a.experts.keys() - experts), "experts of other modules than mlp.experts"),
         (_is_autocast(plan), "parameters computed with in several dtypes"),

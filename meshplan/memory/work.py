@@ -66,6 +66,8 @@ class Work:
             (bytes, storage) of what is made and freed to lay it so, once it is reduced; the last
             one left is then the gradient. These storages are no storages of the log.
         taken: By the fqn of a block, the storages that it is called with, where somebody noted it.
+        host: (event before which it is so, by how many bytes more or less) of what it keeps in the
+            host's memory; None where nobody noted it.
     """
 
     log: EventLog
@@ -77,3 +79,4 @@ class Work:
     num_before: int | None = None
     settling: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     taken: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    host: tuple[tuple[int, int], ...] | None = None

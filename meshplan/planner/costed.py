@@ -17,7 +17,7 @@ from meshplan.cost.step import Terms, terms
 from meshplan.cost.types import Chain
 from meshplan.errors import PlanError, Problem
 from meshplan.hardware import Cluster
-from meshplan.memory.told_works import refusals, styled_of
+from meshplan.memory.told_works import loss_chunks_of, refusals, styled_of
 from meshplan.plan import Plan
 from meshplan.planner.held import element_bytes_of
 from meshplan.planner.numbers import Numbers, weights
@@ -78,6 +78,7 @@ class Costed:
             tp=tp,
             ep=plan.mesh.size("ep"),
             styled=styled_of(plan) if tp > 1 else None,
+            loss_chunks=loss_chunks_of(plan),
         )
 
     @cached_property

@@ -156,6 +156,7 @@ def _fields(plan: Plan) -> Iterator[tuple[str, Any]]:
     yield "strategy", a.strategy.name if plan.num_data_ranks > 1 else None
     yield "sequence_parallel", a.sequence_parallel
     yield "loss_parallel", a.loss_parallel
+    yield "loss_chunks", a.chunked_loss and a.chunked_loss.chunks
     yield "context", a.context and a.context.attention
     if stages is not None:
         yield "pipeline.schedule", stages.schedule

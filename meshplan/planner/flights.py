@@ -105,8 +105,11 @@ def has_gradients(grid: NDArray[np.void]) -> NDArray[np.bool_]:
     """By row, whether at that moment, or a like one, every block had its gradients before.
 
     A pipeline runs up to pp forwards before the first backward, or a round of all stages and more.
+    One round later as much is kept; and of two rounds also at the last forward, since what the
+    warming up has ahead is what the cooling down has left.
     """
     p, m, v = (grid[name].astype(np.int64) for name in ("pp", "microbatches", "virtual"))
     turn = m // np.maximum(1, m // p)
     warm = (v - 1) * turn + np.where(in_halves(grid), p, 2 * (p - 1) + 1)
-    return np.asarray(np.where(v > 1, m * v >= warm + turn * v, m > p))
+    several = (m * v >= warm + turn * v) | (m == 2 * turn)
+    return np.asarray(np.where(v > 1, several, m > p))

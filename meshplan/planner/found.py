@@ -73,6 +73,8 @@ class State:
         is_of_row: Whether what answers held more is the same for all.
         sure_capacity: Where `capacity` rests on a guess, the one that does not.
         guesses: How many there were.
+        guessed: Bytes above the linear figures, by the last one.
+        doubted: The same where that was too little to go by.
     """
 
     capacity: float
@@ -85,6 +87,8 @@ class State:
     is_of_row: bool = True
     sure_capacity: float | None = None
     guesses: int = 0
+    guessed: float = 0.0
+    doubted: float | None = None
 
 
 def mesh_key(config: np.void) -> tuple[int, ...]:

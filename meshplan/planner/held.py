@@ -108,6 +108,27 @@ def _trained(kind: Kind) -> float:
     return 1 - kind.frozen / numel if numel else 1.0
 
 
+def turning_bytes(
+    grid: NDArray[np.void],
+    kind: Kind,
+    sizes: ElementBytes,
+    offered: NDArray[np.bool_],
+    reduce_bytes: int,
+) -> Floats:
+    """[rows] what a rank holds more than before when gradients of a block are put together.
+
+    Its backward is done then; the next one's parameters are left out.
+
+    Args:
+        offered: [rows, options] what the block may do: what it kept is gone by then.
+    """
+    trained = float(sum(kind.numels) - kind.frozen)
+    made = trained * (sizes.computed + reduce_bytes)
+    kept = np.where(offered, saved_bytes(grid, kind), 0.0).max(axis=1)
+    sends = (grid["mode"] == _SHARD) & ~in_halves(grid)
+    return np.asarray(np.where(sends, np.maximum(made - kept, 0.0), 0.0))
+
+
 def waiting_bytes(grid: NDArray[np.void], first: Kind, last: Kind, reduce_bytes: int) -> Floats:
     """[rows] the root unit's gradients of the microbatch before, as they were sent.
 

@@ -18,7 +18,7 @@ from meshplan.memory.driver import driver_bytes
 from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
 from meshplan.memory.shape import shape_of
 from meshplan.memory.told import ERROR, OverError, told_estimate
-from meshplan.memory.told_works import refusals, styled_of
+from meshplan.memory.told_works import loss_chunks_of, refusals, styled_of
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.brief import Brief, Glance, Stages
 from meshplan.planner.contexts import EXCHANGES, context_of
@@ -176,6 +176,7 @@ class Job:
                 tp=tp,
                 ep=ep,
                 styled=styled_of(plan) if tp > 1 else None,
+                loss_chunks=loss_chunks_of(plan),
             )
         return self._chains[key]
 

@@ -45,15 +45,16 @@ class Lanes:
         # The last stage hands on nothing; what the first one does is charged as its input.
         waiting[0] -= handed[0][0]
         waiting[-1] -= handed[-1][-1] * (self.num > 1)
-        beside, sent = float(numbers.beside[row]), float(numbers.sent[row])
-        self.tops = [beside + sent * many for many in waiting]
-        self.tops[-1] += float(numbers.top[row])
+        self.tops = [
+            numbers.on_top(row, is_last=rank == self.num - 1) + float(numbers.sent[row]) * many
+            for rank, many in enumerate(waiting)
+        ]
         self.places = len(numbers.order) + 1
+        self._stretches: dict[int, tuple[Counts, Counts]] = {}
         # Every stage has a block, and begins with one; what is in no block goes along.
-        named = np.array([bool(name) for name in numbers.names] or [True] * len(numbers.order))
-        self._can_begin = np.append(named, False)
+        self._can_begin = np.append(numbers.is_block, False)
         self._can_begin[0] = True
-        self._can_end = np.append(False, np.logical_or.accumulate(named))
+        self._can_end = np.append(False, np.logical_or.accumulate(numbers.is_block))
         self._pinned = [
             (place, stage if stage >= 0 else self.num - 1)
             for place, stage in enumerate(numbers.stages)
@@ -69,7 +70,15 @@ class Lanes:
         before = self._numbers.before
         return np.asarray(before[j] - before[i])
 
-    def is_open(self, rank: int, i: Counts, j: Counts) -> NDArray[np.bool_]:
+    def stretches(self, rank: int) -> tuple[Counts, Counts]:
+        """(where a rank may begin, where it then may end)."""
+        if rank not in self._stretches:
+            i, j = np.triu_indices(self.places, 1)
+            is_open = self._is_open(rank, i, j)
+            self._stretches[rank] = i[is_open], j[is_open]
+        return self._stretches[rank]
+
+    def _is_open(self, rank: int, i: Counts, j: Counts) -> NDArray[np.bool_]:
         """Where a rank may begin and end: blocks are left for those before and after it."""
         is_open = (i >= rank) & (j <= self.places - self.num + rank)
         is_open &= (i == 0) == (rank == 0)
@@ -110,7 +119,7 @@ class Rounds(Lanes):
         self._begin, self._block, self._length = blocks_in(numbers)
         self.places = self._length + 1
         self._kinds = len(numbers.counts)
-        self._known: dict[tuple[int, int], Counts] = {}
+        self._tables: dict[int, Counts] = {}
 
     def _menus(self, row: int, kept: Sequence[tuple[float, ...]]) -> list[Menu]:
         known: dict[tuple[float, ...], Menu] = {}
@@ -123,36 +132,38 @@ class Rounds(Lanes):
                 )
         return [known[tuple(groups)] for groups in self._groups]
 
-    def sizes(self, rank: int, blocks: int) -> list[int]:
-        """Blocks of each of a rank's stages."""
-        each, more = divmod(blocks, self._virtual)
-        short = [each] * (self._virtual - more)
-        long = [each + 1] * more
-        return long + short if rank == self.num - 1 else short + long
+    def sizes(self, rank: int, blocks: Counts) -> Counts:
+        """[..., turn] blocks of each of a rank's stages, of so many that it has: [...]."""
+        each, more = np.divmod(blocks[..., None], self._virtual)
+        turns = np.arange(self._virtual)
+        is_long = turns < more if rank == self.num - 1 else turns >= self._virtual - more
+        return np.asarray(each + is_long)
 
     def counts(self, rank: int, i: Counts | int, j: Counts | int) -> Counts:
         """Of each kind of the menu, which has every kind once for each group of stages."""
-        lengths = np.atleast_1d(np.asarray(j) - np.asarray(i))
-        found = np.array([self._of_rank(rank, int(length)) for length in lengths])
-        return found if np.ndim(j) else np.asarray(found[0])
+        if rank not in self._tables:
+            self._tables[rank] = self._table(rank)
+        return np.asarray(self._tables[rank][np.asarray(j) - np.asarray(i)])
 
-    def _of_rank(self, rank: int, blocks: int) -> Counts:
-        key = rank, blocks
-        if key not in self._known:
-            groups, kept = self._groups[rank], self._kept[rank]
-            out = np.zeros((len(groups), self._kinds), dtype=np.int64)
-            for size, microbatches in zip(self.sizes(rank, blocks), kept, strict=True):
-                out[groups.index(microbatches), self._block] += size
-            order = self._numbers.order
-            if rank == 0:
-                np.add.at(out[groups.index(kept[0])], list(order[: self._begin]), 1)
-            if rank == self.num - 1:
-                behind = list(order[self._begin + self._length :])
-                np.add.at(out[groups.index(kept[-1])], behind, 1)
-            self._known[key] = out.ravel()
-        return self._known[key]
+    def _table(self, rank: int) -> Counts:
+        """[how many blocks a rank has, kinds of its menu]."""
+        groups, kept = self._groups[rank], self._kept[rank]
+        group_of = [groups.index(microbatches) for microbatches in kept]
+        lengths = np.arange(self._length + 1)
+        sizes = self.sizes(rank, lengths)
+        out = np.zeros((len(lengths), len(groups), self._kinds), dtype=np.int64)
+        for turn, group in enumerate(group_of):
+            out[:, group, self._block] += sizes[:, turn]
+        order = self._numbers.order
+        if rank == 0:
+            for kind in order[: self._begin]:
+                out[:, group_of[0], kind] += 1
+        if rank == self.num - 1:
+            for kind in order[self._begin + self._length :]:
+                out[:, group_of[-1], kind] += 1
+        return out.reshape(len(lengths), -1)
 
-    def is_open(self, rank: int, i: Counts, j: Counts) -> NDArray[np.bool_]:
+    def _is_open(self, rank: int, i: Counts, j: Counts) -> NDArray[np.bool_]:
         """Every stage of a rank has a block."""
         v, length = self._virtual, self._length
         is_open = (j - i >= v) & (i >= rank * v) & (length - j >= (self.num - 1 - rank) * v)
@@ -163,9 +174,9 @@ class Rounds(Lanes):
         self, ends: Sequence[int], takes: Sequence[Takes]
     ) -> tuple[tuple[int, ...], tuple[Takes, ...]]:
         """Where stages keep alike, what their blocks take is dealt out in the order of OPTIONS."""
-        sizes = [self.sizes(rank, j - i) for rank, (i, j) in enumerate(itertools.pairwise(ends))]
-        ordered = [[rank[turn] for rank in sizes] for turn in range(self._virtual)]
-        lengths = [size for turn in ordered for size in turn]
+        blocks = np.diff(ends)
+        sizes = [self.sizes(rank, np.asarray(each)).tolist() for rank, each in enumerate(blocks)]
+        lengths = [rank[turn] for turn in range(self._virtual) for rank in sizes]
         all_ends = [0, *itertools.accumulate(lengths, initial=self._begin)]
         del all_ends[1]
         all_ends[-1] = len(self._numbers.order)
@@ -196,7 +207,11 @@ class Rounds(Lanes):
 
 def lanes_of(numbers: Numbers, row: int) -> Lanes:
     """Of one configuration."""
-    return Rounds(numbers, row) if int(numbers.grid[row]["virtual"]) > 1 else Lanes(numbers, row)
+    if row not in numbers.lanes:
+        kind = Rounds if int(numbers.grid[row]["virtual"]) > 1 else Lanes
+        numbers.lanes[row] = kind(numbers, row)
+    lanes: Lanes = numbers.lanes[row]
+    return lanes
 
 
 NOT_ALIKE: Final = "its blocks are not all alike, and only alike ones are shared out over rounds"
@@ -209,7 +224,7 @@ def are_alike(numbers: Numbers) -> bool:
 
 def blocks_in(numbers: Numbers) -> tuple[int, int, int]:
     """(where blocks begin in `order`, their kind, how many) of a model of alike ones."""
-    named = [n for n, name in enumerate(numbers.names) if name] or [*range(len(numbers.order))]
+    named = np.flatnonzero(numbers.is_block).tolist()
     kinds = {numbers.order[n] for n in named}
     assert len(kinds) == 1, NOT_ALIKE
     assert named == [*range(named[0], named[-1] + 1)], NOT_ALIKE

@@ -25,7 +25,7 @@ SLACK: Final = 0.02
 Options = tuple[bool, ...]
 """Which of `cost.grid.OPTIONS` blocks may take."""
 
-_KEEP, _MOST_SIMPLER, _MOST_NEAR, _MORE = 3, 8, 4, 1.02
+_KEEP, _MOST_SIMPLER, _MOST_NEAR, _MOST_GUESSES, _MORE = 3, 8, 4, 3, 1.02
 
 
 class Near:
@@ -44,21 +44,32 @@ class Near:
         simplest = self._complexity(found.best)
         simpler = sorted(
             (each, number, options)
-            for number, (one, options) in enumerate(self._simpler())
+            for number, (one, options) in enumerate(self._simpler(most_axes=int(simplest[0])))
             if (each := (*self._complexity(one), one.row)) < (*simplest, -1)
         )
         tries = ((int(key[-1]), options) for key, _, options in simpler)
         chosen = next(self._that_fit(tries, _MOST_SIMPLER), best)
         everything = (True,) * len(OPTIONS)
-        near = ((candidate.row, everything) for candidate in found.near)
+        near = ((row, everything) for row in self._one_of_a_mesh())
         others = [best, *self._that_fit(near, _MOST_NEAR)]
         by_words = {str(way.stated): way for way in others if way.stated != chosen.stated}
         keep = int(self._job.spec.solve.get("keep", _KEEP))
         return chosen, tuple(sorted(by_words.values(), key=lambda way: way.seconds)[:keep])
 
-    def _simpler(self) -> Iterator[tuple[Candidate, Options]]:
+    def _one_of_a_mesh(self) -> Iterator[int]:
+        """The fastest row of each mesh: others differ in rounds and microbatches alone."""
+        known: set[tuple[int, ...]] = set()
+        for candidate in self._found.near:
+            row = self._job.grid[candidate.row]
+            mesh = tuple(int(row[axis]) for axis in AXES)
+            if mesh not in known:
+                known.add(mesh)
+                yield candidate.row
+
+    def _simpler(self, *, most_axes: int) -> Iterator[tuple[Candidate, Options]]:
         """Every row near the best, with fewer different things that its blocks may do."""
-        for row in (candidate.row for candidate in self._found.near):
+        rows = (candidate.row for candidate in self._found.near)
+        for row in (row for row in rows if self._num_axes(row) <= most_axes):
             for again in _subsets(range(len(RECOMPUTE))):
                 for back in ((0,), (1,), (0, 1)):
                     options = tuple(r in again and s in back for r, s in OPTIONS)
@@ -79,13 +90,16 @@ class Near:
         """Those of some (row, options) that the memory room certifies, in this order."""
         found = self._found
         for row, options in tries:
+            guesses = 0
             while most > 0 and not self._job.question.is_stopped():
                 one = self._solve(row, options)
                 if one is None:
                     break
-                guess = self._job.guess(self._numbers, one) if row not in found.excess else None
+                guesses += 1
+                guess = self._job.guess(self._numbers, one) if guesses <= _MOST_GUESSES else None
                 if guess and max(one.linear_bytes) + guess > self._job.capacity:
-                    found.excess[row] = max(guess, 1.0)
+                    known = found.excess.get(row, 0.0)
+                    found.excess[row] = max(guess, known * _MORE, 1.0)
                     continue
                 measured = self._job.measure(self._numbers, one)
                 found.num_measured += 1
@@ -101,14 +115,16 @@ class Near:
 
     def _complexity(self, candidate: Candidate) -> tuple[float, ...]:
         """Axes that are spread, then different things that blocks do, then what it costs."""
-        row = self._job.grid[candidate.row]
-        axes = sum(int(row[axis] > 1) for axis in AXES)
         blocks = {
             (b.recompute, b.reshard)
             for stage in self._job.blocks(self._numbers, candidate)
             for b in stage
         }
-        return axes, len(blocks), int(row["virtual"]), candidate.seconds
+        virtual = int(self._job.grid[candidate.row]["virtual"])
+        return self._num_axes(candidate.row), len(blocks), virtual, candidate.seconds
+
+    def _num_axes(self, row: int) -> int:
+        return sum(int(self._job.grid[row][axis] > 1) for axis in AXES)
 
 
 def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:

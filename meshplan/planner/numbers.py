@@ -7,9 +7,11 @@ rule out is out; what a plan really takes, `settle` asks of the memory room.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,9 @@ from meshplan.planner.flights import (
     usual_in_flight,
 )
 from meshplan.planner.knapsack import Counts, Floats, Menu
+
+_BATCH: Final = 256
+"""Rows whose bounds are priced together."""
 
 
 @dataclass(frozen=True, slots=False, kw_only=True)
@@ -37,6 +42,8 @@ class Numbers:
         saved: Bytes that it keeps for the backward of one microbatch.
         resident: Bytes that it has all the time.
         top: [rows] bytes that the last stage holds in the loss, beside what is saved.
+        turn: [rows] bytes that some rank holds in the backward of a block, beside what was saved
+            until then; any rank of a pipeline does.
         sent: [rows] bytes of what a stage hands on of one microbatch, and keeps until its backward
             is done, beside what its blocks keep.
         beside: [rows] bytes that every rank holds whatever its blocks do.
@@ -56,6 +63,7 @@ class Numbers:
     saved: Floats
     resident: Floats
     top: Floats
+    turn: Floats
     sent: Floats
     beside: Floats
     floor: Floats
@@ -79,10 +87,34 @@ class Numbers:
             table[place + 1, kind] += 1
         return table
 
+    @cached_property
+    def alike(self) -> tuple[Counts, Counts]:
+        """The stretches of blocks by what they are made of.
+
+        Returns:
+            ([stretches, kinds] blocks of each kind, no two alike, and by the places where a stretch
+            begins and ends, which of them it is: [place, place]).
+        """
+        i, j = np.triu_indices(len(self.before), 1)
+        which = np.zeros((len(self.before),) * 2, dtype=np.int64)
+        alike, which[i, j] = np.unique(self.before[j] - self.before[i], axis=0, return_inverse=True)
+        return alike, which
+
+    @cached_property
+    def lanes(self) -> dict[int, Any]:
+        """By row, what `lanes_of` made of it: rows are solved again and again."""
+        return {}
+
+    @cached_property
+    def is_block(self) -> NDArray[np.bool_]:
+        """By place in `order`; of a model without blocks, all of it."""
+        named = [bool(name) for name in self.names]
+        return np.array(named if any(named) else [True] * len(self.order))
+
     @property
     def block(self) -> int:
         """The kind of the blocks, where they are all alike: rows with several stages a rank."""
-        return next(k for n, k in enumerate(self.order) if not self.names or self.names[n])
+        return self.order[int(np.flatnonzero(self.is_block)[0])]
 
     def only(self, row: int, options: Sequence[bool]) -> Numbers:
         """One row, with these options and no others for blocks that have a choice."""
@@ -98,12 +130,18 @@ class Numbers:
             saved=self.saved[at],
             resident=self.resident[at],
             top=self.top[at],
+            turn=self.turn[at],
             sent=self.sent[at],
             beside=self.beside[at],
             floor=self.floor[at],
             once_s=self.once_s[at],
             stages=self.stages,
         )
+
+    def on_top(self, row: int, *, is_last: bool) -> float:
+        """Bytes of a rank at its worst moment beside what its blocks hold and what it sent."""
+        turn, top = float(self.turn[row]), float(self.top[row])
+        return float(self.beside[row]) + (max(turn, top) if is_last else turn)
 
     def menu(self, row: int, in_flight: float) -> Menu:
         """What blocks may choose on a stage that keeps so many microbatches."""
@@ -131,7 +169,7 @@ def memory_bounds(numbers: Numbers) -> Floats:
     stages = numbers.grid["pp"].astype(float)
     held = _Held(numbers, np.arange(len(numbers.grid)))
     kept = held.total(lambda each: each.min(axis=2)) + numbers.sent * sent_in_flight(numbers.grid)
-    mean = np.maximum(kept / stages + numbers.beside, numbers.floor / stages)
+    mean = np.maximum(kept / stages + numbers.beside + numbers.turn, numbers.floor / stages)
     most = held.least.min(axis=2).max(axis=1)
     return np.asarray(np.maximum(mean, most), dtype=np.float64)
 
@@ -144,7 +182,8 @@ def priced_bounds(numbers: Numbers, rows: Counts, capacity: float, tries: int = 
     """
     held = _Held(numbers, rows)
     stages = numbers.grid[rows]["pp"].astype(float)
-    whole = stages * (capacity - numbers.beside[rows]) - numbers.top[rows]
+    top, turn = numbers.top[rows], numbers.turn[rows]
+    whole = stages * (capacity - numbers.beside[rows] - turn) - np.maximum(top - turn, 0.0)
     whole -= numbers.sent[rows] * sent_in_flight(numbers.grid[rows])
     best = held.seconds.min(axis=2) @ held.count
     slowest = held.seconds.min(axis=2).max(axis=1)
@@ -152,6 +191,29 @@ def priced_bounds(numbers: Numbers, rows: Counts, capacity: float, tries: int = 
         price = best / np.maximum(whole, 1.0) * 2.0 ** (number - tries // 2)
         best = np.maximum(best, held.priced(price) - price * whole)
     return _step(numbers, best, slowest, rows)
+
+
+def by_bound(
+    numbers: Numbers, capacity: float, times: Floats, held: Floats
+) -> Iterator[tuple[float, int]]:
+    """(seconds a step from below, row) of every row that may fit, least first.
+
+    Args:
+        times, held: `time_bounds` and `memory_bounds`.
+    """
+    order = np.argsort(times, kind="stable")
+    order = order[(held[order] <= capacity) & np.isfinite(times[order])]
+    heap: list[tuple[float, int]] = []
+    at = 0
+    while at < len(order) or heap:
+        if at < len(order) and (not heap or times[order[at]] <= heap[0][0]):
+            rows = order[at : at + _BATCH]
+            at += len(rows)
+            bounds = np.maximum(priced_bounds(numbers, rows, capacity), times[rows])
+            for bound, row in zip(bounds, rows, strict=True):
+                heapq.heappush(heap, (float(bound), int(row)))
+            continue
+        yield heapq.heappop(heap)
 
 
 class _Held:

@@ -126,6 +126,7 @@ def _solve(
         takes[kind, took[label]] += 1
         label = int(before[label])
     chosen = takes > 0
-    linear = float((takes[chosen] * numbers.menu(row, 1.0).memory[chosen]).sum()) + numbers.top[row]
+    linear = float((takes[chosen] * numbers.menu(row, 1.0).memory[chosen]).sum())
+    linear += numbers.on_top(row, is_last=True)
     rows = tuple(tuple(map(int, counts)) for counts in takes)
     return Candidate(row, step, (0, len(numbers.order)), (rows,), (float(linear),)), peak

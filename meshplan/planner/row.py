@@ -106,24 +106,19 @@ class Row:
     def _table(self, value: Callable[[int, Counts], Floats]) -> Floats:
         """[ranks, i, j] of what follows from how many blocks of each kind there are."""
         lanes, places = self._lanes, self._lanes.places
-        i, j = np.triu_indices(places, 1)
         table = np.full((lanes.num, places, places), np.inf)
-        counts = None if lanes.is_even else lanes.counts(0, i, j)
         known: dict[tuple[int, float], Floats] = {}
         for rank in range(lanes.num):
-            is_open = lanes.is_open(rank, i, j)
-            if counts is None:
-                if not is_open.any():
-                    continue
-                lengths = np.unique((j - i)[is_open])
-                found = value(rank, lanes.counts(rank, 0 * lengths, lengths))
-                at = np.searchsorted(lengths, (j - i)[is_open])
-                table[rank, i[is_open], j[is_open]] = found[at]
+            i, j = lanes.stretches(rank)
+            if lanes.is_even:
+                lengths, at = np.unique(j - i, return_inverse=True)
+                table[rank, i, j] = value(rank, lanes.counts(rank, 0 * lengths, lengths))[at]
                 continue
+            alike, which = self._numbers.alike
             key = id(self._menus[rank]), lanes.tops[rank]
             if key not in known:
-                known[key] = value(rank, counts)
-            table[rank, i[is_open], j[is_open]] = known[key][is_open]
+                known[key] = value(rank, alike)
+            table[rank, i, j] = known[key][which[i, j]]
         return table
 
     def _solve(self, rank: int, i: int, j: int, below: float = float("inf")) -> Choice:

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.planner.found import Found, Measured, State, mesh_key
-from meshplan.planner.numbers import Numbers, memory_bounds, priced_bounds, time_bounds
+from meshplan.planner.numbers import (
+    Numbers,
+    by_bound,
+    memory_bounds,
+    priced_bounds,
+    time_bounds,
+)
 from meshplan.planner.row import Candidate, Row, solve_row
 
 TOLERANCE: Final = 1e-4
 """How much faster than the answer something in the space may be, as a share."""
-_BATCH: Final = 256
 _EPS: Final = 1e-12
 _FAILURES: Final = 6
 """Answers that may fail before something that surely fits is looked for."""
@@ -115,7 +120,7 @@ class _Search:
         one before, and only the least of all rows is measured.
         """
         found, waiting = self.found, self._waiting
-        for bound, row in self._by_bound():
+        for bound, row in by_bound(self._numbers, self._capacity, self._times, self._bytes):
             while waiting and waiting[0][0] <= bound:
                 if self._is_done():
                     break
@@ -156,7 +161,7 @@ class _Search:
             state = self._states[row]
             if state.sure_capacity is not None:
                 state.capacity, state.sure_capacity = state.sure_capacity, None
-                state.guesses = _MOST_GUESSES
+                state.guesses, state.doubted = _MOST_GUESSES, state.guessed
                 heapq.heappush(self._waiting, (seconds, row))
                 is_any = True
         return is_any
@@ -188,7 +193,7 @@ class _Search:
             for row in (int(rows[parts == tp][0]) for tp in sorted(set(parts), reverse=True)):
                 if self._is_late():
                     return
-                smallest = Row(self._numbers, row, float("inf")).smallest()
+                smallest = self._smallest(row)
                 measured = self._measured(smallest)
                 if measured.fits:
                     self._take(smallest, measured)
@@ -224,23 +229,6 @@ class _Search:
                 self._take(candidate, measured)
                 return True
         return False
-
-    def _by_bound(self) -> Iterator[tuple[float, int]]:
-        """(bound, row) of every row that may fit, least first."""
-        times = self._times
-        order = np.argsort(times, kind="stable")
-        order = order[(self._bytes[order] <= self._capacity) & np.isfinite(times[order])]
-        heap: list[tuple[float, int]] = []
-        at = 0
-        while at < len(order) or heap:
-            if at < len(order) and (not heap or times[order[at]] <= heap[0][0]):
-                rows = order[at : at + _BATCH]
-                at += len(rows)
-                bounds = np.maximum(priced_bounds(self._numbers, rows, self._capacity), times[rows])
-                for bound, row in zip(bounds, rows, strict=True):
-                    heapq.heappush(heap, (float(bound), int(row)))
-                continue
-            yield heapq.heappop(heap)
 
     def _look_closer(self, bound: float, row: int, following: float = float("inf")) -> None:
         """Solve one row; measure its answer if no other row may be faster, else let it wait.
@@ -282,6 +270,8 @@ class _Search:
             if self._passed_over == _GUESSES and found.best is None:
                 self._seed_small()
             return
+        if state.doubted is not None and not state.tries and self._is_out(row, state.doubted):
+            return
         state.sure_capacity = None
         state.tries, state.guesses = state.tries + 1, _MOST_GUESSES
         measured = self._measured(candidate)
@@ -296,7 +286,7 @@ class _Search:
             state.over_from, state.seconds = min(state.over_from, held), candidate.seconds
             # Many that have several stages a rank fail at first, for what is beside the figures.
             self._failures += 1.0 if self._numbers.grid[row]["virtual"] == 1 else 0.25
-            if state.tries == 2 and not self._can_fit(row, candidate):
+            if state.tries == 2 and not self._can_fit(self._smallest(row), candidate):
                 return
             if not measured.is_of_row:  # Some other answer, no slower, may hold less.
                 self._unproved = min(self._unproved, candidate.seconds)
@@ -319,7 +309,7 @@ class _Search:
         if state.sure_capacity is None:
             state.sure_capacity = state.capacity
             heapq.heappush(self._guessed, (candidate.seconds, row))
-        state.capacity = self._capacity - excess
+        state.capacity, state.guessed = self._capacity - excess, excess
         return True
 
     def _likely_excess(self, candidate: Candidate) -> float | None:
@@ -337,7 +327,7 @@ class _Search:
         """
         if state.is_of_row or state.over_from == float("inf") or state.halved == _MOST_HALVED:
             return
-        least = max(Row(self._numbers, row, float("inf")).smallest().linear_bytes)
+        least = max(self._smallest(row).linear_bytes)
         low = max(least, state.fits_up_to, state.capacity)
         middle = (low + state.over_from) / 2
         if not low < middle < state.over_from:
@@ -357,15 +347,28 @@ class _Search:
         self.found.num_measured += 1
         return self._measure(candidate)
 
-    def _can_fit(self, row: int, candidate: Candidate) -> bool:
+    def _smallest(self, row: int) -> Candidate:
+        return Row(self._numbers, row, float("inf")).smallest()
+
+    def _is_out(self, row: int, excess: float) -> bool:
+        """Whether not even what holds the least fits, where a guess says so: the row is out.
+
+        Args:
+            excess: What another answer was guessed to hold above its linear figures.
+        """
+        smallest = self._smallest(row)
+        if max(smallest.linear_bytes) + excess <= self._capacity:
+            return False
+        return self._likely_excess(smallest) is not None and not self._can_fit(smallest)
+
+    def _can_fit(self, smallest: Candidate, failed: Candidate | None = None) -> bool:
         """Whether what holds the least does; if not, the row is out, and others with it."""
-        smallest = Row(self._numbers, row, float("inf")).smallest()
-        if smallest.linear_bytes != candidate.linear_bytes:
+        if failed is None or smallest.linear_bytes != failed.linear_bytes:
             measured = self._measured(smallest)
             if measured.fits:
                 self._take(smallest, measured)
                 return True
-        config = self._numbers.grid[row]
+        config = self._numbers.grid[smallest.row]
         key, micro = mesh_key(config), int(config["micro"])
         self._over[key] = min(micro, self._over.get(key, micro))
         return False
@@ -381,7 +384,7 @@ class _Search:
         assert found.best is not None
         limit = found.best.seconds * (1 + self._slack)
         near = []
-        for bound, row in self._by_bound():
+        for bound, row in by_bound(self._numbers, self._capacity, self._times, self._bytes):
             if bound > limit:
                 break
             if row not in found.refused and not self._is_over(row):

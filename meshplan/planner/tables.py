@@ -20,6 +20,7 @@ from meshplan.planner.held import (
     saved_bytes,
     scattering_bytes,
     step_bytes,
+    turning_bytes,
     waiting_bytes,
 )
 from meshplan.planner.numbers import Numbers
@@ -64,6 +65,7 @@ def numbers_of(
     compute, tensor, repeated = np.zeros(shape[:2]), np.zeros(shape[:2]), np.zeros(shape)
     seconds, saved, resident = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
     top, sent, floor, crossing, beside = (np.zeros(len(grid)) for _ in range(5))
+    turn = np.full(len(grid), np.inf)
     reduce_bytes = widths_of(precision, dtype).reduce
     late = is_late(grid)
     for (tp, ep), chain in chains.items():
@@ -90,6 +92,8 @@ def numbers_of(
             if kind.has_options:
                 own = scattering_bytes(part, kind, late[rows], reduce_bytes)
                 beside[rows] = np.where(beside[rows] > 0, np.minimum(beside[rows], own), own)
+                made = turning_bytes(part, kind, sizes, offered, reduce_bytes)
+                turn[rows] = np.minimum(turn[rows], made)
             floor[rows] += counts[number] * step_bytes(part, kind, sizes)
             boundary = max(boundary, kind.boundary_bytes)
         ends = chain.kinds[chain.order[0]], chain.kinds[chain.order[-1]]
@@ -110,6 +114,7 @@ def numbers_of(
         saved=saved,
         resident=resident,
         top=top,
+        turn=np.where(np.isfinite(turn), turn, 0.0),
         sent=sent,
         beside=beside,
         floor=floor,

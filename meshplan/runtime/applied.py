@@ -20,6 +20,7 @@ from meshplan.plan import Plan
 from meshplan.runtime.batchnorm import apply_sync_batchnorm
 from meshplan.runtime.calls import routable_units, route_direct_calls
 from meshplan.runtime.check import check_live
+from meshplan.runtime.chunked import apply_chunked_loss
 from meshplan.runtime.compiled import apply_compile
 from meshplan.runtime.context.apply import ContextParallelism
 from meshplan.runtime.data import apply_data_parallel, keep_evaluation_apart
@@ -107,6 +108,7 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.
     apply_recompute(model, plan)
     apply_host_activations(model, plan)
     apply_compile(model, plan)
+    put_off_head = apply_chunked_loss(model, plan)
     is_elsewhere = not values.local and not is_pretending()
     if plan.assignment.wrapper != "units" and is_elsewhere:
         model.to(device())
@@ -114,6 +116,7 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.
         values.fill(model, plan)  # DistributedDataParallel refuses to wrap without memory.
     wrapped = apply_data_parallel(model, plan, mesh)
     route_direct_calls(routable)
+    put_off_head()
     values.fill(wrapped, plan)
     check_live(wrapped, plan)
     lay_gradients(wrapped, plan)

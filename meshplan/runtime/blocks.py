@@ -7,7 +7,6 @@ accumulates and updates is not, and is composed by `memory.replay`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -29,7 +28,8 @@ from meshplan.runtime.applied import applied, apply_plan, cast_parameters
 from meshplan.runtime.batch import as_arguments, mapped
 from meshplan.runtime.imagine import imagining, names_of
 from meshplan.runtime.ledger import Ledger
-from meshplan.runtime.loss import LossParallel, take_loss
+from meshplan.runtime.loss import take_loss
+from meshplan.runtime.loss_mode import loss_mode
 from meshplan.runtime.marking import Marking
 from meshplan.runtime.materialize import Values
 from meshplan.runtime.moments import begin, heard_by
@@ -151,7 +151,7 @@ def _traced_pass(
                 ledger.forget()
                 num_before = ledger.num_events
                 with ledger:
-                    with LossParallel() if plan.assignment.loss_parallel else nullcontext():
+                    with loss_mode(plan):
                         loss = wrapped.step(batch, goals, take)
                     for marking in markings:
                         marking.finish()
@@ -207,7 +207,7 @@ def _watched(
     def microbatch() -> torch.Tensor:
         # As `train_step` does it: what its names hold on to lives as long.
         begin("forward")
-        with LossParallel() if plan.assignment.loss_parallel else nullcontext():
+        with loss_mode(plan):
             loss = take(model(*args, **kwargs))
             (loss * 1.0).backward()
         return loss

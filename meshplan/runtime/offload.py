@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from meshplan.memory.hosted import LEAST_BYTES
 from meshplan.plan import Plan
 from meshplan.runtime.host import to_device, to_host
 from meshplan.runtime.mesh import device, local_of
-
-_LEAST_BYTES: Final = 1024
-"""Smaller tensors stay: a copy takes longer than they are worth. Source: torchtune 0.5,
-training/_activation_offloading.py, `min_offload_size`."""
 
 
 def apply_host_activations(model: nn.Module, plan: Plan) -> None:
@@ -85,7 +82,7 @@ def _unpack(packed: torch.Tensor | _Moved) -> torch.Tensor:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    return local_of(tensor).nbytes < _LEAST_BYTES
+    return local_of(tensor).nbytes < LEAST_BYTES
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -23,6 +23,7 @@ from meshplan.errors import ApplyError, MeshplanError, Origin, PlanError, Proble
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from meshplan.runtime.applied import apply_plan, exchange, function_of, raise_told
+from meshplan.runtime.chunked import chunked_loss_problems
 from meshplan.runtime.example import find_example
 from meshplan.runtime.expert_protocol import expert_problems
 from meshplan.runtime.guard import guarded, publish
@@ -130,6 +131,7 @@ def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: b
     ]
     problems += _state_problems(model, decided)
     problems += expert_problems(model, decided)
+    problems += chunked_loss_problems(model, decided)
     if problems:
         raise PlanError(problems)
     return decided

@@ -25,8 +25,10 @@ from meshplan.plan import Plan
 from meshplan.runtime.applied import cast_parameters
 from meshplan.runtime.batch import as_arguments, mapped
 from meshplan.runtime.blocks import marking_of, note_held, without_data, work_of
+from meshplan.runtime.chunked import apply_chunked_loss
 from meshplan.runtime.counting import CountingLedger, Done, Where
 from meshplan.runtime.imagine import imagining_alone, names_of
+from meshplan.runtime.loss_mode import loss_mode
 from meshplan.runtime.moments import begin, heard_by
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.recompute import apply_recompute
@@ -148,6 +150,7 @@ class _Watch:
             warnings.simplefilter("ignore")
             self._fake, self._wrapped = fake, twin
             cast_parameters(twin.train(), plain)
+            apply_chunked_loss(twin, plain)()
             names = names_of(self._wrapped)
             self._ledger = CountingLedger(names, behaviour, self._shown().values())
             self._held = note_held(self._ledger, self._wrapped, ())
@@ -197,7 +200,7 @@ class _Watch:
         ledger.clear()
         self._taken.clear()
         args, kwargs = as_arguments(inputs)
-        with heard_by(ledger.begin), ledger:
+        with heard_by(ledger.begin), ledger, loss_mode(self._plans[0]):
             begin("forward")
             output = self._wrapped(*args, **kwargs)
             ledger.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)

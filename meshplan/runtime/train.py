@@ -21,7 +21,8 @@ from meshplan.runtime.context.batch import local_sequence
 from meshplan.runtime.data import params_on_host, reshard_units, set_gradient_sync
 from meshplan.runtime.guard import guarded
 from meshplan.runtime.host import to_device, to_host
-from meshplan.runtime.loss import LossParallel, take_loss
+from meshplan.runtime.loss import take_loss
+from meshplan.runtime.loss_mode import loss_mode
 from meshplan.runtime.mesh import device, local_of, shard_axes, submesh, without_partial
 from meshplan.runtime.moments import begin
 from meshplan.runtime.outside import guard_loss
@@ -99,11 +100,11 @@ def train_step(
     for number, (part, target) in enumerate(parts):
         if isinstance(model, PipelinedModule):
             scale, is_last = state.loss_scale / count, number == count - 1
-            with _loss_mode(state):
+            with loss_mode(state.plan):
                 total = total + model.step(part, target, take, scale=scale, is_last=is_last)
             continue
         begin("forward")
-        with set_gradient_sync(model, state.plan, number == count - 1), _loss_mode(state):
+        with set_gradient_sync(model, state.plan, number == count - 1), loss_mode(state.plan):
             loss = take(_call(model, part), target)
             (loss * (state.loss_scale / count)).backward()
         # Kept at least as wide as float32: half precision would round the mean.
@@ -164,12 +165,8 @@ def loss_parallel(model: nn.Module) -> Iterator[None]:
                 "add it, with a head that has the style vocab",
             )
         )
-    with _loss_mode(state):
+    with loss_mode(state.plan):
         yield
-
-
-def _loss_mode(state: Applied) -> AbstractContextManager[Any]:
-    return LossParallel() if state.plan.assignment.loss_parallel else nullcontext()
 
 
 def _check_optimizer(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:

@@ -180,7 +180,7 @@ def _prepare(model: nn.Module, spec: Spec) -> tuple[list[tuple[int, ...]], float
     if not all(torch.equal(a, b) for a, b in zip(first, again, strict=True)):
         raise ValueError("its forward draws random numbers, so that two runs differ anyway")
     shapes = [tuple(t.shape) for t in first]
-    targets = sample_targets(shapes, 2, 0, are_classes=spec.loss_parallel)
+    targets = sample_targets(shapes, 2, 0, are_classes=spec.loss_parallel or spec.loss_chunks != 1)
     sample_loss(first, targets).backward()
     moved = [p for p in model.parameters() if p.grad is not None]
     gradients = torch.stack([p.grad.norm() for p in moved if p.grad is not None]).norm()
@@ -203,7 +203,8 @@ class _Batches:
     def of(self, step: int) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """(inputs, targets) of a step."""
         inputs = sample_inputs(self.model, self.plan.spec, self.samples, step)
-        classes = self.plan.assignment.loss_parallel
+        a = self.plan.assignment
+        classes = a.loss_parallel or a.chunked_loss is not None
         return inputs, sample_targets(self.shapes, self.samples, step, are_classes=classes)
 
 

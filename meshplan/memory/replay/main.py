@@ -89,7 +89,10 @@ def _unknown(plan: Plan, work: Prepared | None) -> Iterator[Problem]:
             "a parameter that two stages of one rank hold",
         ),
         (bool(a.compiled), "compiled blocks"),
-        (bool(a.host_activations), "offloaded activations"),
+        (
+            bool(a.host_activations) and (work is None or work.host is None),
+            "offloaded activations",
+        ),
         (
             a.wrapper == "ddp" and Options.of(spec.ddp).clones_output and plan.accumulate > 1,
             "find_unused_parameters with accumulation",
@@ -142,6 +145,7 @@ class _Step:
         count = min(accumulate, _MOST)
         for number in range(count):
             copy = first if number == 0 else Copy(writer, log, begin, self._known())
+            copy.host = self._work.host or ()
             self._microbatch(copy, is_first=number == 0, is_last=number == count - 1)
         mean = self._mean()
         writer.begin("step")

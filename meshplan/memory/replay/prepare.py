@@ -18,6 +18,7 @@ class Prepared:
         gradients: By parameter, the storage of its gradient, or of the first one.
         arrivals: (event before which it is there, parameter, storage, bytes) of each gradient.
         settling: Of the work.
+        host: Of the work.
         losses: Bytes of the storages of the loss.
         before: The events of what is there before.
         forgotten: Storages that are there before and end: what the model keeps from the last time.
@@ -51,6 +52,7 @@ class Prepared:
         ]
         self.arrivals += [(event, fqn, s, live.get(s, 0)) for event, fqn, s in work.again]
         self.settling = work.settling
+        self.host = work.host
         self.losses = {s: live[s] for s in work.losses if s in live}
         self.forgotten = tuple(s for s in ended if s in held)
         own = {s for _, _, s, _ in self.arrivals} | self.losses.keys() | held

@@ -52,6 +52,12 @@ class Writer:
             self._events.append(Event(size, number, len(self._phases) - 1))
         return number
 
+    def change_host(self, delta: int) -> None:
+        """Work holds so much more or less on the host."""
+        assert self.has_host, "what is there is here too, in no order that anybody noted"
+        self._host_live += delta
+        self._host_most = max(self._host_most, self._host_live)
+
     def adopt(self, number: int, size: int, holders: int = 1) -> None:
         """From now on the wrappers hold a storage that the work made."""
         self._sizes[number] = size
@@ -110,6 +116,9 @@ class Copy:
     Args:
         first_event: What comes before it is there already.
         known: What is there already, by the number that the work gives it: inputs, buffers.
+
+    Attributes:
+        host: As in `Work`.
     """
 
     def __init__(
@@ -123,6 +132,8 @@ class Copy:
         self._first = writer.add_storages(log.storages)
         self._known = known or {}
         self._at = first_event
+        self.host: tuple[tuple[int, int], ...] = ()
+        self._of_host = 0
 
     def number(self, storage: int) -> int:
         """What the written log calls a storage of the work."""
@@ -144,6 +155,9 @@ class Copy:
             self._begin(at)
             self._writer.add_events(events[at:end], self._first, self._known)
             at = end
+        while self._of_host < len(self.host) and self.host[self._of_host][0] <= event:
+            self._writer.change_host(self.host[self._of_host][1])
+            self._of_host += 1
         if enters:
             self._begin(min(event, len(events) - 1))
 

@@ -1,0 +1,116 @@
+"""Loss in chunks: which module gives the logits, and whether its loss can be computed with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from meshplan.assign.types import ChunkedLoss, Placed, Reason, StyleUse, Unit
+from meshplan.errors import Problem
+from meshplan.graph import ModelGraph, is_inside
+from meshplan.spec import Spec
+
+_FIELD: Final = "loss_chunks"
+_LEAVE: Final = "leave loss_chunks out"
+
+
+def assign_chunked_loss(
+    spec: Spec,
+    graph: ModelGraph,
+    styles: Mapping[str, StyleUse],
+    packed: Collection[str],
+    units: Mapping[str, Unit],
+    tensors: Mapping[str, Placed],
+) -> tuple[ChunkedLoss | None, list[Problem]]:
+    """The head and its chunks, and what is wrong with that.
+
+    Args:
+        packed: Modules that are recomputed, or whose activations wait on the host.
+    """
+    chunks = spec.loss_chunks
+    if not isinstance(chunks, int) or chunks == 1:
+        return None, []
+    origin = spec.origin(_FIELD)
+    heads = heads_of(graph)
+    if len(heads) != 1:
+        names = " and ".join(f"'{head}'" for head in heads)
+        what = f"{names} could all give them" if heads else "none is known"
+        return None, [
+            Problem(
+                f"'{_FIELD}' needs the one linear module that gives the logits, and {what}",
+                origin,
+                f"{_LEAVE}: a head is found as the linear module outside of the repeated blocks "
+                "with a row for each row of an embedding",
+            )
+        ]
+    (head,) = heads
+    what, fix = _trouble(spec, graph, head, styles, packed, units, tensors)
+    if what:
+        return None, [Problem(f"'{_FIELD}' calls '{head}' in the loss: {what}", origin, fix)]
+    return ChunkedLoss(head, chunks, Reason(f"{_FIELD}: {chunks}", origin)), []
+
+
+def heads_of(graph: ModelGraph) -> list[str]:
+    """Linear modules outside of the repeated blocks with a row for each row of an embedding."""
+    blocks = graph.blocks()
+    rows = {
+        tensor.shape[0]
+        for fqn, info in graph.modules.items()
+        if info.kind == "embedding"
+        for tensor in graph.owned(fqn)
+        if len(tensor.shape) == 2
+    }
+    found = [
+        fqn
+        for fqn, info in graph.modules.items()
+        if info.kind == "linear"
+        and any(len(t.shape) == 2 and t.shape[0] in rows for t in graph.owned(fqn))
+        and not any(is_inside(fqn, block) for block in blocks)
+    ]
+    # Of several the one that shares an embedding's weight: others are as wide by chance.
+    tied = [fqn for fqn in found if any(len(t.names) > 1 for t in graph.owned(fqn))]
+    return tied or found
+
+
+def _trouble(
+    spec: Spec,
+    graph: ModelGraph,
+    head: str,
+    styles: Mapping[str, StyleUse],
+    packed: Collection[str],
+    units: Mapping[str, Unit],
+    tensors: Mapping[str, Placed],
+) -> tuple[str, str]:
+    """(why its loss cannot be computed with it, what to do)."""
+    own = [tensors[tensor.fqn] for tensor in graph.owned(head)]
+    around = next((fqn for fqn in packed if is_inside(head, fqn)), None)
+    if head in styles or any("tp" in placed.stored.axes for placed in own):
+        return "tp cuts it, so no rank has all logits of a token", (
+            "say loss_parallel: true instead, or leave its weight whole"
+        )
+    if around is not None:
+        return f"'{around}' is recomputed or offloaded as a whole", "state none for it"
+    if any(placed.compute_dtype == "float16" for placed in own):
+        return (
+            "gradients are taken before the loss is scaled, and small ones vanish in float16",
+            "use precision: bf16-mixed",
+        )
+    for placed in own:
+        unit = units.get(placed.unit) if placed.unit is not None else None
+        if unit is None:
+            continue
+        if unit.fqn != head and unit.reshard_after_forward:
+            return (
+                f"by then '{unit.fqn or 'the model'}' has given its weight back",
+                f'add rules: [{{match: "{head}", unit: true}}]'
+                if len(placed.info.names) == 1
+                else f"say reshard_after_forward: false for '{unit.fqn or '*'}'",
+            )
+        if unit.fqn == head and unit.precision.output:
+            return "its rule of precision casts what it gives", "leave it out of that rule"
+    if spec.ddp.get("find_unused_parameters") or spec.ddp.get("static_graph"):
+        return (
+            "DistributedDataParallel looks for what is used in what the model returns",
+            "leave find_unused_parameters and static_graph out",
+        )
+    return "", ""

@@ -1,0 +1,52 @@
+"""What some rows do at one batch, and what of it grows with the batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshplan.cost.types import Sent, Tally
+
+
+class Numbers(NamedTuple):
+    """Of some rows at one batch, forward or backward."""
+
+    kernels: float = 0.0
+    flops: float = 0.0
+    attention_flops: float = 0.0
+    product_bytes: float = 0.0
+    moved_bytes: float = 0.0
+    weight_bytes: float = 0.0
+    all_reduces: float = 0.0
+    all_reduce_bytes: float = 0.0
+    gathers: float = 0.0
+    gather_bytes: float = 0.0
+    all_to_alls: float = 0.0
+    all_to_all_bytes: float = 0.0
+
+    def plus(self, other: Numbers) -> Numbers:
+        return Numbers(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def tally(one: Numbers, two: Numbers) -> Tally:
+    """What grows with samples and what does not, from a batch of one and one of two."""
+    return Tally(
+        kernels=one.kernels,
+        flops=two.flops - one.flops,
+        attention_flops=two.attention_flops - one.attention_flops,
+        product_bytes=two.product_bytes - one.product_bytes,
+        moved_bytes=two.moved_bytes - one.moved_bytes,
+        weight_bytes=one.weight_bytes + 2 * one.moved_bytes - two.moved_bytes,
+    )
+
+
+def sent(one: Numbers, two: Numbers) -> Sent:
+    """As `tally`, of what tp and ep send."""
+    return Sent(
+        all_reduces=int(one.all_reduces),
+        all_reduce_bytes=two.all_reduce_bytes - one.all_reduce_bytes,
+        gathers=int(one.gathers),
+        gather_bytes=two.gather_bytes - one.gather_bytes,
+        all_to_alls=int(one.all_to_alls),
+        all_to_all_bytes=two.all_to_all_bytes - one.all_to_all_bytes,
+        all_to_all_once_bytes=2 * one.all_to_all_bytes - two.all_to_all_bytes,
+    )

@@ -1,0 +1,325 @@
+"""Logits that are not computed yet: what they are made of, and which tokens are asked for.
+
+A `Pending` has the shape and dtype of the logits and no memory. What losses do with logits before
+cross-entropy is to choose tokens, lay them in a row and cast; that is written down. All else is
+refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import EllipsisType
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+
+from meshplan.errors import ApplyError, Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """A cross-entropy that was asked for.
+
+    Args:
+        target: A class for each token.
+        index: Which of the head's tokens these are, in order; None for all of them.
+        dtype: Of the loss.
+        is_mean: Averaged over the tokens that are not ignored, else summed.
+    """
+
+    target: torch.Tensor
+    index: torch.Tensor | None
+    dtype: torch.dtype
+    ignore_index: int
+    smoothing: float
+    is_mean: bool
+
+
+Take = Callable[[Scores], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """What was made of the logits.
+
+    Args:
+        hidden: What the head is to be called with.
+        take: Computes the loss.
+        lead: The shape without the dim of classes.
+        index: As in `Scores`, in the shape of `lead`.
+        place: Of the dim of classes.
+    """
+
+    hidden: torch.Tensor
+    take: Take
+    num_classes: int
+    dtype: torch.dtype
+    lead: tuple[int, ...]
+    index: torch.Tensor | None
+    place: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the logits as they are seen."""
+        return (*self.lead[: self.place], self.num_classes, *self.lead[self.place :])
+
+    def numbers(self) -> torch.Tensor:
+        """Which token stands where."""
+        if self.index is not None:
+            return self.index
+        count = math.prod(self.lead)
+        return torch.arange(count, device=self.hidden.device).view(self.lead)
+
+
+class Pending(torch.Tensor):
+    """Logits to be."""
+
+    _view: _View
+
+    @staticmethod
+    def of(hidden: torch.Tensor, num_classes: int, dtype: torch.dtype, take: Take) -> Pending:
+        """What a head is to make of `hidden`.
+
+        Shape: hidden (..., width).
+        """
+        lead = tuple(hidden.shape[:-1])
+        view = _View(hidden=hidden, take=take, num_classes=num_classes, dtype=dtype, lead=lead,
+                     index=None, place=len(lead))  # fmt: skip
+        return _made(view)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.cross_entropy, torch.nn.functional.cross_entropy):
+            return _cross_entropy(*args, **kwargs)
+        rule = _RULES.get(func)
+        if rule is not None and isinstance(args[0], Pending):
+            found = rule(args[0]._view, *args[1:], **kwargs)
+            if found is not None:
+                return _made(found)
+        elif func is torch.Tensor.register_hook:
+            return args[0]._view.hidden.register_hook(*args[1:], **kwargs)
+        elif _name(func) in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        raise ApplyError(_refused(_name(func)))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ApplyError(_refused(str(func)))
+
+    # What traces look into: there is no memory.
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return [], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Pending:
+        raise ApplyError(_refused("a compiler"))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        view = self._view
+        return f"logits of {list(view.shape)} that the loss computes in chunks"
+
+
+def _made(view: _View) -> Pending:
+    out = torch.Tensor._make_wrapper_subclass(
+        Pending,
+        view.shape,
+        dtype=view.dtype,
+        device=view.hidden.device,
+        requires_grad=view.hidden.requires_grad and torch.is_grad_enabled(),
+    )
+    out._view = view
+    return out
+
+
+_FACTS: Final = frozenset((
+    "shape", "dtype", "device", "requires_grad", "ndim", "dim", "is_leaf", "layout", "grad",
+    "grad_fn", "size", "numel", "nelement", "is_floating_point", "is_complex", "is_cuda", "is_cpu",
+    "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "element_size",
+    "get_device", "__hash__", "__repr__", "__len__", "ndimension", "is_contiguous", "stride",
+    "retains_grad", "_base", "output_nr", "_version", "is_inference", "is_signed",
+))  # fmt: skip
+"""What may be asked of them without computing them."""
+
+
+def _name(func: Any) -> str:
+    """The method's name; of a property's getter, that of the property."""
+    name = getattr(func, "__name__", str(func))
+    owner = getattr(func, "__self__", None)
+    return getattr(owner, "__name__", name) if name == "__get__" else name
+
+
+def _refused(operation: str) -> Problem:
+    return Problem(
+        f"'{operation}' is asked of logits that are computed in chunks, of which nobody has all",
+        fix="let the loss choose, flatten or cast them, and take "
+        "torch.nn.functional.cross_entropy; or leave loss_chunks out",
+    )
+
+
+# What is written down; None where it is something else after all.
+
+
+def _cast(view: _View, dtype: Any = None, *more: Any, **options: Any) -> _View | None:
+    """`to`, with nothing but a dtype, or where it is already."""
+    if isinstance(dtype, torch.Tensor):
+        dtype = dtype.dtype
+    if isinstance(dtype, str | torch.device):
+        is_there = torch.device(dtype) == view.hidden.device
+        rest = [*more, *options.values()]
+        return view if is_there and not rest else None
+    named = {key: value for key, value in options.items() if value}
+    given = named.pop("dtype", dtype)
+    if more or named or not isinstance(given, torch.dtype):
+        return None
+    return replace(view, dtype=given)
+
+
+def _same(view: _View, *options: Any, **named: Any) -> _View | None:
+    return view if not options and not named else None
+
+
+def _reshape(view: _View, *shape: Any, **named: Any) -> _View | None:
+    """Tokens laid in a row; classes stay by themselves, in the last dim."""
+    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    if named or isinstance(sizes, torch.dtype) or view.place != len(view.lead) or not sizes:
+        return None
+    *lead, last = sizes
+    count = math.prod(view.lead)
+    if last == -1 and -1 not in lead and math.prod(lead) == count:
+        last = view.num_classes
+    if last != view.num_classes:
+        return None
+    if -1 in lead:
+        rest = math.prod(size for size in lead if size != -1)
+        lead[lead.index(-1)] = count // rest if rest else 0
+    if math.prod(lead) != count:
+        return None
+    index = None if view.index is None else view.index.reshape(lead)
+    return replace(view, lead=tuple(lead), index=index, place=len(lead))
+
+
+def _flatten(view: _View, start_dim: int = 0, end_dim: int = -1) -> _View | None:
+    num = len(view.shape)
+    start, end = start_dim % num, end_dim % num
+    if start > end or end >= num - 1:
+        return view if start == end else None
+    merged = math.prod(view.shape[start : end + 1])
+    return _reshape(view, *view.shape[:start], merged, *view.shape[end + 1 :])
+
+
+def _permuted(view: _View, order: tuple[int, ...]) -> _View:
+    place = order.index(view.place)
+    tokens = [dim - (dim > view.place) for dim in order if dim != view.place]
+    is_same = tokens == sorted(tokens)
+    index = view.index if is_same else view.numbers()
+    if index is not None:
+        index = index.permute(tokens)
+    return replace(view, lead=tuple(view.lead[dim] for dim in tokens), index=index, place=place)
+
+
+def _transpose(view: _View, dim0: int, dim1: int) -> _View:
+    num = len(view.shape)
+    order = list(range(num))
+    first, second = dim0 % num, dim1 % num
+    order[first], order[second] = second, first
+    return _permuted(view, tuple(order))
+
+
+def _permute(view: _View, *dims: Any) -> _View:
+    given = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    return _permuted(view, tuple(dim % len(view.shape) for dim in given))
+
+
+def _choose(view: _View, item: Any) -> _View | None:
+    """Numbers and slices of tokens."""
+    items = list(item) if isinstance(item, tuple) else [item]
+    if any(not isinstance(each, int | slice | EllipsisType) or isinstance(each, bool)
+           for each in items):  # fmt: skip
+        return None
+    num = len(view.shape)
+    if Ellipsis in items:
+        at = items.index(Ellipsis)
+        items[at : at + 1] = [slice(None)] * (num - len(items) + 1)
+    items += [slice(None)] * (num - len(items))
+    if len(items) != num or items[view.place] != slice(None):
+        return None
+    if all(each == slice(None) for each in items):
+        return view
+    place = view.place - sum(isinstance(each, int) for each in items[: view.place])
+    del items[view.place]
+    index = view.numbers()[tuple(items)]
+    return replace(view, lead=tuple(index.shape), index=index, place=place)
+
+
+_RULES: Final[Mapping[Any, Callable[..., _View | None]]] = {
+    torch.Tensor.to: _cast,
+    torch.Tensor.type: _cast,
+    torch.Tensor.float: lambda view: replace(view, dtype=torch.float32),
+    torch.Tensor.double: lambda view: replace(view, dtype=torch.float64),
+    torch.Tensor.contiguous: _same,
+    torch.Tensor.view: _reshape,
+    torch.Tensor.reshape: _reshape,
+    torch.reshape: _reshape,
+    torch.Tensor.flatten: _flatten,
+    torch.flatten: _flatten,
+    torch.Tensor.transpose: _transpose,
+    torch.transpose: _transpose,
+    torch.Tensor.permute: _permute,
+    torch.permute: _permute,
+    torch.Tensor.__getitem__: _choose,
+}
+
+
+def _cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """`F.cross_entropy` of logits to be.
+
+    Raises:
+        ApplyError: An option that is not computed in chunks, or a target of another shape.
+    """
+    stated = {"weight": weight, "size_average": size_average, "reduce": reduce}
+    refused = [name for name, value in stated.items() if value is not None]
+    if not isinstance(input, Pending) or isinstance(target, Pending):
+        raise ApplyError(_refused("cross_entropy of other logits towards them"))
+    view = input._view
+    if target.is_floating_point():
+        refused.append("a target of probabilities")
+    if reduction not in ("mean", "sum"):
+        refused.append(f"reduction='{reduction}', which weighs each token later")
+    if refused:
+        raise ApplyError(
+            Problem(
+                f"loss_chunks does not compute cross_entropy with {refused[0]}",
+                fix="leave it out, or leave loss_chunks out",
+            )
+        )
+    place = 1 if len(view.shape) > 1 else 0
+    if view.place != place or tuple(target.shape) != view.lead:
+        what = f"cross_entropy is given logits of {list(view.shape)}, whose classes lie along dim "
+        raise ApplyError(
+            Problem(
+                f"{what}{view.place}, and targets of {list(target.shape)}",
+                fix=f"give it classes along dim {place}, and a target for each token",
+            )
+        )
+    index = None if view.index is None else view.index.flatten()
+    return view.take(
+        Scores(target=target, index=index, dtype=view.dtype, ignore_index=ignore_index,
+               smoothing=label_smoothing, is_mean=reduction == "mean")
+    )  # fmt: skip
