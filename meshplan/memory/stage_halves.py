@@ -43,7 +43,7 @@ class _HalvesPlayer(StagePlayer):
             self._held_until.setdefault(halves.until[number], []).append(number)
 
     def _run_backward(self, spans: Sequence[Span]) -> None:
-        assert not any(span.recompute for span in spans)
+        assert not any(span.recompute or span.on_host for span in spans)
         for number in reversed(range(len(self._tape.rows))):
             self._is_loss = 0 <= self._tape.loss_start <= number
             if number == self._tape.loss_start - 1:
@@ -128,8 +128,7 @@ class _HalvesPlayer(StagePlayer):
             assert given, f"no gradient came to {row.op} of {row.module}"
             is_own = bool(row.parameters) or not self._halves.flowing[number]
             took = self._born(row.takes_back, row) if is_own and row.takes_back else None
-            for fqn, nbytes in row.parameters:
-                self._gradient(fqn, nbytes, number)
+            own = [(fqn, size, self._gradient(fqn, size, number)) for fqn, size in row.parameters]
             made: list[tuple[int, int]] = []
             for value, nbytes in row.grads:
                 if value in self._halves.flows:
@@ -143,6 +142,8 @@ class _HalvesPlayer(StagePlayer):
                 self._drop(took)
             for storage in (*given, *self._kept.pop(number, ())):
                 self._drop(storage)
+            for fqn, size, storage in own:
+                self._add_gradient(fqn, size, storage, number)
             for value, storage in made:
                 self._accumulate(value, storage, row)
 
