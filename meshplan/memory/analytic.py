@@ -147,6 +147,7 @@ def tape_of(shape: Shape, run: Run) -> Tape:
     else:
         w.cross_entropy(logits, targets, run.element_bytes)
     tape.hold(logits)
+    tape.logits = tape.base[logits]
     tape.lays_itself |= run.lays_itself
     return tape
 

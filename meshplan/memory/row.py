@@ -93,6 +93,7 @@ class Tape:
             where the training loop lets go of it, before backward.
         units: (fqn, first row, row after the last) of every unit, the root apart.
         loss_start: The first row of the loss; its last row makes the loss itself.
+        logits: What the model gives and the loss is computed from.
         outlive: Of the values that the training loop holds, those it holds through backward.
         laid: By a row and a parameter whose gradient it does not lay out as the parameter is, the
             bytes that it has once it is.
@@ -111,6 +112,7 @@ class Tape:
     spans: list[Span] = field(default_factory=list)
     units: list[tuple[str, int, int]] = field(default_factory=list)
     loss_start: int = -1
+    logits: int = -1
     outlive: set[int] = field(default_factory=set)
     laid: dict[tuple[int, str], int] = field(default_factory=dict)
     lays_itself: set[str] = field(default_factory=set)

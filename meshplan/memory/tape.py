@@ -169,7 +169,10 @@ class Player:
         for value in row.makes:
             if self._tape.base[value] == value:
                 known = cached.pop(value, None) if cached else None
-                env[value] = self._born(self._tape.nbytes[value], row) if known is None else known
+                if known is None:
+                    term = Term.LOSS if value == self._tape.logits else Term.TEMPORARIES
+                    known = self._born(self._tape.nbytes[value], row, term)
+                env[value] = known
         if took is not None:
             self._drop(took)
 
@@ -194,7 +197,7 @@ class Player:
     def _begin_backward(self) -> None:
         """The loss is a scalar whose gradient is one of the same size."""
         loss = self._tape.rows[-1].makes[0]
-        self._phase = _BACKWARD
+        self._phase, self._is_loss = _BACKWARD, False
         for value in self._dying[len(self._tape.rows)]:
             if value not in self._tape.outlive:
                 self._drop(self._env.pop(value))
@@ -345,7 +348,7 @@ class Player:
     def _gradient(self, fqn: str, nbytes: int, number: int) -> int:
         """What one row gives to a parameter."""
         if (number, fqn) in self._tape.handed:
-            return self._handed(number, fqn)
+            return self._as(Term.GRADIENTS, self._handed(number, fqn))
         return self._born(nbytes, self._tape.rows[number], Term.GRADIENTS)
 
     def _add_gradient(self, fqn: str, nbytes: int, storage: int, number: int) -> None:
@@ -358,8 +361,13 @@ class Player:
             return
         if not self._sums_in_place:
             self._gradients[fqn] = self._born(nbytes, self._tape.rows[number], Term.GRADIENTS)
-            self._drop(known)
-        self._drop(storage)
+            self._drop(self._as(Term.TEMPORARIES, known))
+        self._drop(self._as(Term.TEMPORARIES, storage))
+
+    def _as(self, term: Term, storage: int) -> int:
+        """The storage, which turns out to be for something else."""
+        self._storages[storage] = self._storages[storage]._replace(term=term)
+        return storage
 
 
 def _spans(tape: Tape) -> Iterable[Span]:
