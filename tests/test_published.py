@@ -207,12 +207,15 @@ def test_the_process_waits_where_its_code_does() -> None:
     assert lag(8, 2) == 0
     forward, _ = made_of(*a_job(8, 4))
     assert lag(8, 4) == 2 * forward
+    assert lag(8, 4, accumulate=3) == forward
     assert lag(8, 8) < lag(8, 1)
     assert lag(8, 4, dp=8, batch=2) < lag(8, 4, dp=7, batch=2)  # 256 ranks.
 
 
 def test_a_slow_device_falls_behind() -> None:
     assert lag(8, 2, batch=16) == 0 < lag(8, 2, batch=64) < lag(8, 2, batch=128)
+    # Without a backward and a forward in a row there is less to fall behind in.
+    assert 0 < lag(8, 2, batch=64, accumulate=2) < lag(8, 2, batch=64)
     assert lag(2, 2, batch=16) > 0  # A quarter of the ranks: each has four times as much to do.
     # In one microbatch no process gets far ahead of the others, unless the device is slow.
     assert lag(8, 1, accumulate=1) < lag(8, 1, accumulate=8) < lag(8, 1)

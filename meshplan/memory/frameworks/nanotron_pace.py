@@ -79,8 +79,9 @@ def lag_of(shape: Shape, job: Job, made: tuple[int, int]) -> int:
     behind = max(0.0, 1 - _launch_s(job) / _tensor_s(shape, job, both))
     if job.pp > 1:
         # Forwards before the first gradient comes back, but for two that stages hand over; then a
-        # forward and a backward at a time, in which a slow device falls behind.
-        ahead = (job.pp - 2) * forward + behind * both
+        # forward follows a backward at once, if any are left, and a slow device falls behind.
+        ahead = max(0, min(job.pp, job.accumulate) - 2) * forward
+        ahead += behind * (both if job.accumulate > job.pp else forward)
         return round(min(IN_PIPELINE * queue, ahead))
     behind = max(behind, WAITING if job.tp > RANKS_IN_NODE else DRIFT)
     # A step begins level with its device, and holds most when the last forward ends.
