@@ -20,14 +20,14 @@ from meshplan.memory.frameworks.nanotron_job import Job, log_of, made_of
 from meshplan.memory.frameworks.nanotron_pace import QUEUE, lag_of, stalls
 from meshplan.memory.log import Event, EventLog, Storage, Term
 from meshplan.memory.shape import Shape
-from tests.bench import mapping, published, published_time, residuals, row_check
+from tests.bench import mapping, published, published_time, residuals, row_check, time_case
 from tests.bench.time_nanotron import STALL_S, STALLED_RANK_S, stalled_seconds
 
 TITAN: dict[str, Any] = {
     "id": "a", "group": "g",
     "model": {"layers": 4, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 2816,
               "vocab": 32000, "seq_len": 2048},
-    "hardware": {"gpu": "H100 SXM 80GB", "mem_gb": 80, "gpus": 8},
+    "hardware": {"gpu": "H100 SXM 80GB", "mem_gb": 80, "gpus": 8, "nodes": 1},
     "parallel": {"dp_shard": 8, "tp": 1, "pp": 1, "cp": 1, "zero_stage": 3},
     "training": {
         "precision": "bf16 compute, fp32 params/grad-reduce (FSDP2 mixed precision)",
@@ -39,7 +39,7 @@ NANOTRON: dict[str, Any] = {
     "id": "b", "group": "h",
     "model": {"layers": 4, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 4096,
               "vocab": 32768, "seq_len": 1024, "tied": False},
-    "hardware": {"gpu": "H100 SXM 80GB", "mem_gb": 80, "gpus": 8},
+    "hardware": {"gpu": "H100 SXM 80GB", "mem_gb": 80, "gpus": 8, "nodes": 1},
     "parallel": {"dp": 4, "tp": 2, "pp": 1, "cp": 1, "zero_stage": 1,
                  "tp_mode": "REDUCE_SCATTER, async"},
     "training": {
@@ -57,6 +57,7 @@ def changed(row: dict[str, Any], section: str, **fields: Any) -> dict[str, Any]:
     sizes = [row["parallel"].get(name, 1) for name in row_check.RANKS]
     if section == "parallel" and all(isinstance(size, int) for size in sizes):
         row["hardware"]["gpus"] = prod(sizes)
+        row["hardware"]["nodes"] = -(-prod(sizes) // 8)
     return row
 
 
@@ -207,12 +208,15 @@ def test_the_process_waits_where_its_code_does() -> None:
     assert lag(8, 2) == 0
     forward, _ = made_of(*a_job(8, 4))
     assert lag(8, 4) == 2 * forward
+    assert lag(8, 4, accumulate=3) == forward
     assert lag(8, 8) < lag(8, 1)
     assert lag(8, 4, dp=8, batch=2) < lag(8, 4, dp=7, batch=2)  # 256 ranks.
 
 
 def test_a_slow_device_falls_behind() -> None:
     assert lag(8, 2, batch=16) == 0 < lag(8, 2, batch=64) < lag(8, 2, batch=128)
+    # Without a backward and a forward in a row there is less to fall behind in.
+    assert 0 < lag(8, 2, batch=64, accumulate=2) < lag(8, 2, batch=64)
     assert lag(2, 2, batch=16) > 0  # A quarter of the ranks: each has four times as much to do.
     # In one microbatch no process gets far ahead of the others, unless the device is slow.
     assert lag(8, 1, accumulate=1) < lag(8, 1, accumulate=8) < lag(8, 1)
@@ -360,6 +364,12 @@ def test_whatever_is_missing_or_odd_nothing_fails(row: dict[str, Any]) -> None:
         (TITAN, "training", {"optimizer": "8-bit AdamW"}, "8-bit AdamW"),
         (TITAN, "parallel", {"zero_stage": 2}, "zero_stage 2"),
         (TITAN, "hardware", {"gpus": 16}, "8 ranks are stated, and 16 GPUs"),
+        (
+            TITAN,
+            "hardware",
+            {"nodes": 1, "gpus_per_node": 4},
+            "8 GPUs are stated, and 1 nodes of 4",
+        ),
         (TITAN, "training", {"global_batch": 99}, "global_batch 99"),
         (NANOTRON, "hardware", {"gpu": "A100 SXM 80GB"}, "H100"),
         (NANOTRON, "parallel", {"sp": False}, "sp False"),
@@ -378,6 +388,21 @@ def test_what_no_rule_reads_is_skipped_by_its_name(
     if row in (TITAN, NANOTRON):
         assert reason in published.predict(other)["skipped"]
     assert reason in published_time.predict_rows([other])[0]["skipped"]
+
+
+def test_how_gpus_are_spread_over_nodes_is_stated_or_follows() -> None:
+    far = changed(changed(MEGATRON, "parallel", dp=8), "training", global_batch=64)
+
+    def nodes(**fields: Any) -> tuple[int, int]:
+        row = changed(far, "hardware", **fields)
+        cluster = time_case.cluster_of(row)
+        return cluster.nodes, cluster.gpus_per_node
+
+    assert far["hardware"]["gpus"] == 32
+    assert nodes(nodes=4, gpus_per_node=8) == nodes(nodes=4, gpus_per_node=None) == (4, 8)
+    assert nodes(nodes=None, gpus_per_node=4) == (8, 4)
+    with pytest.raises(mapping.SkipError, match="spread over nodes"):
+        nodes(nodes=None, gpus_per_node=None)
 
 
 def test_a_line_that_is_no_row_is_skipped_by_its_number(tmp_path: Any) -> None:

@@ -101,6 +101,9 @@ def disagreements(row: Row) -> Iterator[str]:
     ranks = prod(parallel.get(name) or 1 for name in RANKS)
     if gpus is not None and ranks != gpus:
         yield f"{ranks} ranks are stated, and {gpus} GPUs"
+    nodes, per_node = (row["hardware"].get(name) for name in ("nodes", "gpus_per_node"))
+    if None not in (gpus, nodes, per_node) and nodes * per_node < gpus:
+        yield f"{gpus} GPUs are stated, and {nodes} nodes of {per_node}"
     micro, count = training.get("micro_batch") or training.get("local_batch"), training.get(
         "grad_accum"
     )  # fmt: skip

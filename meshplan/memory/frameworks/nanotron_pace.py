@@ -44,11 +44,11 @@ STALLED_TP: Final = 32
 STALLED_RANKS: Final = 256
 ALL_STALLED_RANKS: Final = 512
 STALLED_DP: Final = 32
-"""Jobs of the grid that stood still: every pipeline with tp 32 (74) or on 64 nodes (109 of 110). On
-32 nodes those with ZeRO-1, or a single data rank, that have 32 data ranks (20 of 23) or more than
-one sequence in a microbatch (52 of 82; with one, 1 of 25), and those without ZeRO do not (1 of 10).
-On 64 nodes jobs without a pipeline, too (16 of 21), but with tp 32 (2 of 18). On fewer nodes 53 of
-432 pipelines do, which no field tells: one plan ran twice, in 19 and in 89 seconds a step."""
+"""Jobs of the grid that stood still: every pipeline with tp 32 (88), on 64 nodes 109 of 110. On 32
+nodes those with ZeRO-1, or a single data rank, that have 32 data ranks (20 of 23) or more than one
+sequence in a microbatch (43 of 66; with one, 2 of 26), and without ZeRO only 1 of 10. On 64 nodes
+jobs without a pipeline, too (16 of 21), but with tp 32 (2 of 18). On fewer nodes 59 of 432
+pipelines do, which no field tells: one plan ran twice, in 19 and in 89 seconds a step."""
 
 
 def stalls(*, dp: int, tp: int, pp: int, zero: int, batch: int) -> bool:
@@ -79,8 +79,9 @@ def lag_of(shape: Shape, job: Job, made: tuple[int, int]) -> int:
     behind = max(0.0, 1 - _launch_s(job) / _tensor_s(shape, job, both))
     if job.pp > 1:
         # Forwards before the first gradient comes back, but for two that stages hand over; then a
-        # forward and a backward at a time, in which a slow device falls behind.
-        ahead = (job.pp - 2) * forward + behind * both
+        # forward follows a backward at once, if any are left, and a slow device falls behind.
+        ahead = max(0, min(job.pp, job.accumulate) - 2) * forward
+        ahead += behind * (both if job.accumulate > job.pp else forward)
         return round(min(IN_PIPELINE * queue, ahead))
     behind = max(behind, WAITING if job.tp > RANKS_IN_NODE else DRIFT)
     # A step begins level with its device, and holds most when the last forward ends.
