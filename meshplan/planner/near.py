@@ -100,7 +100,7 @@ class Near:
                 found.excess[row] = max(measured.excess_bytes, known * _MORE, 1.0)
 
     def _complexity(self, candidate: Candidate) -> tuple[float, ...]:
-        """Axes that are spread, then different things that blocks do, then what it costs."""
+        """What is offloaded, axes that are spread, different things that blocks do, the cost."""
         row = self._job.grid[candidate.row]
         axes = sum(int(row[axis] > 1) for axis in AXES)
         blocks = {
@@ -108,7 +108,8 @@ class Near:
             for stage in self._job.blocks(self._numbers, candidate)
             for b in stage
         }
-        return axes, len(blocks), int(row["virtual"]), candidate.seconds
+        there = int(row["offload"]).bit_count()
+        return there, axes, len(blocks), int(row["virtual"]), candidate.seconds
 
 
 def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
