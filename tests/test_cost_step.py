@@ -53,6 +53,7 @@ SETTLING = ("the loss and the number", "whether", "which parameters", "the norm"
 
 def row(**sizes):
     out = np.ones(1, GRID)
+    out["offload"] = 0
     out["mode"], out["schedule"] = MODES.index(sizes.pop("mode", "shard")), 0
     for name, size in sizes.items():
         out[name] = size

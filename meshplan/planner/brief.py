@@ -71,7 +71,10 @@ class Brief:
 
     def taken(self, row: np.void) -> float:
         """The same of a row of the grid, whatever its blocks do; 0 where nothing tells."""
-        key, shorter = tuple(int(row[name]) for name in (*AXES, "mode")), self._question.shorter
+        key, shorter = (
+            tuple(int(row[name]) for name in (*AXES, "mode", "offload")),
+            self._question.shorter,
+        )
         if key not in self._taken:
             try:
                 self._taken[key] = 0.0 if shorter is None else self.links(self._least(row, shorter))

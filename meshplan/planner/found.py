@@ -96,7 +96,10 @@ def mesh_key(config: np.void) -> tuple[int, ...]:
 
     A pipeline that has fewer microbatches than ranks keeps fewer of them: those are apart.
     """
-    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual", "mode", "schedule")
+    names = (
+        "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual", "mode", "schedule",
+        "offload",
+    )  # fmt: skip
     enough = config["pp"] * (2 if config["virtual"] > 1 else 1)
     few = int(config["microbatches"]) if config["microbatches"] < enough else 0
     return (*(int(config[name]) for name in names), few, int(config["microbatches"] > 1))

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import MODES, OPTION_RECOMPUTE, OPTION_RESHARD, in_halves
+from meshplan.cost.grid import (
+    ACTIVATIONS_THERE,
+    MODES,
+    OPTION_RECOMPUTE,
+    OPTION_RESHARD,
+    PARAMS_THERE,
+    in_halves,
+)
 from meshplan.cost.shares import share
 from meshplan.cost.types import Kind
 from meshplan.graph import DTYPE_BYTES
@@ -55,12 +62,17 @@ def is_late(grid: NDArray[np.void]) -> NDArray[np.bool_]:
     return np.asarray((grid["virtual"] > 1) & has_gradients(grid))
 
 
+def is_there(grid: NDArray[np.void]) -> NDArray[np.bool_]:
+    """By row, whether parameters, gradients and states lie on the host."""
+    return np.asarray((grid["offload"] & PARAMS_THERE) > 0)
+
+
 def scattering_bytes(
     grid: NDArray[np.void], block: Kind, late: NDArray[np.bool_], reduce_bytes: int
 ) -> Floats:
     """[rows] what every rank then holds for its stages: each keeps its buffer to its next one."""
     numel = float(sum(block.numels) - block.frozen)
-    scatters = late & (grid["mode"] == _SHARD) & ~in_halves(grid)
+    scatters = late & (grid["mode"] == _SHARD) & ~in_halves(grid) & ~is_there(grid)
     many = np.where(scatters, grid["virtual"] - 1, 0)
     return np.asarray(many * numel * reduce_bytes, dtype=np.float64)
 
@@ -90,7 +102,8 @@ def resident_bytes(
     gradients = np.where(in_halves(grid)[:, None], whole, own_gradients)
     gradients = np.where(waits, gradients, 0.0)
     gradients = gradients * _trained(kind)
-    return np.asarray(own + copied + gradients, dtype=np.float64)
+    own = np.where(is_there(grid)[:, None], 0.0, own + gradients)
+    return np.asarray(own + copied, dtype=np.float64)
 
 
 def step_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
@@ -99,7 +112,7 @@ def step_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Float
     held = np.where(grid["mode"] == _DDP, numel, share(grid, kind))
     trained = held * _trained(kind)
     held_bytes = held * sizes.stored + trained * (sizes.stored + sizes.states)
-    return np.asarray(held_bytes, dtype=np.float64)
+    return np.asarray(np.where(is_there(grid), 0.0, held_bytes), dtype=np.float64)
 
 
 def _trained(kind: Kind) -> float:
@@ -141,7 +154,8 @@ def waiting_bytes(grid: NDArray[np.void], first: Kind, last: Kind, reduce_bytes:
     """
     at_first, at_last = (float(sum(kind.numels) - kind.frozen) for kind in (first, last))
     numel = at_last + np.where(grid["pp"] == 1, at_first, 0.0)
-    waits = (grid["mode"] == _SHARD) & (grid["microbatches"] > grid["pp"]) & ~in_halves(grid)
+    waits = (grid["mode"] == _SHARD) & (grid["microbatches"] > grid["pp"])
+    waits = waits & ~in_halves(grid) & ~is_there(grid)
     return np.asarray(np.where(waits, numel * reduce_bytes, 0.0), dtype=np.float64)
 
 
@@ -149,4 +163,6 @@ def saved_bytes(grid: NDArray[np.void], kind: Kind) -> Floats:
     """[rows, options] what one block keeps of one microbatch."""
     per_sample = np.array(kind.saved_bytes)[OPTION_RECOMPUTE]
     samples = grid["micro"] / grid["cp"]
+    if kind.has_options:
+        samples = np.where(grid["offload"] & ACTIVATIONS_THERE, 0.0, samples)
     return np.asarray(samples[:, None] * per_sample[None, :], dtype=np.float64)

@@ -161,7 +161,9 @@ def time_bounds(numbers: Numbers) -> Floats:
     """Seconds a step from below by row, whatever memory there is."""
     fastest = numbers.seconds.min(axis=2)
     there = numbers.counts > 0
-    return _step(numbers, fastest[:, there] @ numbers.counts[there], fastest[:, there].max(axis=1))
+    return step_seconds(
+        numbers, fastest[:, there] @ numbers.counts[there], fastest[:, there].max(axis=1)
+    )
 
 
 def memory_bounds(numbers: Numbers) -> Floats:
@@ -190,7 +192,7 @@ def priced_bounds(numbers: Numbers, rows: Counts, capacity: float, tries: int = 
     for number in range(tries if np.isfinite(capacity) else 0):
         price = best / np.maximum(whole, 1.0) * 2.0 ** (number - tries // 2)
         best = np.maximum(best, held.priced(price) - price * whole)
-    return _step(numbers, best, slowest, rows)
+    return step_seconds(numbers, best, slowest, rows)
 
 
 def by_bound(
@@ -264,7 +266,9 @@ class _Held:
         return self.total(paid)
 
 
-def _step(numbers: Numbers, total: Floats, block: Floats, rows: Counts | None = None) -> Floats:
+def step_seconds(
+    numbers: Numbers, total: Floats, block: Floats, rows: Counts | None = None
+) -> Floats:
     """Seconds of a step from the sum over all blocks and the slowest block, per microbatch."""
     rows = np.arange(len(numbers.grid)) if rows is None else rows
     grid = numbers.grid[rows]

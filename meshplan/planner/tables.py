@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import MODES, OPTIONS
+from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, RECOMPUTE
 from meshplan.cost.profile import Profile
 from meshplan.cost.step import crossing_seconds, pipeline_seconds, terms, widths_of
 from meshplan.cost.types import Chain
@@ -30,6 +30,7 @@ from meshplan.spec import Precision
 Cut = tuple[int, int]
 """(ranks of tp, ranks of ep)."""
 
+_FULL: Final = np.array([again == RECOMPUTE.index("full") for again, _ in OPTIONS])
 _ONCE: Final = [OPTIONS.index((0, reshard)) for _, reshard in OPTIONS]
 """By option, the one that runs nothing again and is like it otherwise."""
 
@@ -83,6 +84,9 @@ def numbers_of(
                 again, back = (0,), (0,)
             is_sharded = (part["mode"] == MODES.index("shard"))[:, None]
             offered = np.where(is_sharded, _options(again, back)[None], _options(again, (0,))[None])
+            if kind.has_options and part["offload"].any():
+                waits = (part["offload"] & ACTIVATIONS_THERE) > 0
+                offered = offered & (_FULL[None] | ~waits[:, None])
             seconds[rows, number] = np.where(offered, found.seconds, np.inf)
             compute[rows, number], tensor[rows, number] = found.compute_s, found.exposed_tp_s
             there = np.where(np.isfinite(found.seconds), found.seconds, 0.0)
