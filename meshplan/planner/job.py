@@ -24,7 +24,7 @@ from meshplan.planner.contexts import EXCHANGES, context_of
 from meshplan.planner.cutting import StagePins, stage_pins_of
 from meshplan.planner.decision import Question, Way
 from meshplan.planner.enumeration import enumerate_grid
-from meshplan.planner.found import Measured
+from meshplan.planner.found import Guess, Measured
 from meshplan.planner.held import element_bytes_of
 from meshplan.planner.hosted import over_host
 from meshplan.planner.lanes import NOT_ALIKE, are_alike
@@ -357,10 +357,12 @@ class Job:
         memory = self._traced.certify(way.plan)
         return replace(way, memory=memory) if memory.fits else None
 
-    def guess(self, numbers: Numbers, candidate: Candidate) -> float | None:
+    def guess(self, numbers: Numbers, candidate: Candidate) -> Guess | None:
         """What some rank may hold above its linear figure, if a short model tells so."""
         glance = self._glance(numbers, candidate, guesses=True)
-        return None if glance is None else glance.likely_bytes
+        if glance is None or glance.likely_bytes is None:
+            return None
+        return Guess(glance.likely_bytes, glance.is_over)
 
     def taken(self, row: int) -> float:
         """What a row's communicators take of the capacity, whatever its blocks do."""

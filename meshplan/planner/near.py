@@ -97,9 +97,9 @@ class Near:
                     break
                 guesses += 1
                 guess = self._job.guess(self._numbers, one) if guesses <= _MOST_GUESSES else None
-                if guess and max(one.linear_bytes) + guess > self._job.capacity:
+                if guess and max(one.linear_bytes) + guess.excess_bytes > self._job.capacity:
                     known = found.excess.get(row, 0.0)
-                    found.excess[row] = max(guess, known * _MORE, 1.0)
+                    found.excess[row] = max(guess.excess_bytes, known * _MORE, 1.0)
                     continue
                 measured = self._job.measure(self._numbers, one)
                 found.num_measured += 1
