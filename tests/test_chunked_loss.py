@@ -288,7 +288,7 @@ def problems_of(plan: dict[str, Any], model: nn.Module) -> list[str]:
     ("plan", "model", "says"),
     [
         ({}, TwoHeads, "'head' and 'other' could all give them"),
-        ({}, lambda: models.build("vit"), "gives the logits, and none is known"),
+        ({}, lambda: models.build("resnet"), "gives the logits, and none is known"),
         ({"precision": "16-mixed"}, Words, "small ones vanish in float16"),
         ({"strategy": "ddp", "ddp": {"find_unused_parameters": True}}, Words, "looks for what"),
         ({"mesh": {"pp": 4}}, Words, "loss_chunks and pp do not go together"),
@@ -355,3 +355,34 @@ def test_in_a_loop_of_ones_own(pool):
         assert not told
         assert apart <= parity.TOLERANCE
     assert "does not say loss_chunks" in pool(2).run(own_loop, False)[0][1]
+
+
+def with_labels(name: str, plan: dict[str, Any]) -> tuple[float, float]:
+    """A model of transformers that computes its own loss: how far loss and weights are apart."""
+    example, _ = models.batch(name, 0, 2)
+    model = meshplan.parallelize(models.build(name), plan, example_inputs=example)
+    alone, losses = models.build(name), []
+    steps = [models.optimizer(each) for each in (model, alone)]
+    for step in range(2):
+        inputs, targets = models.batch(name, step, 8)
+        given = dict(inputs) if isinstance(inputs, dict) else {"input_ids": inputs}
+        whole = given | {"labels": targets}
+        own, goals = meshplan.local_batch(model, (whole, targets))
+        loss = meshplan.train_step(model, steps[0], own, goals, lambda output, _: output.loss)
+        expected = alone(**whole).loss
+        expected.backward()
+        steps[1].step()
+        steps[1].zero_grad()
+        losses.append(abs(loss - expected.item()))
+    state, found = alone.state_dict(), meshplan.full_state_dict(model)
+    return max(losses), max((abs(found[n] - state[n]).max().item() for n in found), default=0.0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", *(pytest.param(n, marks=pytest.mark.wide) for n in ("hf_llama_tied", "t5", "bert"))],
+)
+def test_models_of_transformers_that_are_given_labels(pool, name):
+    for loss, state in pool(2).run(with_labels, name, FULL):
+        assert loss <= parity.TOLERANCE
+        assert state <= parity.TOLERANCE

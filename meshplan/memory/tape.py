@@ -361,8 +361,13 @@ class Player:
             return
         if not self._sums_in_place:
             self._gradients[fqn] = self._born(nbytes, self._tape.rows[number], Term.GRADIENTS)
-            self._drop(self._as(Term.TEMPORARIES, known))
-        self._drop(self._as(Term.TEMPORARIES, storage))
+            self._drop(self._as_addend(known))
+        self._drop(self._as_addend(storage))
+
+    def _as_addend(self, storage: int) -> int:
+        """It never is the gradient of a parameter."""
+        of_loss = self._storages[storage].phase == _PHASES[_LOSS]
+        return self._as(Term.LOSS if of_loss else Term.TEMPORARIES, storage)
 
     def _as(self, term: Term, storage: int) -> int:
         """The storage, which turns out to be for something else."""
