@@ -80,7 +80,7 @@ def lag_of(shape: Shape, job: Job, made: tuple[int, int]) -> int:
     if job.pp > 1:
         # Forwards before the first gradient comes back, but for two that stages hand over; then a
         # forward follows a backward at once, if any are left, and a slow device falls behind.
-        ahead = max(0, min(job.pp, job.accumulate) - 2) * forward
+        ahead: float = max(0, min(job.pp, job.accumulate) - 2) * forward
         ahead += behind * (both if job.accumulate > job.pp else forward)
         return round(min(IN_PIPELINE * queue, ahead))
     behind = max(behind, WAITING if job.tp > RANKS_IN_NODE else DRIFT)
