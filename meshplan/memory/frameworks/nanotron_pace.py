@@ -25,7 +25,7 @@ PAIR: Final = 100
 """Likewise, of two ranks of tp, which wait for each other at every collective."""
 IN_PIPELINE: Final = 0.75
 """Share of the queue that is left where messages between stages are in it."""
-STALLED: Final = 25
+STALLED: Final = 10
 """Where the network stands still the device has time to catch up."""
 
 LAUNCH_S: Final = 6e-5
