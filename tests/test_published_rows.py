@@ -59,7 +59,7 @@ def test_whatever_is_missing_or_odd_nothing_fails(row: dict[str, Any]) -> None:
             assert "KeyError" not in answer["skipped"]  # That is no reason.
     published_time.times(told)
     published_time.ranking(told)
-    answers = [published.predict(each) for each in rows if row is not TIMED[1]][::3]
+    answers = [published.predict(each) for each in rows if row is not TIMED[1]][::6]
     assert all(a["skipped"] or a["predicted_bytes"] > 0 for a in answers)
 
 
