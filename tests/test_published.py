@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import pytest
@@ -20,45 +19,9 @@ from meshplan.memory.frameworks.nanotron_job import Job, log_of, made_of
 from meshplan.memory.frameworks.nanotron_pace import QUEUE, lag_of, stalls
 from meshplan.memory.log import Event, EventLog, Storage, Term
 from meshplan.memory.shape import Shape
-from tests.bench import mapping, published, published_time, residuals, row_check, time_case
+from tests.bench import mapping, published, residuals
 from tests.bench.time_nanotron import STALL_S, STALLED_RANK_S, stalled_seconds
-
-TITAN: dict[str, Any] = {
-    "id": "a", "group": "g",
-    "model": {"layers": 4, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 2816,
-              "vocab": 32000, "seq_len": 2048},
-    "hardware": {"gpu": "H100 SXM 80GB", "mem_gb": 80, "gpus": 8, "nodes": 1},
-    "parallel": {"dp_shard": 8, "tp": 1, "pp": 1, "cp": 1, "zero_stage": 3},
-    "training": {
-        "precision": "bf16 compute, fp32 params/grad-reduce (FSDP2 mixed precision)",
-        "local_batch": 2, "grad_accum": 1, "activation_checkpointing": "selective op",
-        "compile": False},
-    "measured": {"peak_mem_gib": 8.0, "mem_metric": "max_reserved", "fits": True},
-}  # fmt: skip
-NANOTRON: dict[str, Any] = {
-    "id": "b", "group": "h",
-    "model": {"layers": 4, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 4096,
-              "vocab": 32768, "seq_len": 1024, "tied": False},
-    "hardware": {"gpu": "H100 SXM 80GB", "mem_gb": 80, "gpus": 8, "nodes": 1},
-    "parallel": {"dp": 4, "tp": 2, "pp": 1, "cp": 1, "zero_stage": 1,
-                 "tp_mode": "REDUCE_SCATTER, async"},
-    "training": {
-        "precision": "bf16 params, fp32 grad accumulation, fp32 master+AdamW states",
-        "micro_batch": 2, "grad_accum": 8, "activation_checkpointing": "none"},
-    "measured": {"peak_mem_gib": 8.0, "fits": True,
-                 "mem_metric": "peak GiB, allocated or reserved not stated"},
-}  # fmt: skip
-
-
-def changed(row: dict[str, Any], section: str, **fields: Any) -> dict[str, Any]:
-    """With other values, on as many GPUs as it then has ranks."""
-    row = copy.deepcopy(row)
-    row[section] |= fields
-    sizes = [row["parallel"].get(name, 1) for name in row_check.RANKS]
-    if section == "parallel" and all(isinstance(size, int) for size in sizes):
-        row["hardware"]["gpus"] = prod(sizes)
-        row["hardware"]["nodes"] = -(-prod(sizes) // 8)
-    return row
+from tests.published_rows import NANOTRON, TITAN, changed
 
 
 @pytest.mark.parametrize("row", [TITAN, NANOTRON], ids=["titan", "nanotron"])
@@ -276,140 +239,3 @@ def test_what_was_given_back_is_not_held() -> None:
     held = reserve(EventLog(storages, tuple(events), ("step",)), limit_bytes=100 << 20)
     assert (held.reserved_bytes, held.left_bytes) == (70 << 20, 60 << 20)
     assert held.num_retries == 1
-
-
-MEGATRON: dict[str, Any] = {
-    "id": "c", "group": "i",
-    "model": {"layers": 4, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 4096,
-              "vocab": 32768, "seq_len": 1024},
-    "hardware": {"gpu": "A100 SXM 80GB", "gpus": 8, "nodes": 1, "gpus_per_node": 8,
-                 "inter": "8x HDR InfiniBand per node (Selene)"},
-    "parallel": {"dp": 2, "tp": 2, "pp": 2, "sp": False, "schedule": "1F1B"},
-    "training": {"micro_batch": 1, "global_batch": 16, "grad_accum": 8, "optimizer": "Adam",
-                 "precision": "fp16 mixed", "activation_checkpointing": "full"},
-    "measured": {"iter_time_s": 0.2, "fits": True},
-}  # fmt: skip
-FOUNDRY: dict[str, Any] = {
-    "id": "d", "group": "j",
-    "model": {"layers": 4, "hidden": 1024, "heads": 8, "ffn": 4096, "vocab": 32768,
-              "seq_len": 1024, "attention": "flash", "position": "learned (table of seq_len rows)"},
-    "hardware": {"gpu": "a100_80gb", "gpus": 8, "nodes": 1, "gpus_per_node": 8},
-    "parallel": {"dp_shard": 8, "zero_stage": 3, "fsdp": "FULL_SHARD",
-                 "impl": "PyTorch FSDP1 (Composer)"},
-    "training": {"micro_batch": 1, "global_batch": 8, "grad_accum": 1, "precision": "amp_bf16",
-                 "optimizer": "DecoupledAdamW", "activation_checkpointing": "full"},
-    "measured": {"tokens_per_s_per_gpu": 1000, "fits": True},
-}  # fmt: skip
-TIMED = [
-    changed(TITAN | {"id": "e"}, "measured", tokens_per_s_per_gpu=1000),
-    changed(NANOTRON | {"id": "f"}, "measured", tokens_per_s_per_gpu=1000),
-    MEGATRON,
-    FOUNDRY,
-]
-TIMED[0] = changed(TIMED[0], "hardware", gpu="H100 SXM (HBM2e 96GB, 500W, 2.4TB/s)")
-ODD = (-1, 0, 1.5, "many", [], {}, True, 10**12, float("nan"), float("inf"))
-
-
-def test_rows_of_all_frameworks_are_timed() -> None:
-    told = published_time.predict_rows(TIMED)
-    assert [each["skipped"] for each in told] == [None] * 4
-    assert all(each["predicted_s"] > 0 for each in told)
-    assert len({each["framework"] for each in told}) == 4
-
-
-@pytest.mark.parametrize("row", TIMED, ids=["titan", "nanotron", "megatron", "foundry"])
-def test_a_number_that_is_none_is_skipped_by_its_name(row: dict[str, Any]) -> None:
-    rows, reasons = [], []
-    for section, names in row_check.SIZES.items():
-        for name in row[section].keys() & set(names):
-            for value in ODD:
-                rows.append(row | {section: row[section] | {name: value}})
-                reasons.append(name)
-    told = [published_time.predict_rows(rows), list(map(published.predict, rows))]
-    for answers in told:
-        for answer, name, odd in zip(answers, reasons, rows, strict=True):
-            assert answer["skipped"] is not None, (name, odd)
-            assert f"{name} " in answer["skipped"], (name, answer)
-
-
-@pytest.mark.parametrize("row", TIMED, ids=["titan", "nanotron", "megatron", "foundry"])
-def test_whatever_is_missing_or_odd_nothing_fails(row: dict[str, Any]) -> None:
-    """Told or skipped, and what is told is a number."""
-    rows: list[Any] = [None, [], "row", 1]
-    for section in ("model", "hardware", "parallel", "training", "measured"):
-        rows += [row | {section: value} for value in (None, [], "none", {})]
-        rows.append({name: value for name, value in row.items() if name != section})
-        for name in row[section]:
-            rows += [changed(row, section, **{name: value}) for value in (None, ["x"], {"a": 1})]
-            rows.append(copy.deepcopy(row))
-            del rows[-1][section][name]
-    told = published_time.predict_rows(rows)
-    assert len(told) == len(rows)
-    for answer in told:
-        if answer["skipped"] is None:
-            assert 0 < answer["predicted_s"] < 1e9
-        else:
-            assert answer["predicted_s"] is None
-    published_time.times(told)
-    published_time.ranking(told)
-    answers = [published.predict(each) for each in rows if row is not TIMED[1]][::3]
-    assert all(a["skipped"] or a["predicted_bytes"] > 0 for a in answers)
-
-
-@pytest.mark.parametrize(
-    ("row", "section", "fields", "reason"),
-    [
-        (TITAN, "parallel", {"ep": 4}, "parallel.ep 4"),
-        (TITAN, "model", {"experts": 8}, "model.experts 8"),
-        (TITAN, "training", {"optimizer": "8-bit AdamW"}, "8-bit AdamW"),
-        (TITAN, "parallel", {"zero_stage": 2}, "zero_stage 2"),
-        (TITAN, "hardware", {"gpus": 16}, "8 ranks are stated, and 16 GPUs"),
-        (
-            TITAN,
-            "hardware",
-            {"nodes": 1, "gpus_per_node": 4},
-            "8 GPUs are stated, and 1 nodes of 4",
-        ),
-        (TITAN, "training", {"global_batch": 99}, "global_batch 99"),
-        (NANOTRON, "hardware", {"gpu": "A100 SXM 80GB"}, "H100"),
-        (NANOTRON, "parallel", {"sp": False}, "sp False"),
-        (NANOTRON, "parallel", {"pp": 8, "tp": 1, "dp": 1}, "8 stages"),
-        (NANOTRON, "training", {"compile": True}, "compile True"),
-        (MEGATRON, "training", {"attention": "flash-attn 2"}, "flash-attn 2"),
-        (MEGATRON, "parallel", {"cp": 2}, "cp 2"),
-        (MEGATRON, "parallel", {"schedule": "interleaved 1F1B"}, "virtual stages"),
-        (FOUNDRY, "training", {"activation_cpu_offload": True}, "offload"),
-    ],
-)
-def test_what_no_rule_reads_is_skipped_by_its_name(
-    row: dict[str, Any], section: str, fields: dict[str, Any], reason: str
-) -> None:
-    other = changed(changed(row, section, **fields), "measured", tokens_per_s_per_gpu=1000)
-    if row in (TITAN, NANOTRON):
-        assert reason in published.predict(other)["skipped"]
-    assert reason in published_time.predict_rows([other])[0]["skipped"]
-
-
-def test_how_gpus_are_spread_over_nodes_is_stated_or_follows() -> None:
-    far = changed(changed(MEGATRON, "parallel", dp=8), "training", global_batch=64)
-
-    def nodes(**fields: Any) -> tuple[int, int]:
-        row = changed(far, "hardware", **fields)
-        cluster = time_case.cluster_of(row)
-        return cluster.nodes, cluster.gpus_per_node
-
-    assert far["hardware"]["gpus"] == 32
-    assert nodes(nodes=4, gpus_per_node=8) == nodes(nodes=4, gpus_per_node=None) == (4, 8)
-    assert nodes(nodes=None, gpus_per_node=4) == (8, 4)
-    with pytest.raises(mapping.SkipError, match="spread over nodes"):
-        nodes(nodes=None, gpus_per_node=None)
-
-
-def test_a_line_that_is_no_row_is_skipped_by_its_number(tmp_path: Any) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join([json.dumps(TITAN), "", "{", "[1]"]))
-    rows = row_check.read_rows(file)
-    assert [row["id"] for row in rows] == ["a", "line 3", "line 4"]
-    answers = [published.predict(row) for row in rows]
-    assert [bool(answer["skipped"]) for answer in answers] == [False, True, True]
-    assert published.summary(rows, answers)["all"]["skipped"] == 2

@@ -99,7 +99,9 @@ def disagreements(row: Row) -> Iterator[str]:
     """Of numbers that `problems` found whole."""
     parallel, training, gpus = row["parallel"], row["training"], row["hardware"].get("gpus")
     ranks = prod(parallel.get(name) or 1 for name in RANKS)
-    if gpus is not None and ranks != gpus:
+    if gpus is None:
+        yield "hardware.gpus is not stated"
+    elif ranks != gpus:
         yield f"{ranks} ranks are stated, and {gpus} GPUs"
     nodes, per_node = (row["hardware"].get(name) for name in ("nodes", "gpus_per_node"))
     if None not in (gpus, nodes, per_node) and nodes * per_node < gpus:

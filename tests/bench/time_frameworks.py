@@ -221,7 +221,9 @@ def megatron_case(row: Row, framework: str) -> Case:
     chain = _chain(key, model["layers"], model["seq_len"])
     if tp * pp * dp != row["hardware"]["gpus"]:
         raise SkipError(f"{tp * pp * dp} ranks are stated, and {row['hardware']['gpus']} GPUs")
-    samples = training["global_batch"]
+    samples = training.get("global_batch")
+    if samples is None:
+        raise SkipError("training.global_batch is not stated")
     if samples % (micro * dp):
         raise SkipError(f"{dp} ranks cannot cut {samples} samples into microbatches of {micro}")
     count = samples // (micro * dp)

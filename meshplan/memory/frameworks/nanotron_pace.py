@@ -25,7 +25,7 @@ PAIR: Final = 100
 """Likewise, of two ranks of tp, which wait for each other at every collective."""
 IN_PIPELINE: Final = 0.75
 """Share of the queue that is left where messages between stages are in it."""
-STALLED: Final = 25
+STALLED: Final = 10
 """Where the network stands still the device has time to catch up."""
 
 LAUNCH_S: Final = 6e-5
@@ -80,7 +80,7 @@ def lag_of(shape: Shape, job: Job, made: tuple[int, int]) -> int:
     if job.pp > 1:
         # Forwards before the first gradient comes back, but for two that stages hand over; then a
         # forward follows a backward at once, if any are left, and a slow device falls behind.
-        ahead = max(0, min(job.pp, job.accumulate) - 2) * forward
+        ahead: float = max(0, min(job.pp, job.accumulate) - 2) * forward
         ahead += behind * (both if job.accumulate > job.pp else forward)
         return round(min(IN_PIPELINE * queue, ahead))
     behind = max(behind, WAITING if job.tp > RANKS_IN_NODE else DRIFT)
