@@ -97,6 +97,34 @@ def step_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Float
     return np.asarray(held_bytes, dtype=np.float64)
 
 
+def turn_bytes(
+    grid: NDArray[np.void], kind: Kind, count: int, sizes: ElementBytes, reduce_bytes: int
+) -> tuple[Floats, Floats]:
+    """[rows] what one block holds always, and on top what comes while its gradients are reduced.
+
+    Whole gradients as backward made them, what they are summed in, and where another block of the
+    kind is on the same rank, its parameters, which are gathered before. The parameters themselves
+    go before the gradients are summed, and are there until then.
+
+    Args:
+        count: Blocks of the kind.
+
+    Assumes: a block is one unit, and spread experts one of their own.
+
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `post_backward`.
+    """
+    held = np.where(grid["mode"] == _DDP, float(sum(kind.numels)), share(grid, kind))
+    own = held * sizes.stored + held * _trained(kind) * sizes.states
+    numel = float(sum(kind.numels))
+    spread = max(float(kind.expert_numel), numel - kind.expert_numel)
+    unit = np.where(grid["ep"] > 1, spread, numel)
+    each = sizes.computed + max(sizes.computed, reduce_bytes)
+    ahead = np.where(count > grid["pp"], sizes.computed, 0)
+    is_cut = (grid["mode"] == _SHARD) & (grid["dp_shard"] * grid["cp"] > 1)
+    passing = np.where(is_cut, unit * (each * _trained(kind) + ahead), 0.0)
+    return np.asarray(own, dtype=np.float64), np.asarray(passing, dtype=np.float64)
+
+
 def _trained(kind: Kind) -> float:
     """The share of a block's elements that get a gradient."""
     numel = sum(kind.numels)

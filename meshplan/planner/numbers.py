@@ -40,6 +40,8 @@ class Numbers:
             is done, beside what its blocks keep.
         beside: [rows] bytes that every rank holds whatever its blocks do.
         floor: [rows] bytes of all blocks together that the optimizer's step takes at least.
+        turn: [rows] bytes that some rank holds at least while a block's gradients are reduced; ()
+            where nobody told.
         once_s: [rows] seconds of a step beside what blocks take: what stages hand on.
         stages: By place in `order`, the stage that the plan states, `cutting.LAST` for the last
             one; None where it is free. () where all are.
@@ -59,6 +61,7 @@ class Numbers:
     beside: Floats
     floor: Floats
     once_s: Floats
+    turn: Floats = field(default_factory=lambda: np.zeros(0))
     stages: tuple[int | None, ...] = ()
     compute_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     tensor_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
@@ -100,6 +103,7 @@ class Numbers:
             sent=self.sent[at],
             beside=self.beside[at],
             floor=self.floor[at],
+            turn=self.turn[at],
             once_s=self.once_s[at],
             stages=self.stages,
         )
@@ -131,8 +135,8 @@ def memory_bounds(numbers: Numbers) -> Floats:
     held = _Held(numbers, np.arange(len(numbers.grid)))
     kept = held.total(lambda each: each.min(axis=2)) + numbers.sent * sent_in_flight(numbers.grid)
     mean = np.maximum(kept / stages + numbers.beside, numbers.floor / stages)
-    most = held.least.min(axis=2).max(axis=1)
-    return np.asarray(np.maximum(mean, most), dtype=np.float64)
+    most = np.maximum(mean, held.least.min(axis=2).max(axis=1))
+    return np.asarray(np.maximum(most, numbers.turn) if len(numbers.turn) else most)
 
 
 def priced_bounds(numbers: Numbers, rows: Counts, capacity: float, tries: int = 14) -> Floats:

@@ -20,6 +20,7 @@ from meshplan.planner.held import (
     saved_bytes,
     scattering_bytes,
     step_bytes,
+    turn_bytes,
     waiting_bytes,
 )
 from meshplan.planner.numbers import Numbers
@@ -46,6 +47,7 @@ def numbers_of(
     reshard: tuple[int, ...],
     pins: Pins,
     exchanges: bool = True,
+    are_units: bool = False,
 ) -> Numbers:
     """Everything that the search reads.
 
@@ -56,6 +58,7 @@ def numbers_of(
         recompute, reshard: What the plan leaves to blocks.
         pins: What rules leave to single ones.
         exchanges: As in `cost.step.terms`.
+        are_units: Whether each block is gathered, and its gradients reduced, at once.
     """
     cuts = [(int(tp), int(ep)) for tp, ep in np.unique(grid[["tp", "ep"]])]
     chains, left = _aligned({cut: chain_of(*cut) for cut in cuts}, pins)
@@ -63,14 +66,14 @@ def numbers_of(
     shape = (len(grid), len(first.kinds), len(OPTIONS))
     compute, tensor, repeated = np.zeros(shape[:2]), np.zeros(shape[:2]), np.zeros(shape)
     seconds, saved, resident = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
-    top, sent, floor, crossing, beside = (np.zeros(len(grid)) for _ in range(5))
+    top, sent, floor, crossing, beside, turn = (np.zeros(len(grid)) for _ in range(6))
     reduce_bytes = widths_of(precision, dtype).reduce
     late = is_late(grid)
     for (tp, ep), chain in chains.items():
         rows = np.flatnonzero((grid["tp"] == tp) & (grid["ep"] == ep))
         part = grid[rows]
         counts = np.bincount(chain.order, minlength=len(chain.kinds))
-        boundary = 0.0
+        boundary, always, passing = 0.0, np.zeros(len(part)), np.zeros(len(part))
         for number, kind in enumerate(chain.kinds):
             found = terms(
                 part, kind, profile, gpus_per_node, precision, dtype=dtype, exchanges=exchanges
@@ -90,8 +93,14 @@ def numbers_of(
             if kind.has_options:
                 own = scattering_bytes(part, kind, late[rows], reduce_bytes)
                 beside[rows] = np.where(beside[rows] > 0, np.minimum(beside[rows], own), own)
+            if are_units:
+                held, own = turn_bytes(part, kind, int(counts[number]), sizes, reduce_bytes)
+                own = own * kind.has_options
+                always, passing = always + counts[number] * held, np.maximum(passing, own)
+                turn[rows] = np.maximum(turn[rows], held + own)
             floor[rows] += counts[number] * step_bytes(part, kind, sizes)
             boundary = max(boundary, kind.boundary_bytes)
+        turn[rows] = np.where(part["pp"] == 1, always + passing, turn[rows])
         ends = chain.kinds[chain.order[0]], chain.kinds[chain.order[-1]]
         top[rows] = part["micro"] / part["cp"] * ends[1].transient_bytes[0]
         top[rows] += waiting_bytes(part, *ends, reduce_bytes)
@@ -113,6 +122,7 @@ def numbers_of(
         sent=sent,
         beside=beside,
         floor=floor,
+        turn=turn,
         once_s=once,
         compute_s=compute,
         tensor_s=tensor,
