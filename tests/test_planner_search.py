@@ -69,6 +69,7 @@ def random_numbers(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
         resident=resident,
         top=rng.uniform(0, 5, num_rows),
         turn=rng.uniform(0, 3, num_rows),
+        reducing=np.zeros(num_rows),
         sent=rng.uniform(0, 2, num_rows),
         beside=rng.uniform(0, 2, num_rows),
         floor=np.zeros(num_rows),

@@ -64,10 +64,10 @@ def with_shorter(question: Question, config: str | Path, origin: Origin) -> Ques
     """Beside the model, the same with fewer blocks."""
 
     @cache
-    def shorter(blocks: int) -> ModelGraph:
+    def shorter(blocks: int | tuple[int, ...]) -> ModelGraph:
         return from_config(config, origin, blocks=blocks)
 
-    few = from_config(config, origin, blocks=_shown(question.graph))
+    few = shorter(_shown(question.graph))
     return replace(question, few=few, shorter=shorter)
 
 

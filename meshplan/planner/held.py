@@ -28,6 +28,7 @@ from meshplan.planner.flights import has_gradients
 from meshplan.planner.knapsack import Floats
 from meshplan.spec import OPTIMIZER_STATES
 
+Options = NDArray[np.bool_]
 _DDP, _ZERO1, _SHARD = range(len(MODES))
 
 
@@ -115,31 +116,63 @@ def step_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Float
     return np.asarray(np.where(is_there(grid), 0.0, held_bytes), dtype=np.float64)
 
 
+def reducing_bytes(
+    grid: NDArray[np.void], kind: Kind, sizes: ElementBytes, reduce_bytes: int
+) -> Floats:
+    """[rows] a block's whole gradients as backward made them, and what they are summed in.
+
+    Its parameters go before that, and are there until then.
+
+    Assumes: a block is one unit, and spread experts one of their own.
+
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `post_backward`.
+    """
+    each = sizes.computed + max(sizes.computed, reduce_bytes)
+    is_cut = (grid["mode"] == _SHARD) & (grid["dp_shard"] * grid["cp"] > 1) & ~in_halves(grid)
+    made = _unit(grid, kind) * each * _trained(kind)
+    return np.asarray(np.where(is_cut, made, 0.0), dtype=np.float64)
+
+
+def turning_bytes(made: Floats, grid: NDArray[np.void], kind: Kind, offered: Options) -> Floats:
+    """[rows] what a rank holds more than before that block's backward, its first one of a pass.
+
+    Args:
+        made: `reducing_bytes`.
+        offered: [rows, options] what the block may do: what it kept is gone by then.
+    """
+    kept = np.where(offered, saved_bytes(grid, kind), 0.0).max(axis=1)
+    return np.asarray(np.maximum(made - kept, 0.0), dtype=np.float64)
+
+
+def always_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
+    """[rows] what one block holds all the time: its share, and what the optimizer keeps."""
+    held = np.where(grid["mode"] == _DDP, float(sum(kind.numels)), share(grid, kind))
+    own = held * sizes.stored + held * _trained(kind) * sizes.states
+    return np.asarray(np.where(is_there(grid), 0.0, own), dtype=np.float64)
+
+
+def ahead_bytes(
+    made: Floats, grid: NDArray[np.void], kind: Kind, count: int, sizes: ElementBytes
+) -> Floats:
+    """[rows] parameters of a block that are gathered while another's gradients are reduced.
+
+    Some rank has two of a kind where there are more of it than ranks along pp.
+    """
+    is_there = (made > 0) & (count > grid["pp"])
+    return np.asarray(np.where(is_there, _unit(grid, kind) * sizes.computed, 0.0))
+
+
+def _unit(grid: NDArray[np.void], kind: Kind) -> Floats:
+    """[rows] elements of the largest unit of a block."""
+    numel = float(sum(kind.numels))
+    spread = max(float(kind.expert_numel), numel - kind.expert_numel)
+    return np.asarray(np.where(grid["ep"] > 1, spread, numel), dtype=np.float64)
+
+
 def _trained(kind: Kind) -> float:
     """The share of a block's elements that get a gradient."""
     numel = sum(kind.numels)
     return 1 - kind.frozen / numel if numel else 1.0
-
-
-def turning_bytes(
-    grid: NDArray[np.void],
-    kind: Kind,
-    sizes: ElementBytes,
-    offered: NDArray[np.bool_],
-    reduce_bytes: int,
-) -> Floats:
-    """[rows] what a rank holds more once a block's backward is done, before its gradients are sent.
-
-    Its unit puts them together for that. The next one's parameters, fetched by then, are left out.
-
-    Args:
-        offered: [rows, options] what the block may do: what it kept is gone by then.
-    """
-    trained = float(sum(kind.numels) - kind.frozen)
-    made = trained * (sizes.computed + reduce_bytes)
-    kept = np.where(offered, saved_bytes(grid, kind), 0.0).max(axis=1)
-    scatters = (grid["mode"] == _SHARD) & ~in_halves(grid)
-    return np.asarray(np.where(scatters, np.maximum(made - kept, 0.0), 0.0))
 
 
 def waiting_bytes(grid: NDArray[np.void], first: Kind, last: Kind, reduce_bytes: int) -> Floats:

@@ -226,6 +226,7 @@ class Job:
             reshard=self.free.reshard,
             pins=self._pins,
             exchanges=context_of(self.spec).attention == EXCHANGES,
+            are_units=self._traced is None and not self.spec.rules,
         )
         if not are_alike(found) and (self.grid["virtual"] > 1).any():
             what = f"the planner cannot plan several stages a rank: {NOT_ALIKE} once tp cuts them"
@@ -370,14 +371,16 @@ class Job:
 
     @cached_property
     def _brief(self) -> Brief:
-        return Brief(self.question, self._stated, _SHARES)
+        chain = self.chain
+        kinds = {n: k for k, n in zip(chain.order, chain.names, strict=True) if n}
+        looks = kinds if len(set(kinds.values())) > 1 else {}
+        return Brief(self.question, self._stated, _SHARES, looks)
 
     def _stated(self, row: np.void, stages: Stages) -> dict[str, Any]:
         return statements(self.spec, self.free, row, stages, self._pins)
 
     def _glance(self, numbers: Numbers, candidate: Candidate, *, guesses: bool) -> Glance | None:
-        kinds = {numbers.order[n] for n, name in enumerate(numbers.names) if name}
-        if self.question.shorter is None or self.spec.rules or len(kinds) > 1:
+        if self.question.shorter is None or self.spec.rules:
             return None
         stages, row = self.blocks(numbers, candidate), self.grid[candidate.row]
         return self._brief.glance(row, stages, candidate, self.capacity, guesses=guesses)
