@@ -14,6 +14,7 @@ from typing import Final
 from meshplan.memory.activations import activate
 from meshplan.memory.attention import attend
 from meshplan.memory.experts import ONE_RANK, Spread, sparse_mlp
+from meshplan.memory.gathered import Gathered, attend_to_gathered, lay
 from meshplan.memory.rows import Writer
 from meshplan.memory.shape import Shape
 from meshplan.memory.styled import Entered, Styled, cut_otherwise, project
@@ -33,10 +34,12 @@ class Part:
         caches: Whether keys and values are copied into a cache, as transformers does
             unless `use_cache` is off.
         given: What every block is called with and does not read.
+        told: What the model is called with and no block is.
         styled: Which modules tp cuts.
         seq_len: Tokens of a sequence that attention sees.
         cp: Ranks that have parts of it, and in attention all of it, of parts of the heads.
         is_fused: Whether a fused kernel computes it.
+        gathered: Which chunks of a sequence this rank has, if it gathers the keys of all.
         spread: How experts are spread over ranks.
     """
 
@@ -46,11 +49,13 @@ class Part:
     sin: int = -1
     caches: bool = False
     given: tuple[int, ...] = ()
+    told: tuple[int, ...] = ()
     styled: Styled = field(default_factory=Styled)
     seq_len: int = 1
     cp: int = 1
     is_fused: bool = True
     spread: Spread = ONE_RANK
+    gathered: Gathered | None = None
 
 
 def enter(w: Writer, x: int, part: Part) -> int:
@@ -109,6 +114,9 @@ def _attend(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
         raise cut_otherwise(w.module)
     if part.caches:
         k, v = w.cat(k), w.cat(v)
+    if part.gathered is not None:
+        return attend_to_gathered(w, q, k, v, shape.head_dim, part.seq_len, part.gathered, part.cp,
+                                  is_fused=part.is_fused)  # fmt: skip
     if part.cp > 1:
         return _attend_to_whole(w, shape, q, k, v, part)
     return attend(w, q, k, v, shape.head_dim, part.seq_len, is_fused=part.is_fused)
@@ -139,6 +147,8 @@ def llama_attention(w: Writer, shape: Shape, x: int, part: Part) -> int:
     q = made(shape.q_width, "q_proj", "q_norm")
     k = made(shape.kv_width, "k_proj", "k_norm")
     v = made(shape.kv_width, "v_proj")
+    if part.gathered is not None:
+        q, k, v = (lay(w, x) for x in (q, k, v))
     turned_q = rotate(w, q, part)
     turned_k = rotate(w, k, part)
     w.touch(q, k)
@@ -203,6 +213,8 @@ def gpt2_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     fused = conv(at, entered, normed, hidden, 3 * shape.q_width, "c_attn")
     size = at.size(fused) // 3
     q, k, v = at.chunk(fused, size, size, size)
+    if part.gathered is not None:
+        q, k, v = (lay(at, x) for x in (q, k, v))
     out = _attend(at, shape, q, k, v, part)
     out = conv(at, entered, out, shape.q_width, hidden, "c_proj")
     out = at.dropout(out, shape.dropout)
