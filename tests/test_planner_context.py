@@ -86,11 +86,36 @@ def test_one_long_sequence_is_cut(write: Any) -> None:
 
 
 def test_what_a_plan_says_of_attention_is_kept(write: Any) -> None:
-    """Stated, sequences are cut; what is not told is refused, with the way out."""
+    """Stated, sequences are cut."""
     job = write(context={"attention": "all_to_all"})
     assert job.grid["cp"].min() > 1
     found = solve_row(job.usual, 0, float("inf"))
     assert found is not None
     assert "context.attention" not in job.stated(job.usual, found)
-    with pytest.raises(PlanError, match="gathers keys and values"):
-        _ = write(context={"attention": "all_gather"}).grid
+
+
+def test_keys_and_values_are_gathered_where_a_plan_says_so(write: Any) -> None:
+    """Over any number of ranks; figures are those of the plan, and no more than is replayed."""
+    job, rng = write(context={"attention": "all_gather"}), random.Random(1)
+    assert {int(row["cp"]) for row in job.grid} == {2, 4, 8}
+    rows = [int(row) for row in range(len(job.grid))]
+    for row in rng.sample(rows, 6):
+        found = solve_row(job.usual, row, float("inf"))
+        assert found is not None
+        stated = job.stated(job.usual, found)
+        assert "context.attention" not in stated
+        plan = make_plan(job.question.read(overrides(stated)), job.question.graph)
+        assert Costed(plan, job.question.cluster).seconds == pytest.approx(found.seconds)
+        for place in {0, plan.mesh.size("cp") - 1}:
+            rank = next(
+                r for r in range(plan.mesh.world_size) if plan.mesh.index(r, ("cp",)) == place
+            )
+            live = told_rank(plan, rank, device=job.question.device).peak.live_bytes
+            assert found.linear_bytes[0] <= live
+
+
+def test_what_no_kernel_takes_is_not_planned(write: Any) -> None:
+    hardware = {"nodes": 1, "gpus_per_node": 8, "gpu": "a100-sxm-80gb"}
+    with pytest.raises(PlanError, match="no fused kernel"):
+        _ = write(context={"attention": "all_gather"}, hardware=hardware).grid
+    assert len(write(16, context={"attention": "all_gather"}, hardware=hardware).grid)

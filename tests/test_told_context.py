@@ -133,7 +133,6 @@ def test_a_rank_holds_less_of_a_sequence_that_more_ranks_cut() -> None:
 @pytest.mark.parametrize(
     ("config", "more", "what"),
     [
-        (LLAMA, {"mesh": {"cp": 2}, "context": {"attention": "all_gather"}}, "gathers keys"),
         (LLAMA, {"mesh": {"cp": 2, "tp": 2}, "tp_plan": "hf"}, "tp and cp together"),
     ],
 )

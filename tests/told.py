@@ -14,7 +14,7 @@ from torch import nn
 from meshplan.memory import EventLog
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
-from meshplan.runtime.imagine import imagine_step
+from meshplan.runtime.imagine import CPU, imagine_step
 from meshplan.runtime.record import record
 from meshplan.runtime.rehearse import rehearser
 from meshplan.runtime.trace import graph_of
@@ -23,18 +23,26 @@ LENGTH = 32
 
 
 def traced(
-    config: Mapping[str, Any], spec: Mapping[str, Any], world: int, ranks: tuple[int, ...]
+    config: Mapping[str, Any],
+    spec: Mapping[str, Any],
+    world: int,
+    ranks: tuple[int, ...],
+    device: str = CPU,
 ) -> tuple[str, list[EventLog]] | str:
     """(digest of the plan, log of each rank), in a process without a group; or what was raised."""
     warnings.simplefilter("ignore")
     try:
-        return _traced(config, spec, world, ranks)
+        return _traced(config, spec, world, ranks, device)
     except Exception:
         return traceback.format_exc()
 
 
 def _traced(
-    config: Mapping[str, Any], spec: Mapping[str, Any], world: int, ranks: tuple[int, ...]
+    config: Mapping[str, Any],
+    spec: Mapping[str, Any],
+    world: int,
+    ranks: tuple[int, ...],
+    device: str,
 ) -> tuple[str, list[EventLog]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -51,7 +59,8 @@ def _traced(
     def adam(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
-    logs = [imagine_step(model, plan, ids, ids.clone(), loss_fn, adam, rank) for rank in ranks]
+    given = model, plan, ids, ids.clone(), loss_fn, adam
+    logs = [imagine_step(*given, rank, device) for rank in ranks]
     return plan.digest(), logs
 
 

@@ -16,6 +16,7 @@ from meshplan.memory.chunked_loss import chunked_cross_entropy
 from meshplan.memory.common import Part, rms_norm
 from meshplan.memory.cut_loss import cross_entropy_of_parts
 from meshplan.memory.experts import ONE_RANK, Spread
+from meshplan.memory.gathered import Gathered
 from meshplan.memory.log import Term
 from meshplan.memory.rows import PRODUCTS, Writer
 from meshplan.memory.shape import Shape, shape_of
@@ -50,6 +51,7 @@ class Run:
         is_cuda: Whether CUDA's kernels run.
         in_place: Whether gradients that meet are added up in place; see `tape.play`.
         spread: How experts are spread over ranks.
+        gathered: As in `blocks.Part`.
         loss_chunks: Parts of the tokens over which head and loss are computed one by one.
         hosted: The numbers of the blocks whose kept activations wait on the host.
     """
@@ -69,6 +71,7 @@ class Run:
     is_fused: bool = True
     lays_itself: frozenset[str] = frozenset()
     spread: Spread = ONE_RANK
+    gathered: Gathered | None = None
     saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
     loss_chunks: int = 1
     hosted: frozenset[int] = frozenset()
@@ -140,7 +143,7 @@ def tape_of(shape: Shape, run: Run) -> Tape:
         w, part.styled, Entered(), x, shape.hidden, shape.vocab, "lm_head", weight=tied
     )
     if run.cp > 1:  # What is given is held as long as the call.
-        w.touch(*part.given)
+        w.touch(*part.given, *part.told)
     tape.loss_start = len(tape.rows)
     if part.styled.of("lm_head") == LOGITS:
         cross_entropy_of_parts(w, logits, targets)
@@ -157,20 +160,20 @@ def _rotary(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tup
     frequencies = w.tape.value(2 * -(-shape.turned // 2) * _FP32)
     w.tape.before[frequencies] = Term.BUFFERS
     part = _part(shape, run)
-    positions = _given_positions(w, run)
+    positions, told = _given_positions(w, run)
     x = look_up(w, part.styled, ids, shape.vocab, shape.hidden, "embed_tokens")
     if positions is None:
         positions = w.row("arange", (), run.seq_len * _ID)
     at, size = w.at(f"{w.module}.rotary_emb"), run.seq_len * shape.turned
     cos, sin = (at.row(name, (positions,), size * run.element_bytes) for name in ("cos", "sin"))
-    part = replace(part, cos=cos, sin=sin, given=(positions,))
+    part = replace(part, cos=cos, sin=sin, given=(positions,), told=told)
     return x, part, (positions, cos, sin, x)
 
 
 def _learned(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tuple[int, ...]]:
     """Words and their places; the gradient of places is summed over the batch."""
     part = _part(shape, run)
-    positions = _given_positions(w, run)
+    positions, told = _given_positions(w, run)
     words = look_up(w, part.styled, ids, shape.vocab, shape.hidden, "wte")
     if positions is None:
         positions = w.row("arange", (), run.seq_len * _ID)
@@ -180,16 +183,23 @@ def _learned(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tu
         grads=(Grad(words, 0), Grad(places, w.size(places) if run.batch > 1 else 0)),
     )  # fmt: skip
     x = w.at(f"{w.module}.drop").dropout(total, shape.embed_dropout)
-    part = replace(part, given=(positions,))
+    part = replace(part, given=(positions,), told=told)
     return x, part, (words, positions, places)
 
 
-def _given_positions(w: Writer, run: Run) -> int | None:
-    """Under cp the model is given them: a view of those of the whole sequence."""
+def _given_positions(w: Writer, run: Run) -> tuple[int | None, tuple[int, ...]]:
+    """Under cp the model is given them: a view of those of the whole sequence, if they run on.
+
+    Returns:
+        (positions, what it is given to say that those with a gap are of one sample).
+    """
     if run.cp == 1:
-        return None
-    whole = w.row("arange", (), run.seq_len * run.cp * _ID)
-    return w.tape.value(run.seq_len * _ID, of=whole)
+        return None, ()
+    size = run.seq_len * _ID
+    whole = w.row("arange", (), size * run.cp)
+    if run.gathered is None or len(run.gathered.chunks) == 1:
+        return w.tape.value(size, of=whole), ()
+    return w.row("cat", (whole,), size), (w.row("ones_like", (), size),)
 
 
 def _part(shape: Shape, run: Run) -> Part:
@@ -202,4 +212,5 @@ def _part(shape: Shape, run: Run) -> Part:
         cp=run.cp,
         is_fused=run.is_fused,
         spread=run.spread,
+        gathered=run.gathered,
     )

@@ -14,6 +14,7 @@ from meshplan.memory.activations import activate
 from meshplan.memory.attention import attend
 from meshplan.memory.common import Part, number_of, rms_norm, rotate
 from meshplan.memory.experts import sparse_mlp
+from meshplan.memory.gathered import attend_to_gathered, lay
 from meshplan.memory.latent import latent_attention
 from meshplan.memory.rows import Writer
 from meshplan.memory.shape import Shape
@@ -39,6 +40,9 @@ def _attend(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
         raise cut_otherwise(w.module)
     if part.caches:
         k, v = w.cat(k), w.cat(v)
+    if part.gathered is not None:
+        return attend_to_gathered(w, q, k, v, shape.head_dim, part.seq_len, part.gathered, part.cp,
+                                  is_fused=part.is_fused)  # fmt: skip
     if part.cp > 1:
         return _attend_to_whole(w, shape, q, k, v, part)
     return attend(w, q, k, v, shape.head_dim, part.seq_len, is_fused=part.is_fused)
@@ -69,6 +73,8 @@ def llama_attention(w: Writer, shape: Shape, x: int, part: Part) -> int:
     q = made(shape.q_width, "q_proj", "q_norm")
     k = made(shape.kv_width, "k_proj", "k_norm")
     v = made(shape.kv_width, "v_proj")
+    if part.gathered is not None:
+        q, k, v = (lay(w, x) for x in (q, k, v))
     turned_q = rotate(w, q, part)
     turned_k = rotate(w, k, part)
     w.touch(q, k)
@@ -142,6 +148,8 @@ def gpt2_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     fused = conv(at, entered, normed, hidden, 3 * shape.q_width, "c_attn")
     size = at.size(fused) // 3
     q, k, v = at.chunk(fused, size, size, size)
+    if part.gathered is not None:
+        q, k, v = (lay(at, x) for x in (q, k, v))
     out = _attend(at, shape, q, k, v, part)
     out = conv(at, entered, out, shape.q_width, hidden, "c_proj")
     out = at.dropout(out, shape.dropout)

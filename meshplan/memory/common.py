@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from meshplan.memory.experts import ONE_RANK, Spread
+from meshplan.memory.gathered import Gathered
 from meshplan.memory.row import Grad
 from meshplan.memory.rows import Writer
 from meshplan.memory.styled import Styled
@@ -27,10 +28,12 @@ class Part:
         caches: Whether keys and values are copied into a cache, as transformers does
             unless `use_cache` is off.
         given: What every block is called with and does not read.
+        told: What the model is called with and no block is.
         styled: Which modules tp cuts.
         seq_len: Tokens of a sequence that attention sees.
         cp: Ranks that have parts of it, and in attention all of it, of parts of the heads.
         is_fused: Whether a fused kernel computes it.
+        gathered: Which chunks of a sequence this rank has, if it gathers the keys of all.
         spread: How experts are spread over ranks.
     """
 
@@ -40,11 +43,13 @@ class Part:
     sin: int = -1
     caches: bool = False
     given: tuple[int, ...] = ()
+    told: tuple[int, ...] = ()
     styled: Styled = field(default_factory=Styled)
     seq_len: int = 1
     cp: int = 1
     is_fused: bool = True
     spread: Spread = ONE_RANK
+    gathered: Gathered | None = None
 
 
 def number_of(fqn: str) -> int:

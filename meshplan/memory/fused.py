@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from meshplan.errors import PlanError, Problem
+from meshplan.memory.gathered import unmasked
 from meshplan.memory.shape import shape_of
 from meshplan.plan import Plan
 
@@ -52,6 +53,7 @@ def _unfused(plan: Plan, seq_len: int, *, is_cuda: bool, device: str) -> Iterato
     shape = shape_of(plan.graph)
     if 0 < shape.window < seq_len:
         yield f"attention over a window of {shape.window} tokens of {seq_len}"
+    yield from unmasked(plan, is_cuda=is_cuda, device=device)
     value_dim = shape.head_dim if shape.latent is None else shape.latent.value
     is_even = value_dim == shape.head_dim
     if not is_cuda:

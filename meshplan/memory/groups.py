@@ -18,17 +18,25 @@ from meshplan.mesh import UNIT_AXES, Mesh
 def equal_ranks(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
     """Every rank, in groups of equal ones; each group, and the groups, in order of rank.
 
-    Assumes: What a rank does depends on the sizes of its parts and on its stage alone. Tokens that
-        are routed to experts are taken to be spread evenly.
+    Assumes: What a rank does depends on the sizes of its parts, on its stage and its part of a
+        sequence alone. Tokens that are routed to experts are taken to be spread evenly.
     """
     cuts = dict.fromkeys(_cuts(assignment))
-    return _grouped(assignment.mesh, tuple(cut for cut in cuts if not cut.is_even(assignment.mesh)))
+    context = assignment.context
+    # Masks over what was gathered are of another size on each rank.
+    axes = ("cp",) if context is not None and context.attention == "all_gather" else ()
+    uneven = tuple(cut for cut in cuts if not cut.is_even(assignment.mesh))
+    return _grouped(assignment.mesh, uneven, axes)
 
 
 @lru_cache(maxsize=64)
-def _grouped(mesh: Mesh, uneven: tuple[_Cut, ...]) -> tuple[tuple[int, ...], ...]:
+def _grouped(
+    mesh: Mesh, uneven: tuple[_Cut, ...], axes: tuple[str, ...]
+) -> tuple[tuple[int, ...], ...]:
     """The groups that these cuts make; the planner asks of many plans that cut the same."""
     columns: dict[object, Sequence[object]] = {("pp",): mesh.indices(("pp",))}
+    if axes:
+        columns[axes] = mesh.indices(axes)
     for cut in uneven:
         kinds = cut.kinds(mesh)
         if kinds is None:

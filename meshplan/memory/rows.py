@@ -272,18 +272,23 @@ class Writer:
         *,
         takes_back: int = 0,
         nbytes: int = 0,
+        bias: int | None = None,
+        figures: int | None = None,
     ) -> int:
-        """Flash attention: keeps what it reads, what it makes, and a figure for every row.
+        """One kernel: keeps what it reads, what it makes, and a figure for every row.
 
         Args:
             nbytes: Of what it makes, where that is no more of queries' size.
+            bias: Added to the scores.
+            figures: How many are kept, if not one for each row.
         """
         out = self.tape.value(nbytes or self.size(q))
         rows = self.size(q) // (head_dim * self.element_bytes)
-        logsumexp = self.tape.value(rows * _FP32)
+        logsumexp = self.tape.value((figures or rows) * _FP32)
         grads = tuple(Grad(each, self.size(each)) for each in (q, k, v))
+        reads = (q, k, v) if bias is None else (q, k, v, bias)
         self.tape.add(
-            Row("attention", self.module, (q, k, v), (out, logsumexp), (q, k, v, out, logsumexp),
+            Row("attention", self.module, reads, (out, logsumexp), (*reads, out, logsumexp),
                 grads, takes_back=takes_back, is_kept="sdpa" in self.saves)
         )  # fmt: skip
         return out

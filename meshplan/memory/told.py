@@ -95,7 +95,7 @@ def told_estimate(
     shape = f"[{plan.micro * plan.accumulate}, {own}] int64"
     certified = f"told from the config; traced models differ by at most {ERROR:.0%}"
     with _no_collection():
-        works = told_works(plan, plan.micro, spec.batch.seq_len)
+        works = told_works(plan, plan.micro, spec.batch.seq_len, device=device)
         brief = works.in_brief
         told: dict[int, EventLog] = {}
         held: dict[int, Reserve] = {}
@@ -162,7 +162,7 @@ def told_rank(plan: Plan, rank: int, *, device: str) -> EventLog:
     assert spec.batch.seq_len is not None
     check_fused(plan, spec.batch.seq_len, device=device)
     with _no_collection():
-        works = told_works(plan, plan.micro, spec.batch.seq_len)
+        works = told_works(plan, plan.micro, spec.batch.seq_len, device=device)
         return _log_of(works, plan, rank, in_brief=True)
 
 
@@ -253,6 +253,7 @@ def told_log(
     foreach: bool = True,
     spread: Spread | None = None,
     has_host: bool = False,
+    device: str = "",
 ) -> EventLog:
     """The events of a step from the second one on, of a causal language model of transformers.
 
@@ -266,13 +267,16 @@ def told_log(
             watches it.
         foreach, has_host: As in `replay`.
         spread: How experts are spread, if not evenly as the plan has it.
+        device: A name of `hardware`, where kernels of CUDA run and it is known.
 
     Raises:
         PlanError: The model's operations, or something in the plan, are not known.
     """
-    check_fused(plan, seq_len, is_cuda=is_cuda)
+    check_fused(plan, seq_len, is_cuda=is_cuda, device=device)
     with _no_collection():
-        works = told_works(plan, batch, seq_len, is_cuda=is_cuda, in_place=in_place, spread=spread)
+        works = told_works(
+            plan, batch, seq_len, is_cuda=is_cuda, in_place=in_place, spread=spread, device=device
+        )
         work = works.of_rank(rank)
         return replay(work, plan, optimizer, rank=rank, foreach=foreach, has_host=has_host)
 

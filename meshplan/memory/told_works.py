@@ -6,8 +6,8 @@ What has no rule is refused by name.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from meshplan.errors import PlanError, Problem
@@ -15,6 +15,7 @@ from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.analytic import Run, tape_of
 from meshplan.memory.experts import Spread, most_arriving
 from meshplan.memory.fused import is_fused
+from meshplan.memory.gathered import gathered_of
 from meshplan.memory.replay import Prepared
 from meshplan.memory.rows import PRODUCTS
 from meshplan.memory.shape import Shape, shape_of
@@ -52,6 +53,19 @@ class _Same:
         return self.work
 
 
+@dataclass(frozen=True, slots=True)
+class _Each:
+    """Ranks that have other parts of a sequence do other work."""
+
+    played: Callable[[int], Prepared]
+    in_brief: bool = False
+    only_in_brief: bool = False
+
+    def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
+        """Of one rank."""
+        return self.played(rank)
+
+
 def told_works(
     plan: Plan,
     batch: int,
@@ -60,8 +74,12 @@ def told_works(
     is_cuda: bool = True,
     in_place: bool = True,
     spread: Spread | None = None,
+    device: str = "",
 ) -> Works:
     """What the ranks do.
+
+    Args:
+        device: As for `fused.check_fused`.
 
     Raises:
         PlanError: The model's operations, or something in the plan, are not known.
@@ -93,7 +111,14 @@ def told_works(
     shape = shape_of(plan.graph)
     if stages is not None:
         return StageWorks(tape_of(shape, run), plan, in_place=in_place)
-    return _Same(_played(shape, run, in_place=in_place))
+    if gathered_of(plan, 0, is_cuda=is_cuda, device=device) is None:
+        return _Same(_played(shape, run, in_place=in_place))
+
+    def played(rank: int) -> Prepared:
+        own = gathered_of(plan, rank, is_cuda=is_cuda, device=device)
+        return _played(shape, replace(run, gathered=own), in_place=in_place)
+
+    return _Each(played)
 
 
 _PLAYED: Final[deque[tuple[Shape, Run, bool, Prepared]]] = deque(maxlen=2)
@@ -139,10 +164,6 @@ def refusals(plan: Plan) -> Iterator[Problem]:
         # Their code takes the length of a sequence, and positions, from the part that a rank has.
         (a.sequence_parallel, "sequence_parallel, with which transformers' own code does not run"),
         (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
-        (
-            a.context is not None and a.context.attention != "all_to_all",
-            "context parallelism that gathers keys and values (all_to_all it knows)",
-        ),
         (_exchanges_latents(plan), "context parallelism of attention by narrow vectors"),
         (_parts_heads(plan), "all_to_all over heads that do not divide by tp and cp together"),
         (bool(saved - PRODUCTS), f"recomputation that saves {', '.join(sorted(saved - PRODUCTS))}"),
@@ -165,7 +186,8 @@ def _exchanges_latents(plan: Plan) -> bool:
 
 def _parts_heads(plan: Plan) -> bool:
     """Whether ranks of cp cannot share out the heads that a rank of tp may have."""
-    if plan.mesh.size("cp") == 1 or not plan.graph.config:
+    context = plan.assignment.context
+    if context is None or context.attention != "all_to_all" or not plan.graph.config:
         return False
     shape, ranks = shape_of(plan.graph), plan.mesh.size("cp", "tp")
     return bool(shape.heads % ranks or shape.kv_heads % ranks)

@@ -1,7 +1,7 @@
 """The cp axis in the planner: over how many ranks sequences may be cut, and how attention sees all.
 
-Where a plan does not say, heads are exchanged: what gathers keys and values gives attention a mask,
-and which kernel takes that, and what it holds, is not told from a config.
+Where a plan does not say, heads are exchanged: with keys and values gathered each rank would hold
+those of the whole sequence, and a mask over them. A plan may state that, and then any size does.
 """
 
 from __future__ import annotations
@@ -43,12 +43,17 @@ def contexts_of(
         else:
             allowed.append(size)
     if spec.context is None and max(allowed, default=1) > 1:
-        why = "which kernel takes its masks, and what that holds, is not told from a config"
+        why = "each rank would hold the keys and values of the whole sequence; a plan may state it"
         out.append(("context.attention=all_gather", why))
     if uneven:
         counts = " and ".join(map(str, dict.fromkeys(heads)))
         out.append((_words(uneven), f"{counts} heads do not divide by it"))
     return tuple(allowed), out
+
+
+def shared_heads(spec: Spec, heads: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of `heads` that ranks of cp share out: none, where each computes all of them."""
+    return heads if context_of(spec).attention == EXCHANGES else ()
 
 
 def _words(sizes: Sequence[int]) -> str:

@@ -389,12 +389,8 @@ class Job:
         """The same, saying what the worst routing would need."""
         if way.plan.mesh.size("ep") == 1:
             return way
-        memory = told_estimate(
-            way.plan,
-            device=self.question.device,
-            limit_bytes=self.question.limit_bytes,
-            tells_worst=True,
-        )
+        device, limit = self.question.device, self.question.limit_bytes
+        memory = told_estimate(way.plan, device=device, limit_bytes=limit, tells_worst=True)
         return replace(way, memory=memory)
 
 

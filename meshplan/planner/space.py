@@ -14,7 +14,7 @@ from typing import Final, Literal
 from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, PARAMS_THERE, RECOMPUTE
 from meshplan.errors import PlanError, Problem
 from meshplan.mesh import AXES
-from meshplan.planner.contexts import context_of, contexts_of
+from meshplan.planner.contexts import context_of, contexts_of, shared_heads
 from meshplan.planner.hosted import as_stated, stated_offloads
 from meshplan.planner.orders import schedules_of, stated_virtual
 from meshplan.planner.spread import NO_EXPERTS, Experts, as_trial, is_placed
@@ -158,7 +158,7 @@ def freedom_of(
         schedules=schedules,
         virtual=stated_virtual(spec),
         num_blocks=num_blocks,
-        heads=heads,
+        heads=shared_heads(spec, heads),
         recompute=tuple(_recompute(spec, refuses, rejected)),
         reshard=reshard,
         sequence_parallel=sequence,
