@@ -25,7 +25,7 @@ SLACK: Final = 0.02
 Options = tuple[bool, ...]
 """Which of `cost.grid.OPTIONS` blocks may take."""
 
-_KEEP, _MOST_SIMPLER, _MOST_NEAR, _MOST_GUESSES, _MORE = 3, 8, 4, 3, 1.02
+_KEEP, _MOST_SIMPLER, _MOST_MESHES, _MOST_NEAR, _MOST_GUESSES, _MORE = 3, 8, 6, 4, 3, 1.02
 
 
 class Near:
@@ -50,10 +50,10 @@ class Near:
         tries = ((int(key[-1]), options) for key, _, options in simpler)
         chosen = next(self._that_fit(tries, _MOST_SIMPLER), best)
         everything = (True,) * len(OPTIONS)
-        near = ((row, everything) for row in self._one_of_a_mesh())
-        others = [best, *self._that_fit(near, _MOST_NEAR)]
-        by_words = {str(way.stated): way for way in others if way.stated != chosen.stated}
         keep = int(self._job.spec.solve.get("keep", _KEEP))
+        near = ((row, everything) for row in itertools.islice(self._one_of_a_mesh(), _MOST_MESHES))
+        others = [best, *itertools.islice(self._that_fit(near, _MOST_NEAR), keep)]
+        by_words = {str(way.stated): way for way in others if way.stated != chosen.stated}
         return chosen, tuple(sorted(by_words.values(), key=lambda way: way.seconds)[:keep])
 
     def _one_of_a_mesh(self) -> Iterator[int]:

@@ -370,7 +370,7 @@ class _Search:
     def _can_fit(self, smallest: Candidate, failed: Candidate | None = None) -> bool:
         """Whether what holds the least does; if not, the row is out, and others with it."""
         if failed is None or smallest.linear_bytes != failed.linear_bytes:
-            if failed is not None and self.found.best is not None and self._likely_fits(smallest):
+            if failed is not None and self._likely_fits(smallest):
                 return True
             measured = self._measured(smallest)
             if measured.fits:
