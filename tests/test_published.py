@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from meshplan.memory.allocator import reserve
+from meshplan.memory.frameworks import nanotron_pace as pace
 from meshplan.memory.frameworks.nanotron import stages
 from meshplan.memory.frameworks.nanotron_job import Job, log_of, made_of
 from meshplan.memory.frameworks.nanotron_pace import QUEUE, lag_of, stalls
 from meshplan.memory.log import Event, EventLog, Storage, Term
 from meshplan.memory.shape import Shape
-from tests.bench import mapping, published, residuals
+from tests.bench import mapping, pace_holdout, published, residuals
 from tests.bench.time_nanotron import STALL_S, STALLED_RANK_S, stalled_seconds
 from tests.published_rows import NANOTRON, TITAN, changed
 
@@ -239,3 +240,23 @@ def test_what_was_given_back_is_not_held() -> None:
     held = reserve(EventLog(storages, tuple(events), ("step",)), limit_bytes=100 << 20)
     assert (held.reserved_bytes, held.left_bytes) == (70 << 20, 60 << 20)
     assert held.num_retries == 1
+
+
+def test_constants_are_found_that_made_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in pace_holdout.TRIED:
+        constant = name.split(" ")[0]
+        monkeypatch.setattr(pace, constant, copy.copy(getattr(pace, constant)))
+    monkeypatch.setattr(pace, "DRIFT", 0.04)
+    jobs = [a_job(tp, pp, accumulate=n) for tp in (4, 8) for pp in (1, 4) for n in (4, 16, 64)]
+    told = tuple(10.0 + lag for lag in pace_holdout.LAGS)
+    curves = [
+        ("16", mapping.Nanotron(shape=shape, job=job), made_of(shape, job), told,
+         10.0 + lag_of(shape, job, made_of(shape, job)))
+        for shape, job in jobs
+    ]  # fmt: skip
+    assert pace_holdout.errors(curves).max() < 1e-9
+    monkeypatch.setattr(pace, "DRIFT", 0.01)
+    assert pace_holdout.errors(curves).max() > 0.1
+    chosen = pace_holdout.choose(curves)
+    assert chosen["DRIFT"] == 0.04
+    assert pace_holdout.errors(curves).max() < 0.02
