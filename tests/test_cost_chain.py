@@ -171,11 +171,19 @@ def test_few_blocks(graphs):
         assert chain.kinds[1].forward == many.kinds[1].forward
 
 
+WORDS = {
+    "model_type": "llama", "vocab_size": 8192, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": LENGTH, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("chunks", [2, 8])
-def test_a_loss_in_chunks_computes_as_much_in_more_kernels_and_holds_less(graphs, chunks):
-    """The products are those of forward and backward; what each chunk reads anew is the weight."""
-    whole = chain_of(graphs["llama"], seq_len=LENGTH, element_bytes=2).kinds[-1]
-    parts = chain_of(graphs["llama"], seq_len=LENGTH, element_bytes=2, loss_chunks=chunks).kinds[-1]
+def test_a_loss_in_chunks_computes_as_much_in_more_kernels_and_holds_less(chunks):
+    """The products are those of forward and backward; each chunk reads the weight anew."""
+    graph = from_mapping(WORDS)
+    whole = chain_of(graph, seq_len=LENGTH, element_bytes=2).kinds[-1]
+    parts = chain_of(graph, seq_len=LENGTH, element_bytes=2, loss_chunks=chunks).kinds[-1]
     assert parts.numels == whole.numels
     both = [kind.forward.flops + kind.backward.flops for kind in (whole, parts)]
     assert both[0] == pytest.approx(both[1])
@@ -185,5 +193,5 @@ def test_a_loss_in_chunks_computes_as_much_in_more_kernels_and_holds_less(graphs
     weight = 2 * sum(whole.numels)
     read = parts.forward.weight_bytes - parts.backward.weight_bytes
     assert read == pytest.approx((4 * chunks - 4) * weight, rel=0.1)
-    assert parts.saved_bytes[0] < whole.saved_bytes[0]
-    assert parts.transient_bytes[0] < whole.transient_bytes[0]
+    assert parts.saved_bytes[0] < whole.saved_bytes[0] / 4
+    assert parts.transient_bytes[0] < whole.transient_bytes[0] / (chunks / 1.5)
