@@ -169,3 +169,29 @@ def test_few_blocks(graphs):
         chain = chain_of(fewer, seq_len=LENGTH, element_bytes=2)
         assert chain.order == (0, *[1] * layers, 2)
         assert chain.kinds[1].forward == many.kinds[1].forward
+
+
+WORDS = {
+    "model_type": "llama", "vocab_size": 8192, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": LENGTH, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chunks", [2, 8])
+def test_a_loss_in_chunks_computes_as_much_in_more_kernels_and_holds_less(chunks):
+    """The products are those of forward and backward; each chunk reads the weight anew."""
+    graph = from_mapping(WORDS)
+    whole = chain_of(graph, seq_len=LENGTH, element_bytes=2).kinds[-1]
+    parts = chain_of(graph, seq_len=LENGTH, element_bytes=2, loss_chunks=chunks).kinds[-1]
+    assert parts.numels == whole.numels
+    both = [kind.forward.flops + kind.backward.flops for kind in (whole, parts)]
+    assert both[0] == pytest.approx(both[1])
+    assert parts.backward.flops == 0
+    per_chunk = (parts.forward.kernels - 10) / chunks
+    assert 10 < per_chunk < 20
+    weight = 2 * sum(whole.numels)
+    read = parts.forward.weight_bytes - parts.backward.weight_bytes
+    assert read == pytest.approx((4 * chunks - 4) * weight, rel=0.1)
+    assert parts.saved_bytes[0] < whole.saved_bytes[0] / 4
+    assert parts.transient_bytes[0] < whole.transient_bytes[0] / (chunks / 1.5)

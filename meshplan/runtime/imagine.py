@@ -216,7 +216,7 @@ def _note_gradients(model: nn.Module, ledger: Ledger) -> None:
 
     def note(param: torch.Tensor) -> None:
         if param.grad is not None:
-            ledger.note([param.grad], Term.GRADIENTS)
+            ledger.tell([param.grad], Term.GRADIENTS)
 
     owned = set(model.parameters())
     gathered = (p for module in model.modules() for p in gathered_parameters(module))

@@ -106,6 +106,11 @@ class Ledger(TorchDispatchMode):
                 number = self._live[plain.untyped_storage()._cdata][0]
                 self._storages[number] = self._storages[number]._replace(term=term)
 
+    def tell(self, tensors: Iterable[torch.Tensor], term: Term) -> None:
+        """Say what these are for, those of them that were seen being made."""
+        for number in dict.fromkeys(n for t in tensors for n in self.numbers_of(t)):
+            self._storages[number] = self._storages[number]._replace(term=term)
+
     def hand_on(self, tensors: Iterable[torch.Tensor], module: str) -> None:
         """Say that these belong to this module, whatever made them."""
         for number in dict.fromkeys(n for t in tensors for n in self.numbers_of(t)):

@@ -102,7 +102,7 @@ class Marking:
         # Later gradients of a pass are added to the first one, which nobody has taken.
         self._there.setdefault(fqn, self._ledger.num_events)
         if param.grad is not None:
-            self._ledger.note([param.grad], Term.GRADIENTS)
+            self._ledger.tell([param.grad], Term.GRADIENTS)
 
     def _settle(self, name: str, param: nn.Parameter, gradient: torch.Tensor) -> None:
         """As FSDP2 lays a gradient like its parameter: what that takes is kept apart."""
