@@ -17,8 +17,8 @@ from meshplan.cost.grid import (
     MODES,
     OPTION_RECOMPUTE,
     OPTION_RESHARD,
-    PARAMS_THERE,
 )
+from meshplan.cost.host import is_there
 from meshplan.cost.shares import share
 from meshplan.cost.types import Kind
 from meshplan.graph import DTYPE_BYTES
@@ -59,11 +59,6 @@ def is_late(grid: NDArray[np.void]) -> NDArray[np.bool_]:
     Gradients are there then, and the buffers that they were scattered from.
     """
     return np.asarray((grid["virtual"] > 1) & has_gradients(grid))
-
-
-def is_there(grid: NDArray[np.void]) -> NDArray[np.bool_]:
-    """By row, whether parameters, gradients and states lie on the host."""
-    return np.asarray((grid["offload"] & PARAMS_THERE) > 0)
 
 
 def scattering_bytes(
