@@ -26,7 +26,9 @@ from meshplan.planner.reshard import Reshard, reshard
 from meshplan.planner.sizes import Training, fewest, positive
 from meshplan.reader import load_spec
 
-_HARDWARE = ("nodes", "gpus_per_node", "gpu", "memory", "intra", "inter", "headroom")
+_HARDWARE = (
+    "nodes", "gpus_per_node", "gpu", "memory", "host_memory", "intra", "inter", "headroom",
+)  # fmt: skip
 PlanSource = str | os.PathLike[str] | Mapping[str, Any]
 
 

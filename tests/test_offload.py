@@ -24,6 +24,7 @@ from meshplan.reader import load_spec
 from meshplan.render.memory import memory_to_json, memory_to_text
 from meshplan.render.show import plan_to_text
 from meshplan.runtime import offload
+from meshplan.runtime.fixes import _changes
 from meshplan.runtime.host import to_host
 from meshplan.traffic import forecast
 from tests import models, offloaded, parity
@@ -161,6 +162,25 @@ def test_what_is_offloaded_is_shown_and_part_of_the_decision() -> None:
     assert "on the host" in shown
     assert "offload: activations" in "\n".join(plan_to_text(plans[2]))
     assert "host" not in "\n".join(plan_to_text(plans[0]))
+
+
+def test_both_ways_are_offered_where_they_go() -> None:
+    def offered(plan: Plan) -> dict[str, Any]:
+        changes = {each.setting: each.spec.offload for each in _changes(plan)}
+        return {setting: spec for setting, spec in changes.items() if "offload" in setting}
+
+    both = offered(plan_of())
+    assert list(both) == ["offload: params", "offload: {activations: true}"]
+    assert both["offload: params"].params is True
+    assert both["offload: {activations: true}"].activations is True
+    assert list(offered(plan_of(offload="params"))) == [
+        "offload: {params: true, activations: true}"
+    ]
+    assert list(offered(plan_of(offload={"activations": True}))) == [
+        "offload: {params: true, activations: true}"
+    ]
+    replicas = plan_of(strategy="ddp", mesh={"dp_replicate": 4})
+    assert list(offered(replicas)) == ["offload: {activations: true}"]
 
 
 def refusal(**more: Any) -> str:

@@ -23,6 +23,7 @@ from meshplan.memory.told import told_estimate, told_log
 from meshplan.memory.told_works import told_works
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
+from meshplan.render.memory import memory_to_json, memory_to_text
 from tests.test_told import GPT2, LLAMA, QWEN3
 from tests.test_told_stages import NUMBERS
 
@@ -106,6 +107,10 @@ def apart() -> Iterator[ProcessPoolExecutor]:
         yield executor
 
 
+PLAN_OF_FOUR: dict[str, Any] = {
+    "version": 1, "strategy": "full_shard", "precision": "bf16-mixed",
+    "batch": {"micro": 2, "seq_len": SEQ_LEN},
+}  # fmt: skip
 BIG = LLAMA | {"hidden_size": 96, "head_dim": 24, "intermediate_size": 224}
 MOE: dict[str, Any] = QWEN3 | {
     "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
@@ -230,3 +235,27 @@ def test_the_estimate_tells_both_sides() -> None:
     there, here = group(offload={"activations": True}), group()
     assert there.host_bytes > 0 == here.host_bytes
     assert there.peak.requested_bytes < here.peak.requested_bytes
+
+
+@pytest.mark.parametrize(
+    ("memory", "fits", "words"),
+    [
+        ({}, True, "of the 288.0 GiB assumed (hardware.host_memory states it) of its host"),
+        ({"host_memory": "1MiB"}, False, "of its host, which is TOO MUCH"),
+        ({"host_memory": "1GiB"}, True, "of the 1.0 GiB of its host"),
+    ],
+)
+def test_a_node_s_host_holds_what_its_ranks_do(
+    memory: dict[str, Any], fits: bool, words: str
+) -> None:
+    hardware = {"nodes": 2, "gpus_per_node": 2, "gpu": "a100-sxm-80gb", **memory}
+    spec = PLAN_OF_FOUR | {"hardware": hardware, "offload": "params"}
+    found = told_estimate(
+        make_plan(load_spec(spec), from_mapping(BIG)), device="a100-sxm-80gb", limit_bytes=2**34
+    )
+    assert found.host is not None
+    assert found.host.held_bytes == 2 * found.worst.host_bytes
+    assert found.host.is_stated == bool(memory)
+    assert found.fits is fits
+    assert any(words in line for line in memory_to_text(found, ""))
+    assert memory_to_json(found)["host"]["held_bytes"] == found.host.held_bytes

@@ -55,6 +55,11 @@ class Crossing(NamedTuple):
     waited: Array
 
 
+def is_there(grid: Array) -> NDArray[np.bool_]:
+    """By row, whether parameters, gradients and states lie on the host."""
+    return np.asarray((grid["offload"] & PARAMS_THERE) > 0)
+
+
 def host_rate(grid: Array, profile: Profile, gpus_per_node: int) -> Array:
     """Bytes a second of the host's memory that a rank reaches while all of its node step."""
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -86,10 +91,10 @@ def crossing(
     Args:
         stored: Bytes of an element of a parameter as it is updated; its gradient's has as many.
     """
-    is_there = (grid["offload"] & PARAMS_THERE) > 0
+    on_host = is_there(grid)
     pcie = profile.pcie_bytes_per_s
-    held = np.where(is_there, share(grid, kind) * stored, 0.0)
-    grown = np.where(is_there, share(grid, trained(kind)) * stored, 0.0)
+    held = np.where(on_host, share(grid, kind) * stored, 0.0)
+    grown = np.where(on_host, share(grid, trained(kind)) * stored, 0.0)
     adds = (grid["microbatches"] > 1) & (grid["mode"] == _SHARD)
     rate = host_rate(grid, profile, gpus_per_node)
     waited = np.where(adds, grown / pcie + _ADDING * grown / rate, 0.0)

@@ -31,11 +31,10 @@ from meshplan.cost.grid import (
     OPTION_RECOMPUTE,
     OPTION_RESHARD,
     OPTIONS,
-    PARAMS_THERE,
     SCHEDULE_WORDS,
     in_halves,
 )
-from meshplan.cost.host import Crossing, crossing, host_rate
+from meshplan.cost.host import Crossing, crossing, host_rate, is_there
 from meshplan.cost.profile import Profile
 from meshplan.cost.shares import expert_share, share, trained
 from meshplan.cost.types import Kind, Sent, Tally
@@ -98,6 +97,7 @@ class Terms:
         update_s: [rows], of the optimizer and of what follows it.
         compute_s: [rows], forward and backward of a microbatch without anything sent or recomputed.
         exposed_tp_s: [rows], of it what tp and cp send.
+        host_s: [rows], of `seconds` what an optimizer on the host takes, and what waits for copies.
     """
 
     seconds: Array
@@ -107,6 +107,7 @@ class Terms:
     update_s: Array
     compute_s: Array
     exposed_tp_s: Array
+    host_s: Array
 
 
 def compute_seconds(tally: Tally, samples: Array | float, profile: Profile) -> Array:
@@ -215,6 +216,7 @@ def terms(
         update_s=update,
         compute_s=forward_c + backward_c,
         exposed_tp_s=forward_t + backward_t + 2 * keys,
+        host_s=waited_for + np.where(is_there(grid), update / rows.microbatches, 0.0),
     )
 
 
@@ -328,8 +330,8 @@ class Rows:
         moved = held * (widths.stored * self.profile.optimizer_bytes + widths.unscaling)
         rate: Array | float = self.profile.memory_bytes_per_s
         if self.offloads:
-            is_there = (self.grid["offload"] & PARAMS_THERE) > 0
-            rate = np.where(is_there, host_rate(self.grid, self.profile, self._per_node), rate)
+            own = host_rate(self.grid, self.profile, self._per_node)
+            rate = np.where(is_there(self.grid), own, rate)
         return np.asarray(moved / rate)
 
     def crossing(self, kind: Kind) -> Crossing:

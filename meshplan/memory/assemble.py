@@ -11,6 +11,7 @@ from meshplan.memory.allocator import Reserve, reserve
 from meshplan.memory.driver import communicators, driver_bytes, with_workspaces
 from meshplan.memory.estimate import MemoryEstimate, Tier, group_of
 from meshplan.memory.fusing import BOUND, least_of
+from meshplan.memory.hosts import host_of
 from meshplan.memory.log import EventLog
 from meshplan.memory.reconcile import reconcile
 from meshplan.plan import Plan
@@ -73,6 +74,7 @@ def assemble(
         assumed=assumed,
         bound=BOUND if plan.assignment.compiled else "",
         notes=tuple(notes),
+        host=host_of(hardware, found),
     )
     is_mixed = plan.spec.precision.is_mixed
     steps = reconcile(estimate.worst, plan.assignment, is_mixed=is_mixed)

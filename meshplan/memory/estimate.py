@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from meshplan.memory.allocator import Reserve, reserve
 from meshplan.memory.generations import Band
+from meshplan.memory.hosts import Host
 from meshplan.memory.log import EventLog, Term
 
 RESERVED_ERROR: Final = 0.02
@@ -161,6 +162,7 @@ class MemoryEstimate:
         fixes: What would fit, cheapest first; empty where it fits or nobody asked.
         bound: Why this is an upper bound and not the figure itself; "" where it is the figure.
         notes: What a reader has to know.
+        host: The host of the node whose ranks hold most there; None where nothing lies on any.
     """
 
     groups: tuple[RankGroup, ...]
@@ -172,6 +174,7 @@ class MemoryEstimate:
     fixes: tuple[Fix, ...] = ()
     bound: str = ""
     notes: tuple[str, ...] = ()
+    host: Host | None = None
 
     def _repr_html_(self) -> str:
         from meshplan.pictures.notebook import memory_html  # what only notebooks ask for
@@ -185,7 +188,9 @@ class MemoryEstimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether all ranks do; None without a limit."""
+        """Whether all ranks do, and hosts whose memory the plan states; None without a limit."""
+        if self.host is not None and self.host.is_over and self.host.is_stated:
+            return False
         return None if self.limit_bytes is None else all(group.fits for group in self.groups)
 
 

@@ -150,5 +150,4 @@ def cluster_of(spec: Spec, device: str) -> Cluster:
         gpus_per_node=stated.gpus_per_node,
         intra=Link("intra", intra) if intra else None,
         inter=Link("inter", inter) if inter else None,
-        host_bytes=stated.host_memory_bytes,
     )

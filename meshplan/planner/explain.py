@@ -42,6 +42,7 @@ class Shares:
         recompute: What runs again.
         tensor_parallel: What tp sends.
         data: What data ranks send and nothing hides, and the optimizer.
+        host: What an optimizer on the host takes, and what waits for copies.
         pipeline: Bubbles, and what stages wait for.
     """
 
@@ -50,6 +51,7 @@ class Shares:
     tensor_parallel: float
     data: float
     pipeline: float
+    host: float = 0.0
 
 
 NAMES: Final[Mapping[str, str]] = {
@@ -58,6 +60,7 @@ NAMES: Final[Mapping[str, str]] = {
     "tensor_parallel": "what tp, cp or ep sends in the way",
     "data": "gathering and reducing that nothing hides",
     "pipeline": "bubbles of the pipeline",
+    "host": "the optimizer on the host, and what waits for copies",
 }
 
 
@@ -276,7 +279,8 @@ def _shares(job: Job, candidate: Candidate) -> Shares:
     whole = float((takes[taken] * numbers.seconds[at][taken]).sum())
     stages = int(row["pp"])
     per_rank = int(row["microbatches"]) / stages
-    data = whole - compute - recompute - tensor
+    host = float(numbers.host_s[at] @ count)
+    data = whole - compute - recompute - tensor - host
     pipeline = candidate.seconds - whole * per_rank
     return Shares(
         compute=compute * per_rank,
@@ -284,6 +288,7 @@ def _shares(job: Job, candidate: Candidate) -> Shares:
         tensor_parallel=tensor * per_rank,
         data=data * per_rank,
         pipeline=pipeline,
+        host=host * per_rank,
     )
 
 

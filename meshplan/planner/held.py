@@ -17,9 +17,9 @@ from meshplan.cost.grid import (
     MODES,
     OPTION_RECOMPUTE,
     OPTION_RESHARD,
-    PARAMS_THERE,
     in_halves,
 )
+from meshplan.cost.host import is_there
 from meshplan.cost.shares import share
 from meshplan.cost.types import Kind
 from meshplan.graph import DTYPE_BYTES
@@ -61,11 +61,6 @@ def is_late(grid: NDArray[np.void]) -> NDArray[np.bool_]:
     Gradients are there then, and the buffers that they were scattered from.
     """
     return np.asarray((grid["virtual"] > 1) & has_gradients(grid))
-
-
-def is_there(grid: NDArray[np.void]) -> NDArray[np.bool_]:
-    """By row, whether parameters, gradients and states lie on the host."""
-    return np.asarray((grid["offload"] & PARAMS_THERE) > 0)
 
 
 def scattering_bytes(

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, PARAMS_THERE
-from meshplan.hardware import Cluster
 from meshplan.memory.estimate import MemoryEstimate
+from meshplan.memory.hosts import host_limit
 from meshplan.plan import Plan
 from meshplan.spec import AUTO, Offload, Spec
 from meshplan.units import format_gib
@@ -20,9 +18,6 @@ from meshplan.units import format_gib
 if TYPE_CHECKING:
     from meshplan.planner.space import Freedom
 
-HOST_BYTES_PER_DEVICE: Final = 144 * 2**30
-"""What a node's host has for each of its devices, where the plan does not say.
-Source: aws.amazon.com/ec2/instance-types/p4: 1152 GiB beside eight A100 (p4d.24xlarge)."""
 WORDS: Final = {
     "none": 0,
     "params": PARAMS_THERE,
@@ -91,28 +86,19 @@ def may_lie_there(free: Freedom, sizes: Sequence[int], mode: int, what: int) -> 
     return mode != _DDP and (shard > 1 or cp == 1) and (pp == 1 or free.stages_there)
 
 
-def host_limit(cluster: Cluster) -> int:
-    """Bytes of one node's host: as the plan says, or what is assumed."""
-    return cluster.host_bytes or HOST_BYTES_PER_DEVICE * cluster.gpus_per_node
-
-
-def over_host(cluster: Cluster, plan: Plan, memory: MemoryEstimate) -> str | None:
+def over_host(spec: Spec, plan: Plan, memory: MemoryEstimate) -> str | None:
     """Whether a node's host holds too much: why no plan of its row can be, "" where another may."""
-    if not any(group.host_bytes for group in memory.groups):
-        return None
-    fullest, mean = host_bytes(memory, plan.mesh.world_size, cluster.gpus_per_node)
-    limit = host_limit(cluster)
-    if fullest <= limit:
+    host = memory.host
+    if host is None or not host.is_over:
         return None
     # Stages may be cut otherwise; what all of them hold together may not.
-    is_all = plan.mesh.size("pp") == 1 or mean > limit
-    return f"what it offloads is more than the {format_gib(limit)} of a node's host" * is_all
+    is_all = plan.mesh.size("pp") == 1 or host.mean_bytes > host.limit_bytes
+    return too_much_there(spec) * is_all
 
 
-def host_bytes(memory: MemoryEstimate, world: int, per_node: int) -> tuple[int, int]:
-    """(of the fullest node's host, the mean over nodes), at each rank's own worst moment."""
-    by_rank = np.zeros(world)
-    for group in memory.groups:
-        by_rank[list(group.ranks)] = group.host_bytes
-    nodes = [by_rank[first : first + per_node].sum() for first in range(0, world, per_node)]
-    return int(max(nodes)), int(sum(nodes) / len(nodes))
+def too_much_there(spec: Spec) -> str:
+    """Why no plan of a row can be."""
+    is_stated = spec.hardware is not None and spec.hardware.host_memory_bytes is not None
+    whose = "of" if is_stated else "assumed of (hardware.host_memory states it)"
+    much = format_gib(host_limit(spec.hardware))
+    return f"what it offloads is more than the {much} {whose} a node's host"

@@ -148,13 +148,14 @@ class Job:
         return problems[0].what if problems else ""
 
     @cached_property
-    def _trial(self) -> Plan:
+    def trial(self) -> Plan:
+        """Of few blocks, on one device."""
         return make_plan(with_axes(self.spec, {"dp_shard": 1}), self._few)
 
     @cached_property
     def dtype(self) -> str:
         """Of the model's parameters."""
-        tensors = self._trial.assignment.tensors.values()
+        tensors = self.trial.assignment.tensors.values()
         return next(p.info.dtype for p in tensors if not p.info.is_buffer)
 
     def chain_at(self, tp: int, ep: int = 1) -> Chain:
@@ -176,7 +177,7 @@ class Job:
             self._chains[key] = chain_of(
                 self._graph,
                 seq_len=length,
-                element_bytes=element_bytes_of(self._trial).computed,
+                element_bytes=element_bytes_of(self.trial).computed,
                 tp=tp,
                 ep=ep,
                 styled=styled_of(plan) if tp > 1 else None,
@@ -221,7 +222,7 @@ class Job:
             gpus_per_node=self.question.cluster.gpus_per_node,
             precision=self.spec.precision,
             dtype=self.dtype,
-            sizes=element_bytes_of(self._trial),
+            sizes=element_bytes_of(self.trial),
             recompute=self.free.recompute,
             reshard=self.free.reshard,
             pins=self._pins,
@@ -322,7 +323,7 @@ class Job:
             return Measured(fits=False, excess_bytes=excess, is_of_row=self._is_of_row)
         except MeshplanError as error:
             return Measured(fits=False, why=error.problems[0].what)
-        if (why := over_host(question.cluster, plan, memory)) is not None:
+        if (why := over_host(self.spec, plan, memory)) is not None:
             return Measured(fits=False, why=why, is_of_row=False)
         excess = 0.0
         for group in memory.groups:

@@ -54,6 +54,7 @@ class Numbers:
         compute_s: [rows, kinds], of `seconds` what the model's own operations take.
         tensor_s: [rows, kinds], of `seconds` what tp sends.
         again_s: [rows, kinds, options], of `seconds` what runs again takes.
+        host_s: [rows, kinds], of `seconds` what the host takes.
     """
 
     grid: NDArray[np.void]
@@ -73,6 +74,7 @@ class Numbers:
     compute_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     tensor_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     again_s: Floats = field(default_factory=lambda: np.zeros((0, 0, 0)))
+    host_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
 
     @cached_property
     def counts(self) -> Counts:

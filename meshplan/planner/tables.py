@@ -68,7 +68,8 @@ def numbers_of(
     chains, left = _aligned({cut: chain_of(*cut) for cut in cuts}, pins)
     first = chains[cuts[0]]
     shape = (len(grid), len(first.kinds), len(OPTIONS))
-    compute, tensor, repeated = np.zeros(shape[:2]), np.zeros(shape[:2]), np.zeros(shape)
+    compute, tensor, host = (np.zeros(shape[:2]) for _ in range(3))
+    repeated = np.zeros(shape)
     seconds, saved, resident = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
     top, sent, floor, crossing, beside, reducing = (np.zeros(len(grid)) for _ in range(6))
     turn = np.full(len(grid), np.inf)
@@ -94,6 +95,7 @@ def numbers_of(
                 offered = offered & (_FULL[None] | ~waits[:, None])
             seconds[rows, number] = np.where(offered, found.seconds, np.inf)
             compute[rows, number], tensor[rows, number] = found.compute_s, found.exposed_tp_s
+            host[rows, number] = found.host_s
             there = np.where(np.isfinite(found.seconds), found.seconds, 0.0)
             repeated[rows, number] = there - there[:, _ONCE]
             saved[rows, number] = saved_bytes(part, kind)
@@ -139,6 +141,7 @@ def numbers_of(
         compute_s=compute,
         tensor_s=tensor,
         again_s=repeated,
+        host_s=host,
     )
 
 

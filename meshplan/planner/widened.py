@@ -8,7 +8,7 @@ in the space, since none of them is left out without a bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -17,8 +17,12 @@ from numpy.typing import NDArray
 
 from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, PARAMS_THERE, RECOMPUTE
 from meshplan.cost.host import entered_s, updates_more_s
+from meshplan.cost.shares import share, trained
 from meshplan.cost.step import widths_of
+from meshplan.memory.hosts import host_limit
 from meshplan.planner.found import Found
+from meshplan.planner.held import element_bytes_of
+from meshplan.planner.hosted import WORDS, too_much_there
 from meshplan.planner.job import Job
 from meshplan.planner.knapsack import Counts, Floats
 from meshplan.planner.numbers import Numbers, step_seconds
@@ -40,19 +44,30 @@ def searched(job: Job, run: Callable[[Numbers], Found]) -> tuple[Numbers, Found]
     num_base = len(numbers.grid)
     if found.is_whole and widen(job, found.best.seconds if found.best else float("inf")):
         numbers = job.usual
-        # Of what was searched already the answer alone.
-        seconds = numbers.seconds.copy()
-        done = np.arange(num_base) != (found.best.row if found.best else -1)
-        seconds[:num_base][done] = np.inf
-        with np.errstate(invalid="ignore"):  # Infinity less infinity is no bound.
-            found = _together(found, run(replace(numbers, seconds=seconds)))
+        is_new = np.arange(len(numbers.grid)) >= num_base
+        # What has one stage is told soonest, and rules out much of what has more.
+        is_alone = numbers.grid["pp"] == 1
+        for some in (is_new & is_alone, is_new & ~is_alone):
+            if some.any() and found.is_whole:
+                with np.errstate(invalid="ignore"):  # Infinity less infinity is no bound.
+                    found = _together(found, run(_only(numbers, some, found)))
     return numbers, found
+
+
+def _only(numbers: Numbers, some: NDArray[np.bool_], found: Found) -> Numbers:
+    """Some rows, and the answer so far."""
+    kept = some.copy()
+    if found.best is not None:
+        kept[found.best.row] = True
+    return replace(numbers, seconds=np.where(kept[:, None, None], numbers.seconds, np.inf))
 
 
 def _together(one: Found, two: Found) -> Found:
     """What two searches came to, of which the second knew the first one's answer."""
     return replace(
         two,
+        best=two.best or one.best,
+        measured=two.measured or one.measured,
         lower_s=min(one.lower_s, two.lower_s),
         near=sorted([*one.near, *(c for c in two.near if c not in one.near)],
                     key=lambda c: (c.seconds, c.row)),
@@ -81,6 +96,10 @@ def widen(job: Job, seconds: float = float("inf")) -> bool:
         if not len(rows):
             continue
         hopeful = _bounds(job, numbers, at, what) < limit
+        is_held = _host_least(job, rows, what) <= host_limit(job.spec.hardware)
+        if hopeful.any() and not (hopeful & is_held).any():
+            job.reject(Rejected(f"offload={_words(what)}", too_much_there(job.spec)))
+        hopeful &= is_held
         if hopeful.any() and (why := _refused(job, what)):
             job.reject(why)
             count -= len(rows)
@@ -136,6 +155,24 @@ def _bounds(job: Job, numbers: Numbers, at: Counts, what: int) -> Floats:
     return np.where(can_be, least, np.inf)
 
 
+def _host_least(job: Job, rows: NDArray[np.void], what: int) -> Floats:
+    """By row, bytes of a node's host at the least, if every node holds as much."""
+    out = np.zeros(len(rows))
+    if not what & PARAMS_THERE:
+        return out
+    sizes, world = element_bytes_of(job.trial), job.question.cluster.num_gpus
+    per_node = min(world, job.question.cluster.gpus_per_node)
+    for tp, ep in np.unique(rows[["tp", "ep"]]):
+        mine = np.flatnonzero((rows["tp"] == tp) & (rows["ep"] == ep))
+        chain = job.chain_at(int(tp), int(ep))
+        for number, many in zip(*np.unique(chain.order, return_counts=True), strict=True):
+            kind = chain.kinds[number]
+            kept = share(rows[mine], kind) * sizes.stored
+            kept += share(rows[mine], trained(kind)) * (sizes.stored + sizes.states)
+            out[mine] += many * kept * per_node / rows["pp"][mine]
+    return out
+
+
 def _more(job: Job, grid: NDArray[np.void], what: int, cut: tuple[int, int]) -> Floats:
     """By row, what all blocks take for each microbatch beside what they take without."""
     chain, profile = job.chain_at(*cut), job.profile
@@ -155,12 +192,9 @@ def _more(job: Job, grid: NDArray[np.void], what: int, cut: tuple[int, int]) -> 
 def _refused(job: Job, what: int, pp: int = 1) -> Rejected | None:
     """Why a trial of it cannot be; None if it can."""
     why = job.refuses(with_offload(job.spec, what, pp=pp))
-    words = " and ".join(_words(what)) + (" in a pipeline" if pp > 1 else "")
-    return Rejected(f"offload={words}", why) if why else None
+    where = " in a pipeline" if pp > 1 else ""
+    return Rejected(f"offload={_words(what)}{where}", why) if why else None
 
 
-def _words(what: int) -> Iterator[str]:
-    if what & PARAMS_THERE:
-        yield "params"
-    if what & ACTIVATIONS_THERE:
-        yield "activations"
+def _words(what: int) -> str:
+    return next(word for word, value in WORDS.items() if value == what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 from meshplan.memory import MemoryEstimate, Term
@@ -48,6 +49,7 @@ def memory_to_json(estimate: MemoryEstimate) -> dict[str, Any]:
             for step in estimate.reconciliation
         ],
         "assumed": dict(estimate.assumed),
+        "host": None if estimate.host is None else asdict(estimate.host),
     }
     result["fixes"] = [
         {
@@ -136,7 +138,16 @@ def _on_host(estimate: MemoryEstimate) -> list[str]:
         return []
     size = format_bytes(most.host_bytes)
     whose = f"rank {most.ranks[0]}" if len(estimate.groups) > 1 else "each rank"
-    return ["", f"in the host's memory besides: {size} of {whose}, with which no limit is compared"]
+    host = estimate.host
+    assert host is not None
+    held, limit = format_gib(host.held_bytes), format_gib(host.limit_bytes)
+    there = "" if host.is_stated else " assumed (hardware.host_memory states it)"
+    over = ", which is TOO MUCH" if host.is_over else ""
+    return [
+        "",
+        f"in the host's memory besides: {size} of {whose}; a node's ranks hold {held} of the "
+        f"{limit}{there} of its host{over}",
+    ]
 
 
 def _verdict(group: RankGroup, limit_bytes: int | None, colour: bool) -> str:

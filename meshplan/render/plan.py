@@ -52,7 +52,7 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
 
 _KEYS = (
     "mesh", "strategy", "batch", "pipeline", "activation_checkpointing", "step_s",
-    "tokens_per_s_per_gpu", "mfu", "peak_bytes",
+    "tokens_per_s_per_gpu", "mfu", "peak_bytes", "host_bytes",
 )  # fmt: skip
 
 
@@ -82,6 +82,7 @@ def way_to_json(decision: Decision, way: Way) -> dict[str, Any]:
         "tokens_per_s_per_gpu": decision.tokens_per_s(way),
         "mfu": decision.mfu(way),
         "peak_bytes": way.memory.worst.band[1],
+        "host_bytes": way.memory.host.held_bytes if way.memory.host else 0,
     }  # fmt: skip
 
 
@@ -167,7 +168,17 @@ def _memory(decision: Decision, way: Way) -> list[str]:
         f"        on ranks {ranks_to_text(worst.ranks)}, in {worst.at.phase}"
         + (f" of {worst.at.module}" if worst.at.module else ""),
         *(f"        if {value}" for what, value in way.memory.assumed if what == "routing"),
+        *(f"host    {line}" for line in _host(way)),
     ]
+
+
+def _host(way: Way) -> Iterator[str]:
+    """What lies there, of what there is."""
+    held = way.memory.host
+    if held is not None:
+        much, limit = format_gib(held.held_bytes), format_gib(held.limit_bytes)
+        known = "" if held.is_stated else ", assumed: hardware.host_memory states it"
+        yield f"{much} of a node's {limit}{known}"
 
 
 def _least(decision: Decision) -> list[str]:

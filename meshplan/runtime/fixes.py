@@ -85,12 +85,14 @@ def with_fixes(
     waiting = deque(changes)
 
     def high_of(change: _Change) -> int | None:
-        """The upper end of the band of the worst ranks; None where it does not go."""
+        """The upper end of the band of the worst ranks; None where that cannot be."""
         told(f"what if: {change.text}")
         try:
             other = foretell(replace(question, spec=change.spec, tier=None), lambda text: None)
         except MeshplanError:
             return None  # It does not go with this plan or this model.
+        if other.host is not None and other.host.is_over:
+            return None
         return other.worst.band[1]
 
     limit = estimate.limit_bytes
@@ -199,7 +201,28 @@ def _changes(plan: Plan) -> Iterator[_Change]:
             "activation_checkpointing: full",
             replace(spec, activation_checkpointing=policy),
         )
+    yield from _offloads(plan)
     yield from _more_machines(plan)
+
+
+def _offloads(plan: Plan) -> Iterator[_Change]:
+    """What may wait on the host: no device is added, but everything waits for copies."""
+    spec, a = plan.spec, plan.assignment
+    offload = spec.offload
+    if any(unit.is_sharded and not unit.on_host for unit in a.units.values()):
+        also = ", activations: true" if offload.activations else ""
+        yield _Change(
+            "keep parameters and the optimizer's states on the host",
+            f"offload: {{params: true{also}}}" if also else "offload: params",
+            replace(spec, offload=replace(offload, params=True, optimizer=None)),
+        )
+    if plan.graph.blocks() and not a.host_activations:
+        also = "params: true, " if offload.params else ""
+        yield _Change(
+            "let what blocks keep for backward wait on the host",
+            f"offload: {{{also}activations: true}}",
+            replace(spec, offload=replace(offload, activations=True)),
+        )
 
 
 def _first_blocks(spec: Spec, blocks: Sequence[str], count: int) -> _Change:

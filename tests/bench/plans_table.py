@@ -115,6 +115,7 @@ def rows(device: str, limit_s: float) -> Iterator[tuple[str, ...]]:
                     batch={"global": case.samples(gpus)}
                     | ({"seq_len": case.seq_len} if case.seq_len else {}),
                     solve={"time_limit": f"{limit_s:g}s"},
+                    offload="none",
                 )  # fmt: skip
                 picked = _picked(path)
             print(f"{case.model}, {gpus}: {time.monotonic() - began:.1f} s", file=sys.stderr)
@@ -176,8 +177,9 @@ def main() -> None:
     command, limit = f"python -m tests.bench.plans_table --limit {args.limit:g}", args.limit
     print(f"""# What the planner picks
 
-`{command}`: everything is left open (mesh, strategy,
-microbatch, what each block recomputes, where a pipeline is cut), bf16-mixed, AdamW, nodes of eight.
+`{command}`: all is left open (mesh, strategy,
+microbatch, what each block recomputes, where a pipeline is cut) but that nothing is offloaded,
+bf16-mixed, AdamW, nodes of eight.
 Times are the model's, with generic constants of meshplan's own runtime, and no GPU was run; memory
 was replayed. A search ends after {limit:g} s with the best so far, on a machine that had other
 work. A number in the last column is of what people published for this model, this number of GPUs
