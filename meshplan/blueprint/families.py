@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from meshplan.blueprint.config import Facts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -33,7 +35,7 @@ class Family:
             own; "" where none are.
         scales_weights: Whether the weights of a token's experts are made to add up to 1; a key
             names the config's own switch.
-        scales_by_default: What that is when the config is silent.
+        on_by_default: Keys of switches that are on when the config is silent.
         activation: Key of the activation's name.
         embedding: Class of the token embedding.
         window: Whether attention sees the last `sliding_window` tokens only; a key names the
@@ -55,11 +57,15 @@ class Family:
     has_groups: bool = False
     mixes_dense: str = ""
     scales_weights: bool | str = False
-    scales_by_default: bool = False
+    on_by_default: frozenset[str] = frozenset()
     activation: str = "hidden_act"
     embedding: str = "Embedding"
     window: bool | str = False
     ties: bool = False
+
+    def flag(self, key: bool | str, facts: Facts) -> bool:
+        """What a switch says, be it fixed or the config's own."""
+        return facts.flag(key, key in self.on_by_default)
 
     @property
     def is_plain(self) -> bool:
@@ -68,6 +74,11 @@ class Family:
         Of experts it cuts nothing.
         """
         return len(self.norms) == 2
+
+    @property
+    def shared(self) -> str:
+        """The child of a sparse block that all tokens pass through, "" where there is none."""
+        return next((name for name in self.moe if name in ("shared_expert", "shared_experts")), "")
 
     @property
     def has_dense(self) -> bool:
@@ -173,7 +184,22 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             has_groups=True,
             mixes_dense="first_k_dense_replace",
             scales_weights="norm_topk_prob",
-            scales_by_default=True,
+            on_by_default=frozenset({"norm_topk_prob"}),
+        ),
+        "qwen2_moe": Family(
+            prefix="Qwen2Moe",
+            defaults=_sizes(
+                151936, 2048, 5632, 24, 16,
+                num_key_value_heads=16, num_experts=60, num_experts_per_tok=4,
+                moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
+                decoder_sparse_step=1,
+            ),
+            qkv_bias="qkv_bias",
+            moe=("gate", "experts", "shared_expert", "shared_expert_gate"),
+            mixes_dense="decoder_sparse_step",
+            scales_weights="norm_topk_prob",
+            on_by_default=frozenset({"qkv_bias"}),
+            window="use_sliding_window",
         ),
     }
 )  # fmt: skip
