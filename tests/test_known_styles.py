@@ -49,6 +49,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "mixtral": (MIXTRAL | TWO, 2, {}),
     "mixtral, too few heads": (MIXTRAL | TWO, 4, {}),
     "qwen3_moe, one block dense": (QWEN | TWO | {"mlp_only_layers": [0]}, 2, {}),
+    "granite": (LLAMA | TWO | {"model_type": "granite"}, 2, {}),
     "qwen2_moe": (QWEN2 | TWO, 2, {}),
     "deepseek_v3": (DEEPSEEK | TWO, 2, {}),
     "mixtral, spread": (

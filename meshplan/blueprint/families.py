@@ -40,6 +40,7 @@ class Family:
         embedding: Class of the token embedding.
         window: Whether attention sees the last `sliding_window` tokens only; a key names the
             config's own switch.
+        scales: Whether words, what a half block adds, and logits are multiplied by numbers.
         ties: Whether input and output embeddings are one tensor when the config is silent.
     """
 
@@ -61,6 +62,7 @@ class Family:
     activation: str = "hidden_act"
     embedding: str = "Embedding"
     window: bool | str = False
+    scales: bool = False
     ties: bool = False
 
     def flag(self, key: bool | str, facts: Facts) -> bool:
@@ -143,6 +145,14 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             activation="hidden_activation",
             embedding="Gemma2TextScaledWordEmbedding",
             ties=True,
+        ),
+        "granite": Family(
+            prefix="Granite",
+            defaults=_sizes(32000, 4096, 11008, 32, 32),
+            qkv_bias=_BIAS_KEY,
+            o_bias=_BIAS_KEY,
+            mlp_bias="mlp_bias",
+            scales=True,
         ),
         "mixtral": Family(
             prefix="Mixtral",

@@ -120,6 +120,7 @@ def tape_of(shape: Shape, run: Run) -> Tape:
     logits = project(
         w, part.styled, Entered(), x, shape.hidden, shape.vocab, "lm_head", weight=tied
     )
+    logits = w.scale(logits, "div") if shape.scales else logits
     if run.cp > 1:  # What is given is held as long as the call.
         w.touch(*part.given)
     tape.loss_start = len(tape.rows)
@@ -139,6 +140,7 @@ def _rotary(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tup
     part = _part(shape, run)
     positions = _given_positions(w, run)
     x = look_up(w, part.styled, ids, shape.vocab, shape.hidden, "embed_tokens")
+    x = w.scale(x) if shape.scales else x
     if positions is None:
         positions = w.row("arange", (), run.seq_len * _ID)
     at, size = w.at(f"{w.module}.rotary_emb"), run.seq_len * shape.turned

@@ -138,7 +138,9 @@ def llama_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
         normed = rms_norm(w, x, shape.hidden, norm)
         out = half(w.at(f"{w.module}.{name}"), shape, normed, part)
         w.touch(normed)
-        residual, x = x, w.add(x, out)
+        scaled = w.scale(out) if shape.scales else out
+        residual, x = x, w.add(x, scaled)
+        w.touch(out)
         w.touch(residual)
     w.touch(first)
     return x

@@ -21,9 +21,13 @@ _KNOWN: Final = frozenset(
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
         "DeepseekV3ForCausalLM",
+        "GraniteForCausalLM",
         "Qwen2MoeForCausalLM",
     }
 )
+
+_SCALED: Final = frozenset({"GraniteForCausalLM"})
+"""Whose words, halves of blocks and logits are multiplied by numbers."""
 
 _MASKED: Final = frozenset({"Qwen2MoeForCausalLM"})
 """Whose code makes the mask of a window, whether or not a block has one."""
@@ -96,6 +100,7 @@ class Shape:
         dropout: Whether what attention and feed-forward give is dropped in part, not 0 if so.
         embed_dropout: Likewise of the words.
         window: How many tokens attention looks back, 0 for all.
+        scales: Whether words, what a half block adds, and logits are multiplied by numbers.
         has_mask: Whether a mask is made that no block takes.
         experts, top_k: Of a block, and of a token; 0 where there are none.
         expert_mlp: Features inside one expert.
@@ -128,6 +133,7 @@ class Shape:
     dropout: float = 0.0
     embed_dropout: float = 0.0
     window: int = 0
+    scales: bool = False
     has_mask: bool = False
     experts: int = 0
     top_k: int = 0
@@ -212,6 +218,7 @@ def shape_of(graph: ModelGraph) -> Shape:
         dropout=sizes.get("resid_pdrop", 0),
         embed_dropout=sizes.get("embd_pdrop", 0),
         window=sizes.get("sliding_window", 0),
+        scales=root in _SCALED,
         has_mask=root in _MASKED and "sliding_window" not in sizes,
         latent=latent,
         styles=_styles(graph),
