@@ -187,7 +187,7 @@ TENSOR: dict[str, Case] = {
         LLAMA | {"model_type": "qwen2"}, HF | BOTH | {"clip_grad_norm": 1.0}, 4),
     "gpt2, rules": (GPT2, PACKED, 2),
     "gpt2, auto, sharded": (GPT2, AUTO | BOTH, 4),
-    "granite, bf16": (GRANITE, BF16 | {"mesh": {"dp_shard": 2}}, 2),
+    "granite, bf16": (GRANITE | {"vocab_size": 4096}, BF16 | {"mesh": {"dp_shard": 2}}, 2),
     "granite, auto, tied, recomputed": (
         GRANITE | TIED, AUTO | BOTH | {"activation_checkpointing": "full"}, 4),
     "granite, auto, loss parallel": (GRANITE, AUTO | BF16 | {"loss_parallel": True}, 2),
