@@ -168,6 +168,17 @@ ODD: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 2,
         "num_experts": 4,
     },
+    "granite defaults": {"model_type": "granite", "num_hidden_layers": 1},
+    "qwen2_moe defaults": {"model_type": "qwen2_moe", "num_hidden_layers": 1},
+    "qwen2_moe mixed, without biases": {
+        "model_type": "qwen2_moe",
+        **_sizes(100, 64, 96, 4, 4, 2),
+        "qkv_bias": False,
+        "mlp_only_layers": [1],
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
     "deepseek_v3 defaults": {"model_type": "deepseek_v3", "num_hidden_layers": 4},
     "deepseek_v3, queries whole, biased": {
         "model_type": "deepseek_v3",
@@ -319,8 +330,8 @@ def test_unknown_family() -> None:
     assert _message({"model_type": "bert"}) == (
         "meshplan: 1 problem\n"
         "config.json: model_type: model_type 'bert' is not supported\n"
-        "    fix: supported are deepseek_v3, gemma2, gpt2, llama, mistral, mixtral, qwen2, "
-        "qwen3, qwen3_moe; for any other model give its number of parameters"
+        "    fix: supported are deepseek_v3, gemma2, gpt2, granite, llama, mistral, mixtral, "
+        "qwen2, qwen2_moe, qwen3, qwen3_moe; for any other model give its number of parameters"
     )
     assert "config.json: model_type: the key is missing\n" in _message({})
 

@@ -28,6 +28,7 @@ GPT2: dict[str, Any] = {
 CASES: dict[str, dict[str, Any]] = {
     "llama": SIZES | {"model_type": "llama"},
     "llama, tied": SIZES | {"model_type": "llama", "tie_word_embeddings": True},
+    "granite": SIZES | {"model_type": "granite"},
     "mistral": SIZES | {"model_type": "mistral"},
     "qwen2": SIZES | {"model_type": "qwen2"},
     "qwen3": SIZES | {"model_type": "qwen3"},

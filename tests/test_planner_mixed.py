@@ -62,6 +62,7 @@ def test_figures_from_below_are_below(job: Job) -> None:
     assert max(shares) > 0.8
 
 
+@pytest.mark.wide
 def test_few_blocks_of_each_kind_never_say_more_than_all(job: Job) -> None:
     question, numbers, rng = job.question, job.usual, random.Random(0)
     looks = dict(zip(job.chain.names, job.chain.order, strict=True))

@@ -33,6 +33,10 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 64, "use_cache": False, "tie_word_embeddings": False,
     "head_dim": 12,
 }  # fmt: skip
+GRANITE = LLAMA | {
+    "model_type": "granite", "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+    "logits_scaling": 8.0, "attention_multiplier": 0.1,
+}  # fmt: skip
 QWEN3 = LLAMA | {"model_type": "qwen3"}
 GPT2: dict[str, Any] = {
     "model_type": "gpt2", "vocab_size": 160, "n_embd": 48, "n_layer": 3, "n_head": 4,
@@ -185,6 +189,10 @@ TENSOR: dict[str, Case] = {
         LLAMA | {"model_type": "qwen2"}, HF | BOTH | {"clip_grad_norm": 1.0}, 4),
     "gpt2, rules": (GPT2, PACKED, 2),
     "gpt2, auto, sharded": (GPT2, AUTO | BOTH, 4),
+    "granite, bf16": (GRANITE | {"vocab_size": 4096}, BF16 | {"mesh": {"dp_shard": 2}}, 2),
+    "granite, auto, tied, recomputed": (
+        GRANITE | TIED, AUTO | BOTH | {"activation_checkpointing": "full"}, 4),
+    "granite, auto, loss parallel": (GRANITE, AUTO | BF16 | {"loss_parallel": True}, 2),
     "llama, a rule leaves some whole": (
         LLAMA,
         AUTO | {"rules": [{"match": "{lm_head,model.layers.1.*.q_proj}", "place": {"tp": "R"}}]},
@@ -297,6 +305,8 @@ def test_on_cuda_it_takes_what_cuda_takes(apart: ProcessPoolExecutor, case: str)
         (LLAMA, BF16, "attention with heads of 12 features"),
         (LLAMA | {"model_type": "mistral", "sliding_window": 24, "head_dim": 16}, BF16,
          "attention over a window of 24 tokens of 32"),
+        (LLAMA | {"model_type": "mistral", "sliding_window": 32, "head_dim": 16}, BF16,
+         "attention over a window of 32 tokens of 32"),
     ],
 )  # fmt: skip
 def test_attention_that_torch_does_not_fuse_is_refused(

@@ -50,6 +50,9 @@ QWEN: dict[str, Any] = LLAMA | {
     "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 3,
     "moe_intermediate_size": 40, "norm_topk_prob": True,
 }  # fmt: skip
+QWEN2: dict[str, Any] = QWEN | {
+    "model_type": "qwen2_moe", "shared_expert_intermediate_size": 56, "norm_topk_prob": False,
+}  # fmt: skip
 WHOLE = {"rules": [{"match": "model.layers.*.mlp.experts", "place": {"tp": "R"}}]}
 
 SPREAD = BF16 | {
@@ -112,9 +115,14 @@ CASES: dict[str, Case] = {
             "mesh": {"dp_shard": 2, "tp": 2, "ep": "2 in dp_shard"},
             "rules": [*SPREAD["rules"], *CUT_ATTENTION],
         }, 4),
+    "qwen2, bf16": (QWEN2, BF16, 2),
+    "qwen2, float32, recomputed, one block dense": (QWEN2 | {"mlp_only_layers": [1]}, FULL, 2),
+    "qwen2, spread, selective": (QWEN2, SPREAD | SELECTIVE, 4),
+    "qwen2 beside tp": (QWEN2, BF16 | AUTO | {"mesh": {"dp_shard": 2, "tp": 2}}, 4),
 }  # fmt: skip
 DEFAULT = (
     "mixtral, bf16",
+    "qwen2, bf16",
     "qwen, some blocks dense, selective",
     "qwen, spread, recomputed",
 )

@@ -54,7 +54,7 @@ CASES: dict[str, Case] = {
             "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 16,
         }, BF16, 2),
 }  # fmt: skip
-DEFAULT = ("bf16", "recomputed, spread", "most is attention")
+DEFAULT = ("bf16", "recomputed, spread")
 
 
 @pytest.fixture(scope="module")

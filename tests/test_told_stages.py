@@ -111,6 +111,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mixtral, recomputed": (MIXTRAL, plan_of("Interleaved1F1B", virtual=2, **AGAIN, **MIXED)),
     "qwen, some blocks dense, selective": (
         QWEN, plan_of("GPipe", activation_checkpointing="selective", **MORE)),
+    "granite, tied": (LLAMA | {
+        "model_type": "granite", "tie_word_embeddings": True}, plan_of("1F1B", **MIXED)),
+    "qwen2_moe, interleaved": (
+        QWEN | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 56},
+        plan_of("Interleaved1F1B", virtual=2, **MIXED)),
     "deepseek": (DEEPSEEK, plan_of("1F1B", 4, 8, **MIXED)),
     "deepseek, interleaved, recomputed": (
         DEEPSEEK, plan_of("Interleaved1F1B", virtual=2, **AGAIN, **MIXED)),

@@ -1,6 +1,6 @@
 """A model's graph from its config.json, or from a bare parameter count: no torch, no weights.
 
-Knows how transformers 5 names, orders and shapes the modules of nine decoder families, fused
+Knows how transformers 5 names, orders and shapes the modules of eleven decoder families, fused
 three-dimensional expert weights included, and the defaults of keys that a config leaves out.
 Refuses to guess: an unknown family, another head than the causal language model, or sizes that
 do not fit together are errors. Dtypes are what torch builds by default, float32: what a plan
@@ -130,4 +130,5 @@ def _outline(graph: ModelGraph, config: Mapping[str, Any]) -> Flow | None:
     if "transformer" in graph.modules:
         drops = graph.config["embd_pdrop"] != 0
         return gpt2_outline(graph.modules, graph.tensors, drops=drops)
-    return decoder_outline(graph.modules, graph.tensors)
+    family = FAMILIES[str(config["model_type"])]
+    return decoder_outline(graph.modules, graph.tensors, scales=family.scales)

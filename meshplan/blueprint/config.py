@@ -93,10 +93,10 @@ class Facts:
         if is_used:
             self.size("sliding_window", 4096)
 
-    def experts(self, scales_weights: bool | str, *, scales_by_default: bool) -> None:
+    def experts(self, *, scales_weights: bool) -> None:
         """How a router chooses, and what changes what it keeps."""
         self.size("num_experts_per_tok")
-        if self.flag(scales_weights, scales_by_default):
+        if scales_weights:
             self.sizes["norm_topk_prob"] = 1
         if self.config.get("experts_implementation") not in (None, "grouped_mm"):
             self.sizes["experts_implementation"] = 1

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from meshplan.blueprint.config import Facts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -33,11 +35,12 @@ class Family:
             own; "" where none are.
         scales_weights: Whether the weights of a token's experts are made to add up to 1; a key
             names the config's own switch.
-        scales_by_default: What that is when the config is silent.
+        on_by_default: Keys of switches that are on when the config is silent.
         activation: Key of the activation's name.
         embedding: Class of the token embedding.
         window: Whether attention sees the last `sliding_window` tokens only; a key names the
             config's own switch.
+        scales: Whether words, what a half block adds, and logits are multiplied by numbers.
         ties: Whether input and output embeddings are one tensor when the config is silent.
     """
 
@@ -55,11 +58,16 @@ class Family:
     has_groups: bool = False
     mixes_dense: str = ""
     scales_weights: bool | str = False
-    scales_by_default: bool = False
+    on_by_default: frozenset[str] = frozenset()
     activation: str = "hidden_act"
     embedding: str = "Embedding"
     window: bool | str = False
+    scales: bool = False
     ties: bool = False
+
+    def flag(self, key: bool | str, facts: Facts) -> bool:
+        """What a switch says, be it fixed or the config's own."""
+        return facts.flag(key, key in self.on_by_default)
 
     @property
     def is_plain(self) -> bool:
@@ -68,6 +76,11 @@ class Family:
         Of experts it cuts nothing.
         """
         return len(self.norms) == 2
+
+    @property
+    def shared(self) -> str:
+        """The child of a sparse block that all tokens pass through, "" where there is none."""
+        return next((name for name in self.moe if name in ("shared_expert", "shared_experts")), "")
 
     @property
     def has_dense(self) -> bool:
@@ -133,6 +146,14 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             embedding="Gemma2TextScaledWordEmbedding",
             ties=True,
         ),
+        "granite": Family(
+            prefix="Granite",
+            defaults=_sizes(32000, 4096, 11008, 32, 32),
+            qkv_bias=_BIAS_KEY,
+            o_bias=_BIAS_KEY,
+            mlp_bias="mlp_bias",
+            scales=True,
+        ),
         "mixtral": Family(
             prefix="Mixtral",
             defaults=_sizes(
@@ -173,7 +194,22 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             has_groups=True,
             mixes_dense="first_k_dense_replace",
             scales_weights="norm_topk_prob",
-            scales_by_default=True,
+            on_by_default=frozenset({"norm_topk_prob"}),
+        ),
+        "qwen2_moe": Family(
+            prefix="Qwen2Moe",
+            defaults=_sizes(
+                151936, 2048, 5632, 24, 16,
+                num_key_value_heads=16, num_experts=60, num_experts_per_tok=4,
+                moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
+                decoder_sparse_step=1,
+            ),
+            qkv_bias="qkv_bias",
+            moe=("gate", "experts", "shared_expert", "shared_expert_gate"),
+            mixes_dense="decoder_sparse_step",
+            scales_weights="norm_topk_prob",
+            on_by_default=frozenset({"qkv_bias"}),
+            window="use_sliding_window",
         ),
     }
 )  # fmt: skip

@@ -53,7 +53,14 @@ def build_decoder(family: Family, facts: Facts, build: Builder) -> None:
     if family.is_plain and "experts_implementation" not in facts.sizes:
         ends = dict.fromkeys(("lm_head", "model.embed_tokens"), "vocab")
         cut = {name: word for name, word in build.tp_preset.items() if ".experts" not in name}
-        build.tp_derived = cut | ends
+        build.tp_derived = cut | _of_all(family) | ends
+
+
+def _of_all(family: Family) -> dict[str, str]:
+    """What the expert of all tokens can be cut into, whether or not transformers does so."""
+    at, words = f"model.layers.*.mlp.{family.shared}", ("colwise", "colwise", "rowwise")
+    names = ("gate_proj", "up_proj", "down_proj") if family.shared else ()
+    return {f"{at}.{name}": word for name, word in zip(names, words, strict=False)}
 
 
 def _preset(family: Family) -> dict[str, str]:
@@ -71,7 +78,7 @@ def _preset(family: Family) -> dict[str, str]:
         "experts": "moe_tp_experts",
     }
     mlp = (experts if family.moe else {}) | (dense if family.has_dense else {})
-    if "shared_experts" in family.moe:
+    if family.shared == "shared_experts":
         mlp |= {f"shared_experts.{name}": word for name, word in dense.items()}
     layer = {f"self_attn.{name}": word for name, word in attention.items()}
     layer |= {f"mlp.{name}": word for name, word in mlp.items()}

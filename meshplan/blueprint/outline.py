@@ -153,19 +153,29 @@ def _around(name: str) -> Iterator[str]:
         module = module.rpartition(".")[0]
 
 
-def decoder_outline(modules: Mapping[str, ModuleInfo], tensors: Mapping[str, TensorInfo]) -> Flow:
-    """A decoder of Llama's shape: words, angles that every block rotates by, blocks, norm, head."""
+def decoder_outline(
+    modules: Mapping[str, ModuleInfo], tensors: Mapping[str, TensorInfo], *, scales: bool = False
+) -> Flow:
+    """A decoder of Llama's shape: words, angles that every block rotates by, blocks, norm, head.
+
+    Args:
+        scales: Whether words and logits are multiplied by numbers.
+    """
     out = Outline(tensors)
     root = out.enter("", None)
     ids = out.given("input_ids")
     body = out.enter("model", root)
     x = out.run("model.embed_tokens", body, (ids,))
+    if scales:
+        x = out.compute(body, (x,))
     angles = out.run("model.rotary_emb", body, (), leaves_out=("original_inv_freq",))
     for block in _blocks(modules, "model.layers"):
         x = out.run(block, body, (x, angles))
     x = out.run("model.norm", body, (x,))
     out.leave(body, x)
     x = out.run("lm_head", root, (x,))
+    if scales:
+        x = out.compute(root, (x,))
     out.leave(root, x)
     return out.flow()
 

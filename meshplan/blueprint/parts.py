@@ -30,7 +30,7 @@ def attention_of(family: Family, facts: Facts, build: Builder) -> tuple[Put, int
 def _by_head(family: Family, facts: Facts, build: Builder) -> tuple[Put, int]:
     """Queries, keys and values are each projected from what enters."""
     hidden, (heads, kv_heads, head_dim) = facts.size("hidden_size"), attention_sizes(facts)
-    qkv_bias, o_bias = facts.flag(family.qkv_bias), facts.flag(family.o_bias)
+    qkv_bias, o_bias = family.flag(family.qkv_bias, facts), family.flag(family.o_bias, facts)
     sizes = MappingProxyType({"head_dim": head_dim, "num_key_value_groups": heads // kv_heads})
 
     def put(at: str) -> None:
@@ -96,7 +96,7 @@ def gated_mlp(family: Family, facts: Facts, build: Builder, width: int, act: obj
         width: Features inside.
         act: As configs name the activation.
     """
-    hidden, bias = facts.size("hidden_size"), facts.flag(family.mlp_bias)
+    hidden, bias = facts.size("hidden_size"), family.flag(family.mlp_bias, facts)
 
     def put(at: str) -> None:
         build.module(at, f"{family.prefix}MLP")
@@ -111,13 +111,16 @@ def gated_mlp(family: Family, facts: Facts, build: Builder, width: int, act: obj
 def sparse_mlp(family: Family, facts: Facts, build: Builder, act: object) -> Put:
     """A router and the experts that it chooses from."""
     hidden, count = facts.size("hidden_size"), facts.size("num_experts")
-    facts.experts(family.scales_weights, scales_by_default=family.scales_by_default)
+    facts.experts(scales_weights=family.flag(family.scales_weights, facts))
     width = facts.size("moe_intermediate_size" if family.mixes_dense else "intermediate_size")
     if family.has_groups:
         _groups(facts, count)
     shared = None
-    if "shared_experts" in family.moe:
+    if family.shared == "shared_experts":
         every = facts.size("n_shared_experts") * width
+        shared = gated_mlp(family, facts, build, every, act)
+    elif family.shared == "shared_expert":
+        every = facts.size("shared_expert_intermediate_size")
         shared = gated_mlp(family, facts, build, every, act)
 
     def gate(at: str) -> None:
@@ -134,7 +137,12 @@ def sparse_mlp(family: Family, facts: Facts, build: Builder, act: object) -> Put
             build.parameter(f"{at}.{name}", shape, ("expert", "out", "in"))
         build.activation(f"{at}.act_fn", act)
 
-    puts = {"gate": gate, "experts": experts, "shared_experts": shared}
+    def shared_gate(at: str) -> None:
+        build.linear(at, 1, hidden)
+
+    puts = {
+        "gate": gate, "experts": experts, family.shared: shared, "shared_expert_gate": shared_gate,
+    }  # fmt: skip
 
     def put(at: str) -> None:
         build.module(at, f"{family.prefix}{family.sparse_block}")

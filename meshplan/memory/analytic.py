@@ -142,6 +142,7 @@ def tape_of(shape: Shape, run: Run) -> Tape:
     logits = project(
         w, part.styled, Entered(), x, shape.hidden, shape.vocab, "lm_head", weight=tied
     )
+    logits = w.scale(logits, "div") if shape.scales else logits
     if run.cp > 1:  # What is given is held as long as the call.
         w.touch(*part.given, *part.told)
     tape.loss_start = len(tape.rows)
@@ -162,12 +163,16 @@ def _rotary(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tup
     part = _part(shape, run)
     positions, told = _given_positions(w, run)
     x = look_up(w, part.styled, ids, shape.vocab, shape.hidden, "embed_tokens")
+    x = w.scale(x) if shape.scales else x
     if positions is None:
         positions = w.row("arange", (), run.seq_len * _ID)
     at, size = w.at(f"{w.module}.rotary_emb"), run.seq_len * shape.turned
     cos, sin = (at.row(name, (positions,), size * run.element_bytes) for name in ("cos", "sin"))
     part = replace(part, cos=cos, sin=sin, given=(positions,), told=told)
-    return x, part, (positions, cos, sin, x)
+    held = (positions, cos, sin, x)
+    if shape.has_mask:
+        held += (w.row("bitwise_and", (), run.seq_len**2),)
+    return x, part, held
 
 
 def _learned(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tuple[int, ...]]:

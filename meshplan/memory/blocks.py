@@ -108,6 +108,8 @@ def gated_mlp(w: Writer, shape: Shape, x: int, part: Part) -> int:
 
 def expert_mlp(w: Writer, shape: Shape, x: int, part: Part) -> int:
     """In the place of `gated_mlp`, beside one where some experts are everyone's."""
+    if shape.gates_shared:
+        return _beside_gated(w, shape, x, part)
     routed, held = sparse_mlp(w, shape, x, part.spread)
     if not shape.shared_mlp:
         w.touch(*held)
@@ -116,6 +118,18 @@ def expert_mlp(w: Writer, shape: Shape, x: int, part: Part) -> int:
     own = gated_mlp(w.at(f"{w.module}.shared_experts"), shared, x, part)
     out = w.add(routed, own)
     w.touch(*held)
+    return out
+
+
+def _beside_gated(w: Writer, shape: Shape, x: int, part: Part) -> int:
+    """`Qwen2MoeSparseMoeBlock`."""
+    at = w.at(f"{w.module}.shared_expert")
+    shared = gated_mlp(at, replace(shape, mlp=shape.shared_mlp), x, part)
+    routed, held = sparse_mlp(w, shape, x, part.spread)
+    weight = w.unary("sigmoid", w.linear(x, shape.hidden, 1, "shared_expert_gate"), keeps_out=True)
+    weighed = w.mul(weight, shared)
+    out = w.add(routed, weighed)
+    w.touch(*held, weighed, routed)
     return out
 
 
@@ -130,7 +144,9 @@ def llama_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
         normed = rms_norm(w, x, shape.hidden, norm)
         out = half(w.at(f"{w.module}.{name}"), shape, normed, part)
         w.touch(normed)
-        residual, x = x, w.add(x, out)
+        scaled = w.scale(out) if shape.scales else out
+        residual, x = x, w.add(x, scaled)
+        w.touch(out)
         w.touch(residual)
     w.touch(first)
     return x

@@ -51,7 +51,7 @@ def _is_half(plan: Plan) -> bool:
 
 def _unfused(plan: Plan, seq_len: int, *, is_cuda: bool, device: str) -> Iterator[str]:
     shape = shape_of(plan.graph)
-    if 0 < shape.window < seq_len:
+    if 0 < shape.window <= seq_len:  # One as long is masked like a shorter one.
         yield f"attention over a window of {shape.window} tokens of {seq_len}"
     yield from unmasked(plan, is_cuda=is_cuda, device=device)
     value_dim = shape.head_dim if shape.latent is None else shape.latent.value

@@ -21,8 +21,16 @@ _KNOWN: Final = frozenset(
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
         "DeepseekV3ForCausalLM",
+        "GraniteForCausalLM",
+        "Qwen2MoeForCausalLM",
     }
 )
+
+_SCALED: Final = frozenset({"GraniteForCausalLM"})
+"""Whose words, halves of blocks and logits are multiplied by numbers."""
+
+_MASKED: Final = frozenset({"Qwen2MoeForCausalLM"})
+"""Whose code makes the mask of a window, whether or not a block has one."""
 
 _WIDE_WEIGHTS: Final = frozenset({"MixtralForCausalLM", "DeepseekV3ForCausalLM"})
 
@@ -92,6 +100,8 @@ class Shape:
         dropout: Whether what attention and feed-forward give is dropped in part, not 0 if so.
         embed_dropout: Likewise of the words.
         window: How many tokens attention looks back, 0 for all.
+        scales: Whether words, what a half block adds, and logits are multiplied by numbers.
+        has_mask: Whether a mask is made that no block takes.
         experts, top_k: Of a block, and of a token; 0 where there are none.
         expert_mlp: Features inside one expert.
         dense: Numbers of the blocks that have no experts, where others have.
@@ -100,6 +110,7 @@ class Shape:
         groups: How many groups experts fall into, and of how many of them a token's are; None
             where that does not matter.
         shared_mlp: Features inside the expert of all tokens, 0 where there is none.
+        gates_shared: Whether a token weighs what that expert makes of it.
         latent: How attention makes keys and values, where not by head.
         styles: What `tp_plan: auto` gives the modules where all sizes divide, with `*` for the
             numbers of blocks.
@@ -122,6 +133,8 @@ class Shape:
     dropout: float = 0.0
     embed_dropout: float = 0.0
     window: int = 0
+    scales: bool = False
+    has_mask: bool = False
     experts: int = 0
     top_k: int = 0
     expert_mlp: int = 0
@@ -130,6 +143,7 @@ class Shape:
     has_wide_weights: bool = False
     groups: tuple[int, int] | None = None
     shared_mlp: int = 0
+    gates_shared: bool = False
     latent: Latent | None = None
     styles: Mapping[str, Style] = field(default_factory=dict, compare=False)
 
@@ -204,6 +218,8 @@ def shape_of(graph: ModelGraph) -> Shape:
         dropout=sizes.get("resid_pdrop", 0),
         embed_dropout=sizes.get("embd_pdrop", 0),
         window=sizes.get("sliding_window", 0),
+        scales=root in _SCALED,
+        has_mask=root in _MASKED and "sliding_window" not in sizes,
         latent=latent,
         styles=_styles(graph),
         **_experts_of(graph),
@@ -238,13 +254,16 @@ def _experts_of(graph: ModelGraph) -> dict[str, Any]:
             Problem(what, fix="let num_experts_per_tok be the number of experts at most")
         )
     number = next(n for n, tensor in stacks.items() if tensor is not None)
-    shared = graph.tensors.get(f"model.layers.{number}.mlp.shared_experts.up_proj.weight")
+    at = f"model.layers.{number}.mlp"
+    names = (f"{at}.{name}.up_proj.weight" for name in ("shared_experts", "shared_expert"))
+    shared = next((graph.tensors[name] for name in names if name in graph.tensors), None)
     groups = (
         (graph.config["n_group"], graph.config["topk_group"]) if "n_group" in graph.config else None
     )
     return {
         "groups": groups,
         "shared_mlp": shared.shape[0] if shared is not None else 0,
+        "gates_shared": f"{at}.shared_expert_gate" in graph.modules,
         "experts": stack.shape[0],
         "top_k": top_k,
         "expert_mlp": stack.shape[-1],

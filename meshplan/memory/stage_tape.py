@@ -183,11 +183,15 @@ class Cutter:
 
 
 def _widen(tape: Tape, free: Collection[str], times: int) -> None:
-    """Let free modules make what they make wider, and every unit cast what it is called with."""
+    """Let free modules make what they make wider, and every unit cast what it is called with.
+
+    What is computed from stand-ins alone is as wide as these.
+    """
     wide = {
         value
         for row in tape.rows
         if any(module in free for module in around(row.module))
+        or (row.reads and all(tape.base[value] == _ABSENT for value in row.reads))
         for value in row.makes
     }
     for value in wide:

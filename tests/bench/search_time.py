@@ -53,6 +53,7 @@ CASES: Final = (
     Case("Llama-3.1-405B", 131072, 16384, 8192, 2.5),
     Case("Llama-3.1-405B", 12288, 1536, 8192, None),
     Case("Mixtral-8x7B", 64, 256, 4096, None),
+    Case("DeepSeek-V3", 2048, 16384, 4096, 10.0),
     Case("UNet, 98 blocks", 1024, 8192, 0, 3.0),
     Case("Llama-3.1-8B, live", 8, 64, 8192, 6.0),
 )
