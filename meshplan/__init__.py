@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from meshplan.runtime.guard import guarded as guarded
     from meshplan.runtime.parallelize import parallelize as parallelize
     from meshplan.runtime.state import full_state_dict as full_state_dict
+    from meshplan.runtime.train import chunked_loss as chunked_loss
     from meshplan.runtime.train import clip_grad_norm_ as clip_grad_norm_
     from meshplan.runtime.train import local_batch as local_batch
     from meshplan.runtime.train import loss_parallel as loss_parallel
@@ -44,6 +45,7 @@ _ROOMS = {
     "parallelize": "meshplan.runtime.parallelize",
     "local_batch": "meshplan.runtime.train",
     "train_step": "meshplan.runtime.train",
+    "chunked_loss": "meshplan.runtime.train",
     "loss_parallel": "meshplan.runtime.train",
     "clip_grad_norm_": "meshplan.runtime.train",
     "full_state_dict": "meshplan.runtime.state",

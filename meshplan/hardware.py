@@ -71,6 +71,7 @@ class Cluster:
     Args:
         intra: Between devices of one node; None where not known.
         inter: Between nodes; None where not known.
+        host_bytes: Of the memory of a node's host; None where nothing says it.
     """
 
     device: Device
@@ -78,6 +79,7 @@ class Cluster:
     gpus_per_node: int
     intra: Link | None = None
     inter: Link | None = None
+    host_bytes: int | None = None
 
     @property
     def num_gpus(self) -> int:

@@ -112,12 +112,14 @@ _HARDWARE: Final[Mapping[str, Decoder]] = {
     "gpus_per_node": _size,
     "gpu": _gpu,
     "memory": measured(parse_bytes),
+    "host_memory": measured(parse_bytes),
     "intra": measured(parse_bandwidth),
     "inter": measured(parse_bandwidth),
     "headroom": number(lambda x: 0 <= x < 1, "a fraction from 0 to below 1"),
 }
 _HARDWARE_NAMES: Final = {
     "memory": "memory_bytes",
+    "host_memory": "host_memory_bytes",
     "intra": "intra_bytes_per_s",
     "inter": "inter_bytes_per_s",
 }

@@ -86,7 +86,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareSpec:
-    """The machines. Bandwidths in bytes per second, memory in bytes."""
+    """The machines. Bandwidths in bytes per second, memory in bytes; a node has the host's."""
 
     nodes: int = 1
     gpus_per_node: int
@@ -94,6 +94,7 @@ class HardwareSpec:
     memory_bytes: int | None = None
     intra_bytes_per_s: float | None = None
     inter_bytes_per_s: float | None = None
+    host_memory_bytes: int | None = None
     headroom: float = 0.10
 
     @property
@@ -319,7 +320,9 @@ class Spec:
         elif isinstance(self.mesh, Mapping):
             axes = [f"mesh.{axis}" for axis, size in self.mesh.items() if size == AUTO]
             out += axes if len(axes) > 1 else []  # A single one is what the others leave.
+        offload = (self.offload.params, self.offload.optimizer, self.offload.activations)
         for path, value in (
+            ("offload", AUTO if AUTO in offload else None),
             ("strategy", self.strategy),
             ("batch.micro", self.batch.micro),
             ("batch.accumulate", self.batch.accumulate),

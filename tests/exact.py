@@ -27,7 +27,7 @@ def optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     is_uniform = len({type(p.data) for p in model.parameters()}) == 1
     if name == "default":  # As the user of torch gets it.
         return torch.optim.AdamW(model.parameters(), lr=1e-3)
-    if name in ("muon", "adafactor", "adamw_fused"):
+    if name in ("muon", "adafactor", "adamw_fused", "lion"):
         return OPTIMIZERS[name][0](list(model.parameters()))
     make: Any
     make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adam": torch.optim.Adam,

@@ -14,7 +14,7 @@ from torch import nn
 
 from meshplan.memory import EventLog
 from meshplan.memory.composed import composed_log
-from meshplan.memory.log import Storage
+from meshplan.memory.log import Storage, Term
 from meshplan.memory.replay import Prepared, replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.work import Work
@@ -96,7 +96,7 @@ def spelled(work: Work) -> list[Any]:
     return [events, names, work.marks, gradients, work.ready, [numbers[s] for s in work.losses]]
 
 
-Figures = tuple[list[int], Mapping[str, tuple[int, int]]]
+Figures = tuple[list[int], Mapping[str, tuple[int, int]], Mapping[Term, int]]
 
 
 def decided(model_name: str, plan: Mapping[str, Any], world: int) -> tuple[Any, Plan, Any]:
@@ -124,7 +124,9 @@ def work_of(model: Any, plan: Plan, batch: Any, rank: int, device: str = "cpu") 
 
 
 def figures(log: EventLog) -> Figures:
-    """(live bytes at each turn from growing to shrinking or back, most bytes of each phase).
+    """(live bytes at each turn, most bytes of each phase, what they are for at the peak).
+
+    A turn is where they stop growing, or shrinking.
 
     What DeviceMesh takes on the host to find itself in a list of ranks is no memory of a device.
     """
@@ -135,7 +137,8 @@ def figures(log: EventLog) -> Figures:
             turns.append(live)
             grows = delta > 0
         live += delta
-    return [*turns, live], EventLog(log.storages, tuple(kept), log.phases).by_phase
+    found = EventLog(log.storages, tuple(kept), log.phases)
+    return [*turns, live], found.by_phase, found.terms_at_peak
 
 
 def is_on_host(storage: Storage) -> bool:
@@ -153,7 +156,9 @@ def both(
             model, found, *batch, models.loss, lambda m: exact.optimizer(m, how), rank
         )
         work = work_of(model, found, batch, rank)
-        composed = replay(work, found, how, rank=rank, foreach=is_uniform(found.assignment))
+        # Beside Muon, AdamW is left to choose, and on a CPU takes one parameter at a time.
+        foreach = is_uniform(found.assignment) and how != "muon"
+        composed = replay(work, found, how, rank=rank, foreach=foreach)
         return figures(whole), figures(composed)
     except Exception:
         return traceback.format_exc()

@@ -238,6 +238,35 @@ def test_the_comparison_can_fail() -> None:
         _assert_same(from_mapping({**config, "mlp_bias": False}), model)
 
 
+@pytest.mark.parametrize(
+    ("config", "blocks"),
+    [
+        (ODD["deepseek_v3 defaults"], (0, 2, 3)),
+        (ODD["deepseek_v3 defaults"], (2, 3)),
+        (ODD["qwen3_moe mixed"], (1, 3, 4)),
+        (ODD["mixtral defaults"] | {"num_hidden_layers": 3}, (0, 2)),
+        (_gpt2(64, 3, 4), (0, 2)),
+    ],
+)
+def test_a_model_of_some_of_its_blocks(
+    tmp_path: Path, config: dict[str, Any], blocks: tuple[int, ...]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    whole, part = from_config(tmp_path), from_config(tmp_path, blocks=blocks)
+    names = whole.blocks()
+    kept = {names[number]: name for number, name in zip(blocks, part.blocks(), strict=True)}
+
+    def inside(graph: ModelGraph, fqn: str) -> list[tuple[str, tuple[int, ...]]]:
+        return [
+            (t.fqn.removeprefix(fqn), t.shape)
+            for t in graph.tensors.values()
+            if t.fqn.startswith(f"{fqn}.")
+        ]
+
+    for theirs, mine in kept.items():
+        assert inside(part, mine) == inside(whole, theirs) != []
+
+
 def test_kinds_dims_and_heads() -> None:
     graph = from_mapping(PUBLISHED["Llama-3-8B"][0])
     q_proj = graph.modules["model.layers.0.self_attn.q_proj"]
@@ -290,8 +319,8 @@ def test_unknown_family() -> None:
     assert _message({"model_type": "bert"}) == (
         "meshplan: 1 problem\n"
         "config.json: model_type: model_type 'bert' is not supported\n"
-        "    fix: supported are deepseek_v3, gemma2, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe; "
-        "for any other model give its number of parameters"
+        "    fix: supported are deepseek_v3, gemma2, gpt2, llama, mistral, mixtral, qwen2, "
+        "qwen3, qwen3_moe; for any other model give its number of parameters"
     )
     assert "config.json: model_type: the key is missing\n" in _message({})
 

@@ -112,7 +112,7 @@ def test_without_a_model_rules_are_not_matched_and_the_rest_is_checked(
     assert main(["check", "-f", path, "-q"]) == 1
     out, err = capsys.readouterr()
     assert "ddp uses dp_replicate only" in out
-    assert "a choice of what to offload is not available yet" in out
+    assert "'offload: auto' is left to the planner" in out
     assert err == ""
 
 

@@ -7,6 +7,8 @@ that most ranks hold nothing of.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from meshplan.blueprint import from_config, from_mapping
@@ -150,8 +152,43 @@ def test_ep_is_charged_what_is_forecast(policy):
 def test_what_a_chain_does_not_know_is_refused():
     with pytest.raises(PlanError, match="8 experts do not divide by ep 3"):
         chain(3)
-    with pytest.raises(PlanError, match="blocks with experts and blocks without take turns"):
-        chain(config=QWEN | {"decoder_sparse_step": 2})
+
+
+@pytest.mark.parametrize(
+    "dense", [[0], [6], [0, 1, 2], [2, 4], [0, 6], list(range(6)), [0, 2, 4, 6], []]
+)
+def test_blocks_with_experts_and_blocks_without_take_turns(dense):
+    """Each is what the model of such blocks alone has; of a block at an end too."""
+    config = QWEN | {"num_hidden_layers": 7, "mlp_only_layers": dense}
+    found = chain(ep=2, config=config)
+    sparse, plain = chain(ep=2), chain(config=QWEN | {"mlp_only_layers": [0, 1, 2]})
+    expected = [(plain if n in dense else sparse).kinds[1] for n in range(7)]
+    blocks = [found.kinds[k] for k, name in zip(found.order, found.names, strict=True) if name]
+    for kind, like in zip(blocks, expected, strict=True):
+        assert replace(kind, name="", saved_bytes=(), transient_bytes=()) == replace(
+            like, name="", saved_bytes=(), transient_bytes=()
+        )
+    assert len(found.kinds) - 2 <= 2 + 2 * (len(dense) in (1, 6))
+    assert total(found, lambda k: sum(k.numels)) == (
+        from_mapping(config).num_params - (7 - len(dense)) * EXPERTS // 2 * 3 * HIDDEN * MLP
+    )
+
+
+def test_deepseek_v3_takes_the_flops_of_its_active_parameters():
+    """Of 671 billion each token meets 37, its table of words among them."""
+    graph = from_config("plans/models/deepseek-v3.json")
+    found = chain_of(graph, seq_len=4096, element_bytes=2)
+    active = sum(
+        t.numel // 256 * 8 if len(t.shape) == 3 else t.numel
+        for t in graph.parameters
+        if len(t.shape) > 1 and "embed_tokens" not in t.fqn
+    )
+    assert active == pytest.approx(37.5e9 - 129280 * 7168, rel=0.01)
+    # Scores of 192 features and sums of 128, of 128 heads.
+    scores = 61 * 3.5 * 4096**2 * 128 * (192 + 128)
+    flops = total(found, lambda k: k.forward.flops + k.backward.flops)
+    assert flops == pytest.approx(6 * active * 4096 + scores, rel=1e-12)
+    assert [sum(found.kinds[k].expert_numel > 0 for k in found.order), len(found.kinds)] == [58, 4]
 
 
 def test_mixtral_takes_the_flops_of_its_active_parameters():

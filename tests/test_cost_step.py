@@ -53,6 +53,7 @@ SETTLING = ("the loss and the number", "whether", "which parameters", "the norm"
 
 def row(**sizes):
     out = np.ones(1, GRID)
+    out["offload"] = 0
     out["mode"], out["schedule"] = MODES.index(sizes.pop("mode", "shard")), 0
     for name, size in sizes.items():
         out[name] = size
@@ -229,6 +230,21 @@ def test_hidden_communication_costs_its_contention_and_no_more():
     root = terms(grid, chain.kinds[0], fast, 8, BF16)
     alone = terms(row(microbatches=4), chain.kinds[0], fast, 8, BF16)
     assert root.settle_s[0, 0] > alone.settle_s[0, 0] + 0.9 * 2.0 * numel / 8 / 450e9
+
+
+def test_a_sum_over_ranks_that_are_alone_on_their_nodes_slows_less():
+    """DDP over 8 ranks with tp 8, and over 8 of a node: of the first, contention may be another."""
+    chain = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=2)
+    fast = replace(REAL, kernel_s=1e-3)
+    free = replace(fast, contention_alone=0.0)
+
+    def settle(profile, **sizes):
+        grid = row(mode="ddp", dp_replicate=4, microbatches=2, **sizes)
+        return terms(grid, chain.kinds[1], profile, 8, BF16).settle_s[0, 0]
+
+    assert settle(free, tp=8) == 0 < settle(fast, tp=8)
+    assert settle(free) == settle(fast) > 0
+    assert settle(free, tp=4) == settle(fast, tp=4) > 0  # Two of each node.
 
 
 def test_what_is_not_given_back_is_gathered_once_a_step():

@@ -217,7 +217,7 @@ def test_what_is_picked_takes_no_more_than_the_bound(pool, apart):
     [
         ({"batch": {"seq_len": 16}}, "add batch: {micro: 1}"),
         ({"batch": {"micro": 2}}, "add batch: {seq_len: 2048}"),
-        ({"optimizer": "lion"}, "torch has no optimizer 'lion'"),
+        ({"optimizer": "adamw_8bit"}, "torch has no optimizer 'adamw_8bit'"),
         ({"optimizer": "adafactor"}, "does not step on parameters that lie in parts"),
         ({"model": {"entry": "tests.estimated:nobody"}}, "has no 'nobody'"),
         ({"model": {"entry": "tests.estimated:Block"}}, "nothing says what Block takes"),

@@ -52,6 +52,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]] | tuple[str, int, dict[str, Any
     "full_shard, muon": ("own_llama", 2, FULL, "muon"),
     "zero1, muon": ("own_llama", 2, {"version": 1, "strategy": "zero1"}, "muon"),
     "ddp, muon": ("bert", 2, DDP, "muon"),
+    "full_shard, lion": ("hf_llama", 2, FULL | BF16, "lion"),
     "full_shard, bf16": ("hf_llama", 4, FULL | BF16),
     "full_shard, fp16, clipped": ("own_llama", 4, FULL | FP16 | {"clip_grad_norm": 1.0}),
     "ddp, fp16, accumulated": ("gpt2", 2, DDP | FP16 | ACCUMULATE),
@@ -121,7 +122,7 @@ def apart() -> Iterator[ProcessPoolExecutor]:
 
 WIDE = (
     "full_shard, fused", "ddp, fused", "loss in chunks, head apart", "loss in chunks, replicas",
-    "full_shard, muon", "zero1, muon", "ddp, muon",
+    "full_shard, lion", "full_shard, muon", "zero1, muon", "ddp, muon",
     "full_shard, fp16, clipped", "ddp, fp16, accumulated",
     "full_shard, rmsprop", "full_shard, clipped", "full_shard, tied", "zero1, accumulated", "zero2",
     "hybrid_shard, accumulated, bf16", "ddp, accumulated", "ddp, static", "tp, recomputed",

@@ -175,7 +175,7 @@ def refusal(**more: Any) -> str:
         ({"offload": "optimizer"}, "keep their states where the parameters are"),
         ({"offload": {"params": True, "optimizer": False}}, "'optimizer: false' cannot be kept"),
         ({"offload": "params", "mesh": {"dp_replicate": 2}, "strategy": "ddp"}, "is not sharded"),
-        ({"offload": "auto"}, "a choice of what to offload is not available yet"),
+        ({"offload": "auto"}, "'offload: auto' is left to the planner"),
         ({"offload": {"activations": True}, "compile": True}, "offloaded activations and compile"),
     ],
 )

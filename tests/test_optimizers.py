@@ -70,7 +70,7 @@ def test_what_can_be_traced_keeps_what_the_layouts_say(word: str) -> None:
         counters = 4 * STEP_COUNTERS.get(word, 0)
         expected = sum(OPTIMIZER_STATES[word] * p.nbytes + counters for p in params)
     assert found == expected
-    assert words.startswith("torch's ")
+    assert words.startswith("torch's ") or word == "lion"
 
 
 def test_a_fused_step_takes_nothing_and_its_counts_are_read_by_the_kernel() -> None:
@@ -81,3 +81,32 @@ def test_a_fused_step_takes_nothing_and_its_counts_are_read_by_the_kernel() -> N
         assert writer.log().peak.live_bytes == 0
     assert states_of(params[0], "adamw_fused", has_host=True) == [400, 400, 4]
     assert states_of(params[0], "adamw", has_host=True) == [400, 400]
+
+
+LION = [nn.Parameter(torch.tensor([[1.0, -2.0], [3.0, 0.5]]))]
+
+
+def test_lion_takes_the_sign_of_the_mix() -> None:
+    """Two steps by hand: b1 0.9, b2 0.99."""
+    (param,) = LION
+    lion = OPTIMIZERS["lion"][0](LION)
+    gradients = torch.tensor([[1.0, -1.0], [0.0, 2.0]]), torch.tensor([[-9.5, 1.0], [3.0, -2.0]])
+    expected = param.detach().clone()
+    momentum = torch.zeros(2, 2)
+    for gradient in gradients:
+        expected -= 1e-3 * (0.9 * momentum + 0.1 * gradient).sign()
+        momentum = 0.99 * momentum + 0.01 * gradient
+        param.grad = gradient.clone()
+        lion.step()
+    torch.testing.assert_close(param.detach(), expected)
+    torch.testing.assert_close(lion.state[param]["exp_avg"], momentum)
+
+
+def test_eight_bits_are_kept_as_separate_tensors() -> None:
+    many = Updated("a", 8192, "float32", shape=(64, 128))
+    few = Updated("b", 100, "float32", shape=(100,))
+    assert states_of(many, "adamw_8bit") == [8192, 128, 8192, 128]
+    assert states_of(few, "adamw_8bit") == [400, 400]
+    matrix = Updated("c", 60, "float32", shape=(6, 10))
+    assert states_of(matrix, "adafactor", has_host=True) == [24, 40]
+    assert states_of(matrix, "adafactor") == [24, 40, 4]

@@ -187,5 +187,5 @@ def test_what_a_plan_alone_shows() -> None:
         "rules": [{"match": "no.such.module", "place": "shard"}],
     })  # fmt: skip
     said = [problem.what.partition(" ")[0] for problem in problems_without_model(spec)]
-    assert said == ["ddp", "a"]
+    assert said == ["ddp", "'offload:"]
     assert problems_without_model(load_spec({"version": 1, "mesh": {"dp_shard": 4}})) == []

@@ -141,6 +141,6 @@ def test_a_guess_of_what_is_reserved_is_near(job: Job) -> None:
         measured = job.measure(numbers, candidate, to_the_end=True)
         if guess is not None and measured.result is not None:
             linear = max(candidate.linear_bytes)
-            shares.append((linear + guess) / (linear + measured.excess_bytes))
+            shares.append((linear + guess.excess_bytes) / (linear + measured.excess_bytes))
     assert len(shares) > 6
     assert 0.9 < float(np.median(shares)) < 1.1

@@ -41,6 +41,9 @@ def test_a_row_of_each_page(tmp_path):
     assert 0 < float(mfu.rstrip("%")) < 100
     path = write_plan(tmp_path, "Llama-3.1-8B", hardware=hardware,
                       batch={"global": 8, "seq_len": 1024})  # fmt: skip
+    assert _picked(path)[0] == "one GPU, parameters on the host"
+    path = write_plan(tmp_path, "Llama-3.1-8B", hardware=hardware, offload="none",
+                      batch={"global": 8, "seq_len": 1024})  # fmt: skip
     assert _picked(path)[0] == "nothing fits"
     assert _row(path, Rule("single GPU", ()))[3] == "no: it does not fit"
 

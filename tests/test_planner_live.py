@@ -240,7 +240,7 @@ def test_a_model_without_blocks_is_planned(tmp_path):
         ("tests.estimated:asking", {"input": None, "batch": {"seq_len": 16}},
          "aten._local_scalar_dense.default"),
         ("tests.planned:Alone", {"input": None}, "nothing says what Alone takes"),
-        ("tests.planned:Alone", {"optimizer": "lion"}, "the optimizer lion"),
+        ("tests.planned:Alone", {"optimizer": "muon"}, "lie in parts"),
         ("tests.planned:Alone", {"compile": True}, "what a compiler makes"),
         ("tests.planned:Alone", {"activation_checkpointing": "selective"}, "selective"),
         ("tests.planned:Alone", {"batch": {"global": None}}, "how many samples"),

@@ -15,6 +15,7 @@ from meshplan.planner.lock import lock_path, overrides
 from meshplan.planner.remedy import Trouble, _Asking, trouble_of
 from meshplan.planner.search import search
 from meshplan.planner.stated import Statement, statements_of, without
+from meshplan.planner.widened import searched
 from meshplan.planning import search_plan
 from meshplan.reader import load_spec
 from meshplan.render.trouble import trouble_to_text
@@ -53,8 +54,10 @@ def fits(question, dropped):
     again = replace(question, read=lambda more: without(question.read, dropped, more))
     try:
         at = Job(again)
-        numbers = at.usual
-        found = search(numbers, at.capacity, lambda one: at.measure(numbers, one))
+        _, found = searched(
+            at,
+            lambda numbers: search(numbers, at.capacity, lambda one: at.measure(numbers, one)),
+        )
     except PlanError:
         return False
     assert found.is_whole

@@ -21,7 +21,7 @@ from meshplan.planner.flights import (
     usual_blocks,
     usual_in_flight,
 )
-from meshplan.planner.found import Measured
+from meshplan.planner.found import Guess, Measured
 from meshplan.planner.knapsack import Menu, solve
 from meshplan.planner.numbers import (
     Numbers,
@@ -69,6 +69,7 @@ def random_numbers(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
         resident=resident,
         top=rng.uniform(0, 5, num_rows),
         turn=rng.uniform(0, 3, num_rows),
+        reducing=np.zeros(num_rows),
         sent=rng.uniform(0, 2, num_rows),
         beside=rng.uniform(0, 2, num_rows),
         floor=np.zeros(num_rows),
@@ -401,8 +402,12 @@ def test_a_guess_tells_where_to_look_and_never_what_is_found(wrong):
             fits = max(candidate.linear_bytes) + excess <= room * (1 + 1e-12)
             return Measured(fits=fits, excess_bytes=excess)
 
-        def guess(candidate: Candidate, guesses: Any = guesses) -> float:
-            return float(guesses[candidate.row])
+        def guess(
+            candidate: Candidate, guesses: Any = guesses, extra: Any = extra, room: float = capacity
+        ) -> Guess:
+            """Sure of being over only where it is, and not always then."""
+            is_over = max(candidate.linear_bytes) + extra[candidate.row] > room * (1 + 1e-12)
+            return Guess(float(guesses[candidate.row]), bool(is_over) and candidate.row % 3 > 0)
 
         rows = range(len(numbers.grid))
         expected = min(fastest(numbers, row, capacity - extra[row]) for row in rows)
@@ -423,8 +428,8 @@ def test_a_good_guess_spares_measures():
             excess = float(extra[candidate.row])
             return Measured(max(candidate.linear_bytes) + excess <= room, excess)
 
-        def guess(candidate: Candidate, extra: Any = extra) -> float:
-            return float(extra[candidate.row])
+        def guess(candidate: Candidate, extra: Any = extra) -> Guess:
+            return Guess(float(extra[candidate.row]))
 
         measured[0] += search(numbers, capacity, measure).num_measured
         measured[1] += search(numbers, capacity, measure, guess=guess).num_measured

@@ -15,44 +15,13 @@ import pytest
 
 from meshplan.memory.allocator import reserve
 from meshplan.memory.frameworks.nanotron import stages
-from meshplan.memory.frameworks.nanotron_job import Job, log_of
+from meshplan.memory.frameworks.nanotron_job import Job, log_of, made_of
 from meshplan.memory.frameworks.nanotron_pace import QUEUE, lag_of, stalls
 from meshplan.memory.log import Event, EventLog, Storage, Term
 from meshplan.memory.shape import Shape
-from tests.bench import published, residuals
-from tests.bench.time_frameworks import STALL_S, stalled_seconds
-
-TITAN: dict[str, Any] = {
-    "id": "a", "group": "g",
-    "model": {"layers": 4, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 2816,
-              "vocab": 32000, "seq_len": 2048},
-    "hardware": {"gpu": "H100 SXM 80GB", "mem_gb": 80, "gpus": 8},
-    "parallel": {"dp_shard": 8, "tp": 1, "pp": 1, "cp": 1, "zero_stage": 3},
-    "training": {
-        "precision": "bf16 compute, fp32 params/grad-reduce (FSDP2 mixed precision)",
-        "local_batch": 2, "grad_accum": 1, "activation_checkpointing": "selective op",
-        "compile": False},
-    "measured": {"peak_mem_gib": 8.0, "mem_metric": "max_reserved", "fits": True},
-}  # fmt: skip
-NANOTRON: dict[str, Any] = {
-    "id": "b", "group": "h",
-    "model": {"layers": 4, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 4096,
-              "vocab": 32768, "seq_len": 1024, "tied": False},
-    "hardware": {"gpu": "H100 SXM 80GB", "mem_gb": 80, "gpus": 8},
-    "parallel": {"dp": 4, "tp": 2, "pp": 1, "cp": 1, "zero_stage": 1,
-                 "tp_mode": "REDUCE_SCATTER, async"},
-    "training": {
-        "precision": "bf16 params, fp32 grad accumulation, fp32 master+AdamW states",
-        "micro_batch": 2, "grad_accum": 8, "activation_checkpointing": "none"},
-    "measured": {"peak_mem_gib": 8.0, "fits": True,
-                 "mem_metric": "peak GiB, allocated or reserved not stated"},
-}  # fmt: skip
-
-
-def changed(row: dict[str, Any], section: str, **fields: Any) -> dict[str, Any]:
-    row = copy.deepcopy(row)
-    row[section] |= fields
-    return row
+from tests.bench import mapping, published, residuals
+from tests.bench.time_nanotron import STALL_S, STALLED_RANK_S, stalled_seconds
+from tests.published_rows import NANOTRON, TITAN, changed
 
 
 @pytest.mark.parametrize("row", [TITAN, NANOTRON], ids=["titan", "nanotron"])
@@ -98,7 +67,7 @@ def test_every_field_counts(section: str, fields: dict[str, Any]) -> None:
         (TITAN, "model", {"heads": 0}, "heads"),
         (NANOTRON, "parallel", {"zero_stage": 3}, "zero_stage 3"),
         (NANOTRON, "parallel", {"tp": 3}, "tp 3"),
-        (NANOTRON, "training", {"activation_checkpointing": "full"}, "recomputation"),
+        (NANOTRON, "training", {"activation_checkpointing": "full"}, "activation_checkpointing"),
     ],
 )
 def test_what_is_unknown_is_skipped(
@@ -183,27 +152,82 @@ def test_memory_that_runs_out_makes_the_process_wait() -> None:
     assert published._lagging(shape, job, QUEUE, least // 2).reserved_bytes == least
 
 
+def a_job(tp: int, pp: int, **fields: Any) -> tuple[Shape, Job]:
+    shape = Shape(layers=16, hidden=1024, heads=32, kv_heads=32, head_dim=32, mlp=4096, vocab=32768)
+    sizes = {"batch": 1, "accumulate": 64, "dp": 2, "zero": 1} | fields
+    job = Job(stage=stages(shape, pp)[0], rank=0, seq_len=4096, tp=tp, pp=pp, **sizes)
+    return shape, job
+
+
+def lag(tp: int, pp: int, **fields: Any) -> int:
+    shape, job = a_job(tp, pp, **fields)
+    return lag_of(shape, job, made_of(shape, job))
+
+
 def test_the_process_waits_where_its_code_does() -> None:
-    shape = Shape(layers=8, hidden=1024, heads=32, kv_heads=32, head_dim=32, mlp=4096, vocab=32768)
-
-    def lag(tp: int, pp: int, dp: int = 2, accumulate: int = 8) -> int:
-        stage = stages(shape, pp)[0]
-        return lag_of(Job(stage=stage, rank=0, batch=2, seq_len=1024, accumulate=accumulate,
-                          dp=dp, tp=tp, pp=pp, zero=1))  # fmt: skip
-
     assert lag(1, 1) == 0
-    assert lag(8, 2) < lag(8, 4) < lag(8, 1) < lag(32, 1) == QUEUE
-    assert lag(8, 1, accumulate=1) < lag(8, 1)
-    assert lag(8, 4, dp=8) < lag(8, 4, dp=7)  # 256 ranks.
-    assert not stalls(512, 1, 1)
-    assert stalls(2, 32, 2)
-    assert not stalls(2, 16, 2)
+    assert lag(2, 1) < lag(4, 1) < lag(8, 1) < lag(32, 1) == QUEUE
+    # The first gradient is awaited after as many forwards as there are stages.
+    assert lag(8, 2) == 0
+    forward, _ = made_of(*a_job(8, 4))
+    assert lag(8, 4) == 2 * forward
+    assert lag(8, 4, accumulate=3) == forward
+    assert lag(8, 8) < lag(8, 1)
+    assert lag(8, 4, dp=8, batch=2) < lag(8, 4, dp=7, batch=2)  # 256 ranks.
 
 
-def test_a_stalled_pipeline_waits_for_each_hand_over() -> None:
-    assert stalled_seconds(64, 1, 8, 100) == pytest.approx(STALL_S * (4 * 100 + 2 * 5))
-    assert stalled_seconds(16, 8, 2, 100) == pytest.approx(STALL_S * (2 * 100 + 1))
-    assert stalled_seconds(4, 8, 2, 100) == stalled_seconds(512, 1, 1, 100) == 0
+def test_a_slow_device_falls_behind() -> None:
+    assert lag(8, 2, batch=16) == 0 < lag(8, 2, batch=64) < lag(8, 2, batch=128)
+    # Without a backward and a forward in a row there is less to fall behind in.
+    assert 0 < lag(8, 2, batch=64, accumulate=2) < lag(8, 2, batch=64)
+    assert lag(2, 2, batch=16) > 0  # A quarter of the ranks: each has four times as much to do.
+    # In one microbatch no process gets far ahead of the others, unless the device is slow.
+    assert lag(8, 1, accumulate=1) < lag(8, 1, accumulate=8) < lag(8, 1)
+    assert lag(8, 1, accumulate=1) < lag(8, 1, accumulate=1, batch=32)
+    # Nor does it matter where collectives leave the node: the device waits for these.
+    assert lag(16, 1, accumulate=1) == lag(16, 1, accumulate=1, batch=32)
+
+
+def test_jobs_stall_that_wait_for_their_network() -> None:
+    def told(dp: int, tp: int, pp: int, zero: int = 1, batch: int = 2) -> bool:
+        return stalls(dp=dp, tp=tp, pp=pp, zero=zero, batch=batch)
+
+    assert told(1, 32, 2)
+    assert not told(2, 16, 2)
+    assert [told(dp, 8, 2) for dp in (8, 16, 32)] == [False, True, True]
+    assert [told(8, 8, 4, batch=batch) for batch in (1, 2)] == [False, True]
+    assert told(32, 4, 2, batch=1)
+    assert not told(32, 4, 2, zero=0)
+    assert told(1, 16, 16, zero=0)  # One data rank has nothing to cut.
+    assert told(64, 4, 2, zero=0, batch=1)
+    assert [told(512 // tp, tp, 1) for tp in (1, 4, 16, 32)] == [False, True, True, False]
+    assert not told(32, 8, 1)
+
+
+def test_a_stalled_job_waits_for_each_message() -> None:
+    def waits(dp: int, tp: int, pp: int, **fields: Any) -> float:
+        shape, job = a_job(tp, pp, dp=dp, accumulate=100, **fields)
+        return stalled_seconds(job, shape)
+
+    assert waits(64, 1, 8) == pytest.approx(STALL_S * (4 * 100 + 2 * 5))
+    assert waits(32, 8, 2) == pytest.approx(STALL_S * (2 * 100 + 1))
+    assert waits(4, 8, 2) == waits(512, 1, 1) == 0
+    assert waits(64, 8, 1) == pytest.approx(STALLED_RANK_S * 100 * 16 * 8 * 8)
+    assert waits(64, 8, 1, zero=0) > waits(64, 8, 1)
+
+
+def test_a_job_that_stalls_leaves_a_rank_only_past_its_share() -> None:
+    """Where shares are whole blocks, the first rank has one more."""
+    shape = Shape(layers=16, hidden=2048, heads=32, kv_heads=32, head_dim=64, mlp=8192,
+                  vocab=131072, tied=True)  # fmt: skip
+    assert [s.layers for s in stages(shape, 2, is_past=True)] == [11, 5]
+    assert stages(shape, 8)[0] == stages(shape, 8, is_past=True)[0]
+    rows = [changed(changed(NANOTRON, "model", hidden=2048, ffn=8192, layers=16, vocab=131072),
+                    "parallel", dp=dp, tp=1, pp=2, zero_stage=1) for dp in (128, 256)]  # fmt: skip
+    held = [mapping.case_of(row).job.stage.layers for row in rows]  # type: ignore[union-attr]
+    assert held == [11, 11]
+    row = changed(rows[0], "parallel", dp=64)
+    assert mapping.case_of(row).job.stage.layers == 10  # type: ignore[union-attr]
 
 
 def test_what_was_given_back_is_not_held() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from meshplan.errors import PlanError
 from meshplan.memory import EventLog
-from meshplan.memory.replay import gather, optimizer, reduction, replay, shards, units
+from meshplan.memory.replay import gather, loops, optimizer, reduction, replay, shards, units
 from meshplan.memory.work import Work
 from tests import replayed
 from tests.test_memory_exact import CASES, FULL
@@ -34,6 +34,8 @@ REFUSED = {
     "stages, ZBV": "a backward in two halves",
     "stages of an encoder and a decoder": "parameters that several stages hold",
 }
+IN_PARTS = ("full_shard, muon", "zero1, muon")
+"""What DTensor gathers for products of matrices in parts."""
 DEFAULT = (
     "full_shard of odd sizes", "zero1, accumulated", "full_shard, fp16, clipped",
     "hybrid_shard, accumulated, bf16", "ddp, accumulated", "tp x full_shard, sequence",
@@ -47,7 +49,7 @@ DEFAULT = (
     [
         pytest.param(case, marks=[] if case in DEFAULT else [pytest.mark.wide])
         for case, (_, _, _, *how) in CASES.items()
-        if case not in REFUSED and set(how) <= {*optimizer.OPTIMIZERS}
+        if case not in {*REFUSED, *IN_PARTS} and set(how) <= {*optimizer.OPTIMIZERS, *loops.LOOPS}
     ],
 )
 def test_the_composed_step_is_the_traced_step(apart: ProcessPoolExecutor, case: str) -> None:
@@ -112,8 +114,16 @@ def test_what_has_no_rule_is_refused_by_name(case: str) -> None:
     nothing = Work(EventLog((), (), ("before",)), (), {})
     with pytest.raises(PlanError, match=REFUSED[case]):
         replay(nothing, found, "adamw")
-    with pytest.raises(PlanError, match="lion"):
-        replay(nothing, found, "lion")
+    with pytest.raises(PlanError, match="sophia"):
+        replay(nothing, found, "sophia")
+
+
+@pytest.mark.parametrize("case", IN_PARTS)
+def test_matrices_in_parts_are_refused(case: str) -> None:
+    model, world, plan, how = CASES[case]
+    _, found, _ = replayed.decided(model, plan, world)
+    with pytest.raises(PlanError, match="what DTensor gathers where muon steps"):
+        replay(Work(EventLog((), (), ("before",)), (), {}), found, how)
 
 
 def _instead(owner: Any, name: str, wrong: Any) -> Callable[[], None]:

@@ -53,6 +53,12 @@ QWEN = LLAMA | {
     "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 3,
     "moe_intermediate_size": 40, "mlp_only_layers": [1],
 }  # fmt: skip
+DEEPSEEK = LLAMA | {
+    "model_type": "deepseek_v3", "num_key_value_heads": 4, "moe_intermediate_size": 40,
+    "n_routed_experts": 64, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1, "q_lora_rank": 28, "kv_lora_rank": 20, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 24, "head_dim": 8,
+}  # fmt: skip
 
 
 def plan_of(schedule: str, pp: int = 2, microbatches: int = 4, **more: Any) -> dict[str, Any]:
@@ -105,6 +111,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mixtral, recomputed": (MIXTRAL, plan_of("Interleaved1F1B", virtual=2, **AGAIN, **MIXED)),
     "qwen, some blocks dense, selective": (
         QWEN, plan_of("GPipe", activation_checkpointing="selective", **MORE)),
+    "deepseek": (DEEPSEEK, plan_of("1F1B", 4, 8, **MIXED)),
+    "deepseek, interleaved, recomputed": (
+        DEEPSEEK, plan_of("Interleaved1F1B", virtual=2, **AGAIN, **MIXED)),
 }  # fmt: skip
 DEFAULT = {"interleaved, recomputed": 3, "gpt2, tied, clipped": 0}
 """One rank of each; the wide run takes one of every stage."""

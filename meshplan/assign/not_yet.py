@@ -22,14 +22,14 @@ def not_yet(spec: Spec) -> list[Problem]:
         if condition:
             open_.append((path, what, fix))
 
-    for where, offload in (
-        ("", spec.offload),
-        *((f"rules[{r.index}].", r.offload) for r in spec.rules),
-    ):
-        for part in ("params", "optimizer", "activations"):
+    parts = ("params", "optimizer", "activations")
+    free(any(getattr(spec.offload, part) == AUTO for part in parts), "offload",
+         "'offload: auto'", "write none, params or {activations: true}")  # fmt: skip
+    for rule in spec.rules:
+        for part in parts:
             ask(
-                getattr(offload, part, None) == AUTO,
-                f"{where}offload.{part}",
+                getattr(rule.offload, part, None) == AUTO,
+                f"rules[{rule.index}].offload.{part}",
                 "a choice of what to offload",
                 "write true or false for each part",
             )

@@ -11,7 +11,7 @@ Source: transformers 5.23, `models/<family>/configuration_*.py` and `modeling_*.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from meshplan.blueprint.config import Facts, read_json
 from meshplan.blueprint.families import FAMILIES, GPT2_DEFAULTS
 from meshplan.blueprint.modules import build_decoder, build_gpt2
 from meshplan.blueprint.outline import decoder_outline, gpt2_outline
+from meshplan.blueprint.parts import dense_layers
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.flow import Flow
 from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
@@ -42,14 +43,17 @@ def from_params(num_params: int) -> ModelGraph:
 
 
 def from_config(
-    path: str | Path, origin: Origin | None = None, *, blocks: int | None = None
+    path: str | Path,
+    origin: Origin | None = None,
+    *,
+    blocks: int | Sequence[int] | None = None,
 ) -> ModelGraph:
     """The graph of the model that a Hugging Face config.json describes.
 
     Args:
         path: The file, or the directory that holds it.
         origin: Where the user named the path, for problems with the file itself.
-        blocks: How many blocks to give it instead of its own number.
+        blocks: How many blocks to give it instead of its own number; or which of its own.
 
     Raises:
         SpecError: The file cannot be read, or describes nothing that can be built.
@@ -59,9 +63,29 @@ def from_config(
         file = file / "config.json"
     content = read_json(file, origin)
     if blocks is not None:
-        key = "n_layer" if content.get("model_type") == "gpt2" else "num_hidden_layers"
-        content = {**content, key: blocks}
+        content = with_blocks(content, blocks, str(file))
     return from_mapping(content, file=str(file))
+
+
+def with_blocks(
+    content: Mapping[str, Any], blocks: int | Sequence[int], file: str
+) -> Mapping[str, Any]:
+    """A config of other blocks, kept in their order."""
+    model_type = str(content.get("model_type"))
+    if model_type not in FAMILIES:
+        count = blocks if isinstance(blocks, int) else len(blocks)
+        return {**content, "n_layer": count}
+    family = FAMILIES[model_type]
+    if isinstance(blocks, int) or not family.mixes_dense:
+        count = blocks if isinstance(blocks, int) else len(blocks)
+        return {**content, "num_hidden_layers": count}
+    facts = Facts(content, family.defaults, file)
+    dense = dense_layers(family, facts, max(blocks) + 1)
+    places = [place for place, number in enumerate(sorted(blocks)) if number in dense]
+    content = {**content, "num_hidden_layers": len(blocks)}
+    if family.mixes_dense == "first_k_dense_replace":
+        return {**content, family.mixes_dense: len(places)}
+    return {**content, family.mixes_dense: 1, "mlp_only_layers": places}
 
 
 def from_mapping(config: Mapping[str, Any], file: str = "<config>") -> ModelGraph:

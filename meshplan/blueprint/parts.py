@@ -62,6 +62,9 @@ def _latent(family: Family, facts: Facts, build: Builder) -> tuple[Put, int]:
             f"every head has keys and values of its own, so there are {heads} of them",
             "write num_attention_heads, or leave it out",
         )
+    if facts.config.get("head_dim") not in (None, turned):
+        what = "positions are made for as many features as they turn, which are qk_rope_head_dim"
+        facts.problem("head_dim", what, f"write {turned}, or leave it out")
     norm, wide = f"{family.prefix}RMSNorm", heads * (straight + turned)
     sizes = MappingProxyType({"num_heads": heads, "num_key_value_groups": 1})
 

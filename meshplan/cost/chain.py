@@ -6,9 +6,8 @@ follow from the same sizes, what is saved from playing them. Alike blocks are on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Final
 
 from meshplan.cost.reading import Place, Reading, is_chosen
 from meshplan.cost.tallies import sent, tally
@@ -24,9 +23,6 @@ from meshplan.memory.experts import Spread
 from meshplan.memory.shape import shape_of
 from meshplan.memory.styled import Styled
 from meshplan.memory.tape import Row, Tape
-
-_SHOWN: Final = 3
-"""Blocks that show a first one, one in the middle and a last one."""
 
 Triple = tuple[float, float, float]
 
@@ -61,9 +57,6 @@ def chain_of(
         PlanError: The model's operations are not known, or tp does not divide its sizes.
     """
     shape = shape_of(graph)
-    if shape.dense:
-        what = "blocks with experts and blocks without take turns, which a chain does not know"
-        raise PlanError(Problem(what, fix="state all that is open: estimate tells their memory"))
     sizes = {
         "attention heads": shape.heads,
         "key/value heads": shape.kv_heads,
@@ -81,16 +74,24 @@ def chain_of(
     ]:
         raise PlanError(problems)
 
-    def write(layers: int, batch: int) -> Tape:
+    looks = tuple(map(shape.is_sparse, range(shape.layers)))
+    shown = shown_of(looks)
+    few = replace(
+        shape,
+        layers=len(shown),
+        dense=frozenset(place for place, n in enumerate(shown) if n in shape.dense),
+    )
+
+    def write(_: int, batch: int) -> Tape:
         run = Run(batch=batch, seq_len=seq_len, element_bytes=element_bytes, tp=tp,
                   is_sequence=is_sequence and tp > 1, is_cuda=is_cuda,
                   spread=Spread(ep), loss_chunks=loss_chunks)  # fmt: skip
         if styled is not None:
-            return tape_of(replace(shape, layers=layers), replace(run, styled=styled))
-        return decoder_tape(replace(shape, layers=layers), run, cuts_loss=cuts_loss)
+            return tape_of(few, replace(run, styled=styled))
+        return decoder_tape(few, run, cuts_loss=cuts_loss)
 
     return chain_of_tapes(
-        write, num_blocks=shape.layers, seq_len=seq_len, element_bytes=element_bytes
+        write, num_blocks=shape.layers, seq_len=seq_len, element_bytes=element_bytes, looks=looks
     )
 
 
@@ -101,27 +102,32 @@ def chain_of_tapes(
     seq_len: int,
     element_bytes: int,
     keeps: Callable[[Row], bool] = is_chosen,
+    looks: Sequence[Hashable] = (),
 ) -> Chain:
-    """The chain of a model of equal blocks whose tapes somebody writes.
+    """The chain of a model of few kinds of blocks whose tapes somebody writes.
 
     Args:
-        write: (blocks, samples) -> the tape of a microbatch, its blocks in `units`.
+        write: (blocks, samples) -> the tape of a microbatch, its blocks in `units`; those that
+            `shown_of` names.
         num_blocks: Of the model.
         keeps: As in `reading.Reading`.
+        looks: Of each block, what it has in common with those of its kind; () where all are alike.
 
-    Assumes: blocks between the first and the last one are alike.
+    Assumes: blocks between the first and the last one that look alike are alike.
     """
-    shown = min(num_blocks, _SHOWN)
+    looks = looks or (None,) * num_blocks
+    shown = shown_of(looks)
     one, two = (
-        Reading(write(shown, batch), seq_len, element_bytes, keeps=keeps) for batch in (1, 2)
+        Reading(write(len(shown), batch), seq_len, element_bytes, keeps=keeps) for batch in (1, 2)
     )
     places = list(zip(one.places(), two.places(), strict=True))
-    found = _fold([_kind(*pair) for pair in places])
-    middle = shown // 2
+    found = _fold([_kind(*pair) for pair in places], [looks[n] for n in shown])
     blocks = [n for n, kind in enumerate(found) if kind.has_options]
     before, after = found[: blocks[0]], found[blocks[-1] + 1 :]
-    inner = [found[n] for n in blocks]
-    inner = inner[:middle] + [inner[middle]] * (num_blocks - shown + 1) + inner[middle + 1 :]
+    standing = {looks[n]: blocks[place] for place, n in enumerate(shown)}
+    standing |= {looks[n]: blocks[place] for place, n in [*enumerate(shown)][1:-1]}
+    inner = [found[standing[look]] for look in looks]
+    inner[0], inner[-1] = found[blocks[0]], found[blocks[-1]]
     name = places[blocks[0]][0].name.rpartition(".")[0]
     kinds: dict[Kind, int] = {}
     order = [kinds.setdefault(kind, len(kinds)) for kind in (*before, *inner, *after)]
@@ -160,17 +166,32 @@ def _most(one: Sequence[int], two: Sequence[int]) -> Triple:
     return a, b, c
 
 
-def _fold(kinds: Sequence[Kind]) -> list[Kind]:
+def shown_of(looks: Sequence[Hashable]) -> tuple[int, ...]:
+    """Blocks that show all others: the first, the last, and one of each kind between them."""
+    last, between = len(looks) - 1, dict[Hashable, int]()
+    for number in range(1, last):
+        between.setdefault(looks[number], number)
+    return tuple(dict.fromkeys((0, *between.values(), last)))
+
+
+def _fold(kinds: Sequence[Kind], looks: Sequence[Hashable]) -> list[Kind]:
     """Blocks that work alike are one kind; what the ends hold more is charged next to them.
 
     The first block's input outlives it where the model's own frame holds it: one boundary that no
     other block shows, and that is charged if it is there whatever runs again. A search over kinds
     gains more from one kind than it loses by that.
+
+    Args:
+        looks: Of each block that is shown.
     """
     out = list(kinds)
     blocks = [n for n, kind in enumerate(kinds) if kind.has_options]
-    middle = kinds[blocks[len(blocks) // 2]]
-    for n, beside in ((blocks[0], blocks[0] - 1), (blocks[-1], blocks[-1] + 1)):
+    middles = dict(zip(looks, blocks, strict=True))
+    middles |= dict(zip(looks[1:-1], blocks[1:-1], strict=True))
+    for look, n, beside in (
+        (looks[0], blocks[0], blocks[0] - 1), (looks[-1], blocks[-1], blocks[-1] + 1),
+    ):  # fmt: skip
+        middle = kinds[middles[look]]
         alike = replace(
             kinds[n], name=middle.name, saved_bytes=middle.saved_bytes,
             transient_bytes=middle.transient_bytes,
@@ -184,10 +205,13 @@ def _fold(kinds: Sequence[Kind]) -> list[Kind]:
             out[beside], saved_bytes=(saved[0] + more, saved[1] + more, saved[2] + more)
         )
         out[n] = middle
-    transient = _maximum([kinds[n].transient_bytes for n in blocks])
-    first = kinds[blocks[0]].name
-    middle_at_end = replace(middle, name=first, transient_bytes=transient)
-    return [middle_at_end if kind == middle else kind for kind in out]
+    for look, place in middles.items():
+        same = [n for n, own in zip(blocks, looks, strict=True) if own == look]
+        middle = kinds[place]
+        transient = _maximum([kinds[n].transient_bytes for n in same])
+        as_one = replace(middle, name=kinds[same[0]].name, transient_bytes=transient)
+        out = [as_one if kind == middle else kind for kind in out]
+    return out
 
 
 def _maximum(triples: Sequence[Triple]) -> Triple:

@@ -12,13 +12,19 @@ GRID: Final = np.dtype(
         (name, np.int32)
         for name in (
             "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep",
-            "virtual", "micro", "microbatches", "mode", "schedule",
+            "virtual", "micro", "microbatches", "mode", "schedule", "offload",
         )
     ]
 )  # fmt: skip
 """`micro`: samples of one microbatch of one data rank. `microbatches`: of one step of one data
 rank, whether a pipeline runs them or the loop accumulates. `mode`, `schedule`: places in MODES and
-SCHEDULE_WORDS. `virtual`: stages of one pipeline rank."""
+SCHEDULE_WORDS. `virtual`: stages of one pipeline rank. `offload`: of the whole model, what lies on
+the host, as bits."""
+
+PARAMS_THERE: Final = 1
+"""Of `offload`: parameters, their gradients and the optimizer's states."""
+ACTIVATIONS_THERE: Final = 2
+"""Of `offload`: what blocks keep for backward, all of them recomputed in full."""
 
 MODES: Final = ("ddp", "zero1", "shard")
 """How data ranks hold a model. "shard" covers full_shard, zero2 and their hybrids: they differ in

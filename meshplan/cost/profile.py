@@ -24,6 +24,11 @@ WORST_RESIDUAL: Final = 0.10
 """A fit that is further off, as a root mean square, is no profile."""
 
 
+HOST_BYTES_PER_S: Final = 60e9
+"""Source: Ren et al. 2021 (ZeRO-Offload), table 4: PyTorch's Adam takes 1.39 s for 1e9 parameters
+on two Xeon Platinum 8168; at 84 bytes a parameter (21 passes in float32, as `optimizer_bytes`)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """What a step's time follows from, beside the model and the plan.
@@ -43,10 +48,14 @@ class Profile:
             between nodes for each device.
         intra_latency_s, inter_latency_s: Of one hop.
         contention: Share of hidden communication by which it slows what hides it.
+        contention_alone: Likewise, where DDP's ranks are alone on their nodes: a ring that only
+            leaves them takes little of the device. None for no difference.
         pcie_bytes_per_s: Between the device and its host.
         optimizer_bytes: That an update reads and writes, for each byte of a parameter.
         tp_exposed: Share of what tp sends that nothing hides.
         crossing_s: To hand anything to the next stage, however little.
+        host_bytes_per_s: What elementwise kernels of a node's processors reach of its memory, all
+            together.
         gathers_once: Whether ZeRO-1 gathers parameters after each update, and not in each forward.
         sources: Where the constants come from.
         residual: Root mean square of the fit's relative errors; None where nothing was fitted.
@@ -74,6 +83,8 @@ class Profile:
     optimizer_bytes: float
     tp_exposed: float = 1.0
     crossing_s: float = 0.0
+    contention_alone: float | None = None
+    host_bytes_per_s: float = HOST_BYTES_PER_S
     gathers_once: bool = False
     sources: tuple[str, ...] = ()
     residual: float | None = None
@@ -174,6 +185,7 @@ def resolve(cluster: Cluster, framework: str, dtype: str, facts: Mapping[str, An
         optimizer_bytes=constants["optimizer_bytes"],
         tp_exposed=constants["tp_exposed"],
         crossing_s=constants["crossing_s"],
+        contention_alone=constants.get("contention_alone"),
         gathers_once=facts.get("gathers_once", False),
         sources=sources,
         residual=facts.get("residual"),

@@ -26,7 +26,7 @@ KEPT: Final = frozenset({"mm", "addmm", "grouped_mm", "bmm", "convolution", "att
 _PRODUCTS: Final = frozenset({"mm", "grouped_mm", "bmm", "column", "row"})
 """Products: with a parameter, with one for each group of rows, of two activations, and nanotron's
 with a collective in them."""
-_INT32: Final = 4
+_FOUR: Final = 4  # Bytes of an int32, and of a float32.
 _ATTENTION: Final = frozenset({"attention", "bmm"})
 _ATTENTION_BACK: Final = 2.5
 _SENT: Final = {
@@ -160,12 +160,12 @@ class Reading:
         return sum(map(self._size, values))
 
     def _flops(self, row: Row) -> float:
-        size = self._element_bytes
         if row.flops:
             return row.flops
+        size = _FOUR if self._tape.in_float32 & {*row.makes} else self._element_bytes
         if row.op == "attention":
-            # Two products of length x length by the heads' width, of which half is masked.
-            return 2.0 * (self._size(row.reads[0]) // size) * self._seq_len
+            both = self._size(row.reads[0]) + self._size(row.makes[0])
+            return 1.0 * (both // size) * self._seq_len  # Half of what both take is masked.
         if row.op not in _PRODUCTS:
             return 0.0
         # (mk)(kn)(mn) is the square of mnk.
@@ -173,17 +173,22 @@ class Reading:
             sizes = (*map(self._size, row.reads[:2]), self._size(row.makes[0]))
             count = max(sizes) // size // self._seq_len**2
         else:
-            sizes, count = (self._given(row), row.parameters[0][1], self._made(row)), 1
+            sizes, count = (self._given(row), self._weight(row), self._made(row)), 1
             if row.op == "grouped_mm":  # A row meets the weights of one group.
                 count = self._num_groups(row)
         return 2.0 * math.sqrt(math.prod(each // size for each in sizes) / count)
 
     def _num_groups(self, row: Row) -> int:
         """Of a grouped product, which reads where each one ends."""
-        return self._size(row.reads[1]) // _INT32
+        return self._size(row.reads[1]) // _FOUR
+
+    def _weight(self, row: Row) -> int:
+        """Of the weight of a product: a parameter, unless it reads something made of one."""
+        is_made = row.op == "mm" and len(row.reads) > 1
+        return self._size(row.reads[1]) if is_made else row.parameters[0][1]
 
     def _given(self, row: Row) -> int:
-        """Of what a product reads, whole where it gathers that first."""
+        """Of what a product reads, whole where it gathers first."""
         return max(self._size(row.reads[0]), row.takes_back if row.op == "column" else 0)
 
     def _made(self, row: Row) -> int:

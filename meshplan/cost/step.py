@@ -31,9 +31,11 @@ from meshplan.cost.grid import (
     OPTION_RECOMPUTE,
     OPTION_RESHARD,
     OPTIONS,
+    PARAMS_THERE,
     SCHEDULE_WORDS,
     in_halves,
 )
+from meshplan.cost.host import Crossing, crossing, host_rate
 from meshplan.cost.profile import Profile
 from meshplan.cost.shares import expert_share, share, trained
 from meshplan.cost.types import Kind, Sent, Tally
@@ -117,9 +119,19 @@ def compute_seconds(tally: Tally, samples: Array | float, profile: Profile) -> A
     return np.asarray(tally.kernels * profile.kernel_s + np.maximum(flops, read) + moved)
 
 
-def hidden(work: Array, behind: Array, profile: Profile) -> Array:
-    """Two things at once, of which one slows the other."""
-    return np.maximum(work, behind) + profile.contention * np.minimum(work, behind)
+def hidden(
+    work: Array, behind: Array, quiet: Array | float = 0.0, *, contention: Array | float
+) -> Array:
+    """Two things at once, of which one slows the other.
+
+    Args:
+        quiet: What follows `behind`, and slows nothing: copies, which no kernel makes.
+    """
+    return np.asarray(np.maximum(work, behind + quiet) + contention * np.minimum(work, behind))
+
+
+def _one_by_one(work: Array, behind: Array, quiet: Array | float = 0.0) -> Array:
+    return work + behind + quiet
 
 
 def terms(
@@ -147,7 +159,7 @@ def terms(
     """
     rows = rows or Rows(grid, profile, gpus_per_node, widths_of(precision, dtype))
     is_awaited = not kind.has_options if is_awaited is None else is_awaited
-    join = (lambda a, b: a + b) if is_awaited else partial(hidden, profile=profile)
+    join = _one_by_one if is_awaited else partial(hidden, contention=profile.contention)
     forward_c, backward_c = rows.compute(kind.forward), rows.compute(kind.backward)
     forward_t, backward_t = rows.sent(kind.sent_forward), rows.sent(kind.sent_backward)
     keys = rows.exchanged(kind.exchanged_bytes) if exchanges else rows.keys(kind.context_bytes)
@@ -157,12 +169,14 @@ def terms(
     if kind.frozen:
         _, reduced, summed, whole = rows.data(trained(kind))
     halved = in_halves(grid)
+    there: Array | float
+    there, back, waited_for = rows.crossing(kind) if rows.offloads else (0.0, 0.0, 0.0)
     is_whole, is_at_once = rows.mode == _DDP, (rows.mode == _SHARD) & ~halved
     gathers = gathered if whole is None else np.where(is_whole, 0.0, gathered)
     after = np.zeros_like(gathered)
     if profile.gathers_once:
         after = np.where(rows.mode == _ZERO1, gathered, 0.0)
-    waited = join(forward, gathers - after)
+    waited = join(forward, gathers - after, there)
     forwards, first, last = [], [], []
     backwards = []
     for again, (work, sent) in enumerate(zip(kind.again, kind.sent_again, strict=True)):
@@ -171,18 +185,21 @@ def terms(
         backwards.append(np.maximum(backward_c + backward_t + device, process))
     at_once = np.where(is_at_once, reduced, 0.0)
     later = reduced - at_once + summed
+    back_at_once = np.where(is_at_once, back, 0.0)
     for again, reshard in OPTIONS:
         backward = backwards[again]
         each = at_once + gathers if reshard else at_once
-        usual, end = join(backward, each), join(backward, each + later)
+        copied = back_at_once + there if reshard else back_at_once
+        usual = join(backward, each, copied)
+        end = join(backward, each + later, copied + back - back_at_once)
         if whole is not None:
             usual = np.where(is_whole, backward, usual)
             # DDP knows no root: buckets leave whatever they are of.
-            end = np.where(is_whole, hidden(backward, whole, profile), end)
+            end = np.where(is_whole, hidden(backward, whole, contention=rows.slows()), end)
             later = np.where(is_whole, whole, later)
         end = np.where(halved, usual + later, end)
         forwards.append(waited if reshard else forward)
-        first.append(usual)
+        first.append(usual + waited_for)
         last.append(end - usual + (0.0 if reshard else waited - forward))
     missing = OPTION_RESHARD[None] & ~is_at_once[:, None]
     missing |= (OPTION_RECOMPUTE[None] > 0) & halved[:, None]
@@ -223,6 +240,8 @@ class Rows:
         self.grid, ep = grid, grid["ep"].astype(np.float64)
         self.along_ep, self.along_rest = near(ep, tp * cp), near(self.shards / ep, tp * cp * ep)
         has_whole = bool((self.mode == _DDP).any())
+        self.offloads = bool(grid["offload"].any())
+        self._per_node = gpus_per_node
         self.along_all = near(self.shards * replicate, tp) if has_whole else None
 
     def compute(self, tally: Tally) -> Array:
@@ -296,11 +315,25 @@ class Rows:
             return gathered, reduced, summed, None
         return gathered, reduced, summed, all_reduce(numel * widths.stored, self.along_all, profile)
 
+    def slows(self) -> Array | float:
+        """By what share of it DDP's sum slows the backward that hides it."""
+        usual, alone, group = self.profile.contention, self.profile.contention_alone, self.along_all
+        if alone is None or group is None:
+            return usual
+        return np.where((group.per_node == 1) & (group.nodes > 1), alone, usual)
+
     def update(self, kind: Kind) -> Array:
         held = np.where(self.mode == _DDP, float(sum(kind.numels)), share(self.grid, kind))
         widths = self.widths
         moved = held * (widths.stored * self.profile.optimizer_bytes + widths.unscaling)
-        return np.asarray(moved / self.profile.memory_bytes_per_s)
+        rate: Array | float = self.profile.memory_bytes_per_s
+        if self.offloads:
+            is_there = (self.grid["offload"] & PARAMS_THERE) > 0
+            rate = np.where(is_there, host_rate(self.grid, self.profile, self._per_node), rate)
+        return np.asarray(moved / rate)
+
+    def crossing(self, kind: Kind) -> Crossing:
+        return crossing(self.grid, kind, self.profile, self._per_node, self.widths.stored)
 
 
 def crossing_seconds(grid: Array, num_bytes: float, profile: Profile, gpus_per_node: int) -> Array:

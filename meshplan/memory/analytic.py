@@ -11,8 +11,9 @@ from typing import Final
 
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
-from meshplan.memory.blocks import Part, gpt2_block, llama_block, rms_norm
+from meshplan.memory.blocks import gpt2_block, llama_block
 from meshplan.memory.chunked_loss import chunked_cross_entropy
+from meshplan.memory.common import Part, rms_norm
 from meshplan.memory.cut_loss import cross_entropy_of_parts
 from meshplan.memory.experts import ONE_RANK, Spread
 from meshplan.memory.gathered import Gathered
@@ -111,11 +112,12 @@ def tape_of(shape: Shape, run: Run) -> Tape:
     block, blocks = (llama_block, "layers") if is_llama else (gpt2_block, "h")
     for number in range(shape.layers):
         start, fqn = len(tape.rows), f"{body.module}.{blocks}.{number}"
-        saved = run.saved(number)
+        saved, runs_again = run.saved(number), number in run.recomputed
         entered, on_host = x, number in run.hosted
-        x = block(replace(w.at(fqn), saves=saved or PRODUCTS), shape, x, part)
+        at = replace(w.at(fqn), saves=saved or PRODUCTS, runs_again=runs_again)
+        x = block(at, shape, x, part)
         tape.units.append((fqn, start, len(tape.rows)))
-        if number in run.recomputed:
+        if runs_again:
             w.recomputed(
                 start, keeps_chosen=bool(saved), given=part.given, on_host=on_host, enters=entered
             )
@@ -148,20 +150,21 @@ def tape_of(shape: Shape, run: Run) -> Tape:
     else:
         w.cross_entropy(logits, targets, run.element_bytes)
     tape.hold(logits)
+    tape.logits = tape.base[logits]
     tape.lays_itself |= run.lays_itself
     return tape
 
 
 def _rotary(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tuple[int, ...]]:
     """Words; the angles that every block rotates by."""
-    frequencies = w.tape.value(2 * -(-shape.head_dim // 2) * _FP32)
+    frequencies = w.tape.value(2 * -(-shape.turned // 2) * _FP32)
     w.tape.before[frequencies] = Term.BUFFERS
     part = _part(shape, run)
     positions, told = _given_positions(w, run)
     x = look_up(w, part.styled, ids, shape.vocab, shape.hidden, "embed_tokens")
     if positions is None:
         positions = w.row("arange", (), run.seq_len * _ID)
-    at, size = w.at(f"{w.module}.rotary_emb"), run.seq_len * shape.head_dim
+    at, size = w.at(f"{w.module}.rotary_emb"), run.seq_len * shape.turned
     cos, sin = (at.row(name, (positions,), size * run.element_bytes) for name in ("cos", "sin"))
     part = replace(part, cos=cos, sin=sin, given=(positions,), told=told)
     return x, part, (positions, cos, sin, x)

@@ -13,18 +13,41 @@ from meshplan.memory.row import Grad
 from meshplan.memory.rows import Writer
 
 _FP32: Final = 4
+_NARROW: Final = 128
+"""Features of a head up to which gradients of keys and values stay in registers."""
+_TILE: Final = (128, 64)
+"""Rows and keys of one block of the kernel for wider heads."""
+_LOCK: Final = 4
+"""Elements of a tile beside the gradient itself."""
+_MOST_SPLITS: Final = 200
 
 
 def attend(
-    w: Writer, q: int, k: int, v: int, head_dim: int, seq_len: int, *, is_fused: bool = True
+    w: Writer,
+    q: int,
+    k: int,
+    v: int,
+    head_dim: int,
+    seq_len: int,
+    *,
+    is_fused: bool = True,
+    value_dim: int = 0,
 ) -> int:
     """Of queries that share keys and values, if there are more of them.
 
     Args:
         is_fused: Whether one kernel does it all; see `memory.fused`.
+        value_dim: Features of one head of values, where they are others than of keys.
     """
     if not is_fused:
         return _in_full(w, q, k, v, head_dim, seq_len)
+    if value_dim and value_dim != head_dim:
+        rows = w.size(q) // (head_dim * w.element_bytes)
+        takes = efficient_backward(
+            rows // seq_len, seq_len, seq_len, head_dim, value_dim, w.element_bytes
+        )
+        made = rows * value_dim * w.element_bytes
+        return w.attention(q, k, v, 1, head_dim, takes_back=sum(takes), nbytes=made)
     takes_back = _flash_backward(w, q, k, head_dim, seq_len) if w.is_cuda else 0
     return w.attention(q, k, v, w.size(q) // w.size(k), head_dim, takes_back=takes_back)
 
@@ -41,6 +64,33 @@ def _flash_backward(w: Writer, q: int, k: int, head_dim: int, seq_len: int) -> i
     width = _up(head_dim, 32 if head_dim <= 128 else 64)
     repeated = 2 * w.size(q) if w.size(k) != w.size(q) else 0
     return sums + sums * width + repeated
+
+
+def efficient_backward(
+    num: int, rows: int, keys: int, head_dim: int, value_dim: int, element_bytes: int
+) -> tuple[int, ...]:
+    """What memory-efficient attention takes in backward: sums of rows, and gradients in fp32.
+
+    In half precision, heads of more than 128 features have those of keys and values too.
+
+    Args:
+        num: Heads of all samples.
+        rows, keys: Of one sequence.
+
+    Source: torch 2.13, attention_backward.cu, `_efficient_attention_backward`, for how many parts
+    keys are split into; mem_eff_attention/kernel_backward.h, `workspace_size`, and
+    kernels/cutlassB.h for the sizes of blocks.
+    """
+    sums = _FP32 * num * _up(rows, 32)
+    if element_bytes == _FP32:
+        return (sums,)
+    if max(head_dim, value_dim) <= _NARROW:
+        return (sums, _FP32 * num * _up(rows, 64) * _up(head_dim, 32))
+    down, across = _TILE
+    splits = max(1, min(-(-keys // across), _MOST_SPLITS // num))
+    apart = splits * across * (_up(head_dim, down) + _up(value_dim, down))
+    tiles = -(-rows // down) * -(-head_dim // across) * (_LOCK + down * across)
+    return (sums, _FP32 * num * (apart + tiles))
 
 
 def _up(size: int, multiple: int) -> int:

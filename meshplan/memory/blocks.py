@@ -8,54 +8,17 @@ Source: transformers 5.23, models/<family>/modeling_*.py, activations.py, cache_
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import replace
 
 from meshplan.memory.activations import activate
 from meshplan.memory.attention import attend
-from meshplan.memory.experts import ONE_RANK, Spread, sparse_mlp
-from meshplan.memory.gathered import Gathered, attend_to_gathered, lay
+from meshplan.memory.common import Part, number_of, rms_norm, rotate
+from meshplan.memory.experts import sparse_mlp
+from meshplan.memory.gathered import attend_to_gathered, lay
+from meshplan.memory.latent import latent_attention
 from meshplan.memory.rows import Writer
 from meshplan.memory.shape import Shape
-from meshplan.memory.styled import Entered, Styled, cut_otherwise, project
-from meshplan.memory.tape import Grad
-
-_FP32: Final = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What one rank computes of a block.
-
-    Args:
-        tp: Ranks that heads and feed-forward are cut over, where no style says so.
-        is_sequence: Whether the parts between them are cut over the same ranks by tokens.
-        cos, sin: Values of the rotation; -1 where positions are learned.
-        caches: Whether keys and values are copied into a cache, as transformers does
-            unless `use_cache` is off.
-        given: What every block is called with and does not read.
-        told: What the model is called with and no block is.
-        styled: Which modules tp cuts.
-        seq_len: Tokens of a sequence that attention sees.
-        cp: Ranks that have parts of it, and in attention all of it, of parts of the heads.
-        is_fused: Whether a fused kernel computes it.
-        gathered: Which chunks of a sequence this rank has, if it gathers the keys of all.
-        spread: How experts are spread over ranks.
-    """
-
-    tp: int = 1
-    is_sequence: bool = False
-    cos: int = -1
-    sin: int = -1
-    caches: bool = False
-    given: tuple[int, ...] = ()
-    told: tuple[int, ...] = ()
-    styled: Styled = field(default_factory=Styled)
-    seq_len: int = 1
-    cp: int = 1
-    is_fused: bool = True
-    spread: Spread = ONE_RANK
-    gathered: Gathered | None = None
+from meshplan.memory.styled import Entered, cut_otherwise, project
 
 
 def enter(w: Writer, x: int, part: Part) -> int:
@@ -66,43 +29,6 @@ def enter(w: Writer, x: int, part: Part) -> int:
 def leave(w: Writer, x: int, part: Part) -> int:
     """The sum over ranks, where they end."""
     return w.reduce_scatter(x, part.tp) if part.is_sequence else w.all_reduce(x, part.tp)
-
-
-def number_of(fqn: str) -> int:
-    """Of a block."""
-    return int(fqn.rpartition(".")[2])
-
-
-def rms_norm(w: Writer, x: int, width: int, name: str) -> int:
-    """Written out in fp32: `LlamaRMSNorm` and its copies."""
-    at = w.at(f"{w.module}.{name}" if w.module else name)
-    ratio = _FP32 / w.element_bytes
-    wide = at.cast(x, ratio)
-    size = at.size(wide)
-    row = size // width
-    square = at.row(
-        "pow", (wide,), size, keeps=(wide,), takes_back=2 * size, grads=(Grad(wide, size),)
-    )
-    mean = at.row("mean", (square,), row, grads=(Grad(square, size),))
-    deviation = at.unary("rsqrt", at.shift(mean), keeps_out=True, takes_back=2 * row)
-    product = at.mul(wide, deviation)
-    narrow = at.cast(product, 1 / ratio)
-    size = at.size(narrow)
-    out = at.row(
-        "mul", (narrow,), size, keeps=(narrow,), takes_back=size, grads=(Grad(narrow, size),),
-        parameters=((f"{at.module}.weight", width * w.parameter_bytes),),
-    )  # fmt: skip
-    w.touch(mean, product)
-    return out
-
-
-def rotate(w: Writer, x: int, part: Part) -> int:
-    """`apply_rotary_pos_emb` of queries or of keys."""
-    size = w.size(x)
-    turned = w.times(x, part.cos)
-    low, high = w.slice(x, size // 2), w.slice(x, size // 2)
-    rotated = w.cat(w.scale(high, "neg"), low)
-    return w.add(turned, w.times(rotated, part.sin))
 
 
 def _attend(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
@@ -181,15 +107,24 @@ def gated_mlp(w: Writer, shape: Shape, x: int, part: Part) -> int:
 
 
 def expert_mlp(w: Writer, shape: Shape, x: int, part: Part) -> int:
-    """In the place of `gated_mlp`."""
-    return sparse_mlp(w, shape, x, part.spread)
+    """In the place of `gated_mlp`, beside one where some experts are everyone's."""
+    routed, held = sparse_mlp(w, shape, x, part.spread)
+    if not shape.shared_mlp:
+        w.touch(*held)
+        return routed
+    shared = replace(shape, mlp=shape.shared_mlp)
+    own = gated_mlp(w.at(f"{w.module}.shared_experts"), shared, x, part)
+    out = w.add(routed, own)
+    w.touch(*held)
+    return out
 
 
 def llama_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     """`LlamaDecoderLayer`, and the layers of its shape."""
     names = ("input_layernorm", "post_attention_layernorm")
     feed = expert_mlp if shape.is_sparse(number_of(w.module)) else gated_mlp
-    halves = ((llama_attention, "self_attn"), (feed, "mlp"))
+    attention = latent_attention if shape.latent is not None else llama_attention
+    halves = ((attention, "self_attn"), (feed, "mlp"))
     first = x
     for norm, (half, name) in zip(names, halves, strict=True):
         normed = rms_norm(w, x, shape.hidden, norm)

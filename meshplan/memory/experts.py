@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from meshplan.memory.activations import activate
+from meshplan.memory.routing import route, route_by_groups
 from meshplan.memory.row import Grad, Row
 from meshplan.memory.rows import Writer
 from meshplan.memory.shape import Shape
@@ -46,9 +47,12 @@ ONE_RANK: Final = Spread()
 """All experts are where the tokens are."""
 
 
-def sparse_mlp(w: Writer, shape: Shape, x: int, spread: Spread) -> int:
-    """`MixtralSparseMoeBlock`, and the blocks of its shape."""
-    logits, weights, index = _route(w.at(f"{w.module}.gate"), shape, x)
+def sparse_mlp(
+    w: Writer, shape: Shape, x: int, spread: Spread
+) -> tuple[int, tuple[int, ...]]:  # fmt: skip
+    """(what experts make, what the frame holds), of `MixtralSparseMoeBlock` and its like."""
+    choose = route_by_groups if shape.groups is not None else route
+    logits, weights, index = choose(w.at(f"{w.module}.gate"), shape, x)
     at, start = w.at(f"{w.module}.experts"), len(w.tape.rows)
     if spread.ranks > 1:
         out = _dispatch(at, shape, x, index, weights, spread)
@@ -56,46 +60,12 @@ def sparse_mlp(w: Writer, shape: Shape, x: int, spread: Spread) -> int:
         out = compute(at, shape, x, weights, slots=shape.top_k)
     if spread.is_unit:
         w.tape.units.append((at.module, start, len(w.tape.rows)))
-    w.touch(logits, weights, index)
-    return out
+    return out, (logits, weights, index)
 
 
 def most_arriving(shape: Shape, ranks: int) -> float:
     """`Spread.arriving` where all tokens of all ranks go to the experts of one."""
     return ranks * min(shape.top_k, shape.experts // ranks) / shape.top_k
-
-
-def _route(w: Writer, shape: Shape, x: int) -> tuple[int, int, int]:
-    """(logits, weights, experts) of every token, as `<Family>TopKRouter` gives them."""
-    tape, tokens = w.tape, w.tokens
-    above, _, name = w.module.rpartition(".")
-    logits = w.at(above).linear(x, shape.hidden, shape.experts, name)
-    wide = w.cast(logits, _FP32 / w.element_bytes)
-    size, chosen = w.size(wide), tokens * shape.top_k * _FP32
-    shares = w.row("_softmax", (wide,), size, keeps_out=True, grads=(Grad(wide, size),))
-    weights, index = tape.value(chosen), tape.value(tokens * shape.top_k * _ID)
-    tape.add(
-        Row("topk", w.module, (shares,), (weights, index), (index,), (Grad(shares, size),),
-            takes_back=_apart(w, size))
-    )  # fmt: skip
-    if shape.scales_weights:
-        weights = _to_sum_one(w, weights)
-    if not shape.has_wide_weights:
-        weights = w.cast(weights, w.element_bytes / _FP32)
-    w.touch(shares)
-    return logits, weights, index
-
-
-def _to_sum_one(w: Writer, weights: int) -> int:
-    """Divided in place, so that backward has a copy."""
-    tape, size = w.tape, w.size(weights)
-    total = w.row("sum", (weights,), w.tokens * _FP32, grads=(Grad(weights, 0),))
-    copy, divided = tape.value(size), tape.value(size, of=weights)
-    tape.add(
-        Row("div", w.module, (weights, total), (copy, divided), (total, copy),
-            (Grad(weights, size), Grad(total, w.size(total))), takes_back=3 * size)
-    )  # fmt: skip
-    return divided
 
 
 def _dispatch(
@@ -111,7 +81,7 @@ def _dispatch(
     width = shape.hidden * w.element_bytes
     counts = w.row("where", (index,), table, takes=2 * ids + 1)
     theirs = w.row("all_to_all", (counts,), table, is_sent=True)
-    both = w.row("stack", (counts, theirs), 2 * table)
+    both = w.row("cat", (counts, theirs), 2 * table)
     _, order = _sort(w, ids)
     repeated = w.row("clone", (x,), size, grads=(Grad(x, w.size(x)),))
     own, own_weights = _select(w, repeated, order), _select(w, weights, order)
@@ -141,7 +111,7 @@ def _dispatch(
 def _select(w: Writer, x: int, index: int) -> int:
     """`index_select` of all rows, in another order."""
     size = w.size(x)
-    grads, apart = (Grad(x, size),), _apart(w, size)
+    grads, apart = (Grad(x, size),), w.apart(size)
     return w.row("index_select", (x, index), size, keeps=(index,), grads=grads, takes_back=apart)
 
 
@@ -186,11 +156,10 @@ def compute(w: Writer, shape: Shape, x: int, weights: int, *, slots: int) -> int
     out = _weigh(w, shape, made, own_weights)
     back = w.row("empty_like", (), ids)
     tape.add(Row("index_put", at, (order,), (), takes=ids))
-    w.touch(back)
     out = _take(w, out, back, w.size(out))
     summed = _sum(w, out, slots)
     summed = w.cast(summed, w.size(x) / w.size(summed))
-    w.touch(by_expert, order, rows, own_weights, numbers, count, ends, made, out)
+    w.touch(by_expert, order, rows, own_weights, numbers, count, ends, made, out, back)
     return summed
 
 
@@ -199,13 +168,8 @@ def _take(w: Writer, x: int, index: int, nbytes: int) -> int:
     inside = _TO_PUT * w.size(index) if w.is_cuda else 0
     return w.row(
         "index", (x, index), nbytes, keeps=(index,), grads=(Grad(x, w.size(x)),),
-        takes_back=_apart(w, w.size(x)) + inside,
+        takes_back=w.apart(w.size(x)) + inside,
     )  # fmt: skip
-
-
-def _apart(w: Writer, nbytes: int) -> int:
-    """Zeros that are written to: a tensor more where something watches torch."""
-    return 0 if w.in_place else nbytes
 
 
 def _grouped(w: Writer, shape: Shape, x: int, ends: int, into: int, out: int, name: str) -> int:
@@ -223,8 +187,9 @@ def _weigh(w: Writer, shape: Shape, made: int, weights: int) -> int:
     size, own = w.size(made), w.size(weights)
     is_wider = shape.has_wide_weights and w.element_bytes < _FP32
     wide = size * _FP32 // w.element_bytes if is_wider else size
-    # The gradient of rows is narrowed, and only then that of weights summed.
-    takes_back = 2 * wide - own if is_wider else size
+    # The gradient of rows is narrowed, and only then that of weights summed. What was made again
+    # goes as it is taken out, before that.
+    takes_back = 2 * wide - own - (size if w.runs_again else 0) if is_wider else size
     return w.row(
         "mul", (made, weights), wide, keeps=(made, weights), takes_back=takes_back,
         grads=(Grad(made, size), Grad(weights, own)),

@@ -54,12 +54,18 @@ def _unfused(plan: Plan, seq_len: int, *, is_cuda: bool, device: str) -> Iterato
     if 0 < shape.window < seq_len:
         yield f"attention over a window of {shape.window} tokens of {seq_len}"
     yield from unmasked(plan, is_cuda=is_cuda, device=device)
+    value_dim = shape.head_dim if shape.latent is None else shape.latent.value
+    is_even = value_dim == shape.head_dim
     if not is_cuda:
+        if not is_even:
+            yield f"attention on CPUs with values of {value_dim} features of {shape.head_dim}"
         return
-    if not _is_half(plan):
+    if not is_even and (shape.head_dim % 8 or value_dim % 8):
+        yield f"attention with heads of {shape.head_dim} features, and {value_dim} of values"
+    elif not _is_half(plan):
         if shape.kv_heads == shape.heads and shape.head_dim % 4:
             yield f"attention in float32 with heads of {shape.head_dim} features"
     elif _WITHOUT_FLASH & set(device.lower().split("-")):
         yield f"attention in half precision on {device}, which has no flash attention"
-    elif shape.head_dim % 8 or shape.head_dim > _MOST_FLASH:
+    elif shape.head_dim % 8 or (is_even and shape.head_dim > _MOST_FLASH):
         yield f"attention with heads of {shape.head_dim} features"

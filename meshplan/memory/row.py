@@ -93,6 +93,7 @@ class Tape:
             where the training loop lets go of it, before backward.
         units: (fqn, first row, row after the last) of every unit, the root apart.
         loss_start: The first row of the loss; its last row makes the loss itself.
+        logits: What the model gives and the loss is computed from.
         outlive: Of the values that the training loop holds, those it holds through backward.
         laid: By a row and a parameter whose gradient it does not lay out as the parameter is, the
             bytes that it has once it is.
@@ -100,6 +101,7 @@ class Tape:
         sums_apart: Values of which every sum of gradients is a new tensor.
         handed: By a row and what it reads, a value or the fqn of a parameter: the value that it
             keeps and that becomes the gradient.
+        in_float32: What products make that are computed in float32, where others are narrower.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -110,11 +112,13 @@ class Tape:
     spans: list[Span] = field(default_factory=list)
     units: list[tuple[str, int, int]] = field(default_factory=list)
     loss_start: int = -1
+    logits: int = -1
     outlive: set[int] = field(default_factory=set)
     laid: dict[tuple[int, str], int] = field(default_factory=dict)
     lays_itself: set[str] = field(default_factory=set)
     sums_apart: set[int] = field(default_factory=set)
     handed: dict[tuple[int, int | str], int] = field(default_factory=dict)
+    in_float32: set[int] = field(default_factory=set)
 
     def value(self, nbytes: int, of: int | None = None) -> int:
         """A new value; `of` names the one that it is a view of."""

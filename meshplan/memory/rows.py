@@ -40,6 +40,7 @@ class Writer:
         module: The fqn of the module that runs.
         saves: Words of `save:`; the rows that they stand for are `Row.is_kept`.
         tokens: That this rank computes at once.
+        runs_again: Whether backward runs these rows once more before it needs what they keep.
         in_place: Whether what torch writes in place is written so; see `tape.play`.
     """
 
@@ -51,6 +52,7 @@ class Writer:
     saves: frozenset[str] = KERNELS
     tokens: int = 0
     in_place: bool = True
+    runs_again: bool = False
 
     def at(self, module: str) -> Writer:
         """The same tape, in another module."""
@@ -96,6 +98,10 @@ class Writer:
 
     def size(self, value: int) -> int:
         return self.tape.nbytes[value]
+
+    def apart(self, nbytes: int) -> int:
+        """Zeros that are written to: a tensor more where something watches torch."""
+        return 0 if self.in_place else nbytes
 
     # Element by element
 
@@ -265,16 +271,18 @@ class Writer:
         head_dim: int,
         *,
         takes_back: int = 0,
+        nbytes: int = 0,
         bias: int | None = None,
         figures: int | None = None,
     ) -> int:
         """One kernel: keeps what it reads, what it makes, and a figure for every row.
 
         Args:
+            nbytes: Of what it makes, where that is no more of queries' size.
             bias: Added to the scores.
             figures: How many are kept, if not one for each row.
         """
-        out = self.tape.value(self.size(q))
+        out = self.tape.value(nbytes or self.size(q))
         rows = self.size(q) // (head_dim * self.element_bytes)
         logsumexp = self.tape.value((figures or rows) * _FP32)
         grads = tuple(Grad(each, self.size(each)) for each in (q, k, v))

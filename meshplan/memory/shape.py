@@ -20,10 +20,11 @@ _KNOWN: Final = frozenset(
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
+        "DeepseekV3ForCausalLM",
     }
 )
 
-_WIDE_WEIGHTS: Final = frozenset({"MixtralForCausalLM"})
+_WIDE_WEIGHTS: Final = frozenset({"MixtralForCausalLM", "DeepseekV3ForCausalLM"})
 
 _UNKNOWN: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
@@ -56,6 +57,28 @@ _ACTIVATIONS: Final[Mapping[str, str]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Attention whose keys and values are made of one narrow vector a token.
+
+    Args:
+        q_rank: Features of the vector that queries are made of, 0 where they are made at once.
+        kv_rank: Of that of keys and values.
+        straight, turned: Features of one head's query that positions leave alone, and turn.
+        value: Features of one head's value.
+        bias: Whether the projections into narrow vectors, and out of heads, have one.
+        is_interleaved: Whether neighbours are turned together, rather than halves.
+    """
+
+    q_rank: int
+    kv_rank: int
+    straight: int
+    turned: int
+    value: int
+    bias: bool = False
+    is_interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """A decoder of repeated blocks.
 
@@ -74,6 +97,10 @@ class Shape:
         dense: Numbers of the blocks that have no experts, where others have.
         scales_weights: Whether the weights of a token's experts are made to add up to 1.
         has_wide_weights: Whether they stay in float32.
+        groups: How many groups experts fall into, and of how many of them a token's are; None
+            where that does not matter.
+        shared_mlp: Features inside the expert of all tokens, 0 where there is none.
+        latent: How attention makes keys and values, where not by head.
         styles: What `tp_plan: auto` gives the modules where all sizes divide, with `*` for the
             numbers of blocks.
     """
@@ -101,11 +128,19 @@ class Shape:
     dense: frozenset[int] = frozenset()
     scales_weights: bool = False
     has_wide_weights: bool = False
+    groups: tuple[int, int] | None = None
+    shared_mlp: int = 0
+    latent: Latent | None = None
     styles: Mapping[str, Style] = field(default_factory=dict, compare=False)
 
     def is_sparse(self, number: int) -> bool:
         """Whether this block is a mixture of experts."""
         return self.experts > 0 and number not in self.dense
+
+    @property
+    def turned(self) -> int:
+        """Features of one head that positions turn."""
+        return self.head_dim if self.latent is None else self.latent.turned
 
     @property
     def q_width(self) -> int:
@@ -149,12 +184,14 @@ def shape_of(graph: ModelGraph) -> Shape:
     def has(name: str) -> bool:
         return f"{first}.{name}" in tensors
 
+    latent = _latent_of(graph) if "kv_lora_rank" in sizes else None
+    head_dim = sizes.get("head_dim", hidden // heads)
     return Shape(
         layers=sizes["num_hidden_layers"],
         hidden=hidden,
         heads=heads,
         kv_heads=sizes.get("num_key_value_heads", heads),
-        head_dim=sizes.get("head_dim", hidden // heads),
+        head_dim=head_dim if latent is None else latent.straight + latent.turned,
         mlp=sizes.get("n_inner", 4 * hidden) if is_gpt2 else sizes["intermediate_size"],
         vocab=sizes["vocab_size"],
         activation=_ACTIVATIONS[act],
@@ -167,8 +204,23 @@ def shape_of(graph: ModelGraph) -> Shape:
         dropout=sizes.get("resid_pdrop", 0),
         embed_dropout=sizes.get("embd_pdrop", 0),
         window=sizes.get("sliding_window", 0),
+        latent=latent,
         styles=_styles(graph),
         **_experts_of(graph),
+    )
+
+
+def _latent_of(graph: ModelGraph) -> Latent:
+    """What attention of one narrow vector says."""
+    sizes, first = graph.config, "model.layers.0.self_attn"
+    return Latent(
+        q_rank=sizes.get("q_lora_rank", 0),
+        kv_rank=sizes["kv_lora_rank"],
+        straight=sizes["qk_nope_head_dim"],
+        turned=sizes["qk_rope_head_dim"],
+        value=sizes["v_head_dim"],
+        bias=f"{first}.o_proj.bias" in graph.tensors,
+        is_interleaved="rope_interleave" in sizes,
     )
 
 
@@ -185,7 +237,14 @@ def _experts_of(graph: ModelGraph) -> dict[str, Any]:
         raise PlanError(
             Problem(what, fix="let num_experts_per_tok be the number of experts at most")
         )
+    number = next(n for n, tensor in stacks.items() if tensor is not None)
+    shared = graph.tensors.get(f"model.layers.{number}.mlp.shared_experts.up_proj.weight")
+    groups = (
+        (graph.config["n_group"], graph.config["topk_group"]) if "n_group" in graph.config else None
+    )
     return {
+        "groups": groups,
+        "shared_mlp": shared.shape[0] if shared is not None else 0,
         "experts": stack.shape[0],
         "top_k": top_k,
         "expert_mlp": stack.shape[-1],

@@ -105,7 +105,7 @@ class Cutter:
         end = len(whole.rows) if is_last else max(own) + 1
         kept = [n for n in range(end) if self.owner[n] in (stage, None)]
         out = Tape(nbytes=list(whole.nbytes), base=list(whole.base))
-        out.before = whole.before | dict.fromkeys(received, Term.COMMUNICATION)
+        out.before = self._before(kept) | dict.fromkeys(received, Term.COMMUNICATION)
         out.rows = list(self._rows(kept, received))
         made = {whole.base[v] for row in out.rows for v in row.makes} | out.before.keys()
         for value, base in enumerate(out.base):
@@ -128,6 +128,20 @@ class Cutter:
             out.add(Row("send", "", sent, (done,), grads=grads))
         out.outlive |= whole.outlive & made
         return StageTape(out, received, sent)
+
+    def _before(self, kept: list[int]) -> dict[int, Term]:
+        """What is there before: no buffers that other stages' modules alone read."""
+        whole = self.tape
+        readers: dict[int, set[int]] = {}
+        for number, row in enumerate(whole.rows):
+            for value in whole.before.keys() & set(row.reads):
+                readers.setdefault(value, set()).add(number)
+        here = set(kept)
+        return {
+            value: term
+            for value, term in whole.before.items()
+            if term != Term.BUFFERS or value not in readers or readers[value] & here
+        }
 
     def _rows(self, kept: list[int], received: tuple[int, ...]) -> Iterator[Row]:
         """The rows; what only stand-ins flow through has no gradient and keeps nothing."""

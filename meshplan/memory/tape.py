@@ -169,7 +169,10 @@ class Player:
         for value in row.makes:
             if self._tape.base[value] == value:
                 known = cached.pop(value, None) if cached else None
-                env[value] = self._born(self._tape.nbytes[value], row) if known is None else known
+                if known is None:
+                    term = Term.LOSS if value == self._tape.logits else Term.TEMPORARIES
+                    known = self._born(self._tape.nbytes[value], row, term)
+                env[value] = known
         if took is not None:
             self._drop(took)
 
@@ -194,7 +197,7 @@ class Player:
     def _begin_backward(self) -> None:
         """The loss is a scalar whose gradient is one of the same size."""
         loss = self._tape.rows[-1].makes[0]
-        self._phase = _BACKWARD
+        self._phase, self._is_loss = _BACKWARD, False
         for value in self._dying[len(self._tape.rows)]:
             if value not in self._tape.outlive:
                 self._drop(self._env.pop(value))
@@ -219,22 +222,25 @@ class Player:
             self._back_through(end, span.end)
             self._begin_unit(end - 1)
             self._recompute(span)
-        self._back_through(span.start, end)
-        if span.recompute:
-            # With the last that it kept goes what it was called with, and what it did not need.
-            left = [v for row in self._tape.rows[span.start : span.end] for v in row.makes]
-            spared = [self._cached.pop(value) for value in left if value in self._cached]
-            for storage in (*self._inputs.pop(span.start).values(), *spared):
-                self._drop(storage)
-            self._host.end(~span.start, self._now)
+        self._back_through(span.start, end, span if span.recompute else None)
 
-    def _back_through(self, start: int, end: int) -> None:
+    def _end_span(self, span: Span) -> None:
+        """With the last that it kept goes what it was called with, and what it did not need."""
+        left = [v for row in self._tape.rows[span.start : span.end] for v in row.makes]
+        spared = [self._cached.pop(value) for value in left if value in self._cached]
+        for storage in (*self._inputs.pop(span.start).values(), *spared):
+            self._drop(storage)
+        self._host.end(~span.start, self._now)
+
+    def _back_through(self, start: int, end: int, ending: Span | None = None) -> None:
         for number in reversed(range(start, end)):
             self._is_loss = 0 <= self._tape.loss_start <= number
             if number == self._tape.loss_start - 1:
                 self._mark(Moment.BEFORE_BACKWARD, "")
             self._begin_unit(number)
             self._back(number)
+            if ending is not None and number == start:
+                self._end_span(ending)
             if number in self._starts:
                 self._mark(Moment.AFTER_BACKWARD, self._starts[number])
 
@@ -342,7 +348,7 @@ class Player:
     def _gradient(self, fqn: str, nbytes: int, number: int) -> int:
         """What one row gives to a parameter."""
         if (number, fqn) in self._tape.handed:
-            return self._handed(number, fqn)
+            return self._as(Term.GRADIENTS, self._handed(number, fqn))
         return self._born(nbytes, self._tape.rows[number], Term.GRADIENTS)
 
     def _add_gradient(self, fqn: str, nbytes: int, storage: int, number: int) -> None:
@@ -355,8 +361,18 @@ class Player:
             return
         if not self._sums_in_place:
             self._gradients[fqn] = self._born(nbytes, self._tape.rows[number], Term.GRADIENTS)
-            self._drop(known)
-        self._drop(storage)
+            self._drop(self._as_addend(known))
+        self._drop(self._as_addend(storage))
+
+    def _as_addend(self, storage: int) -> int:
+        """It never is the gradient of a parameter."""
+        of_loss = self._storages[storage].phase == _PHASES[_LOSS]
+        return self._as(Term.LOSS if of_loss else Term.TEMPORARIES, storage)
+
+    def _as(self, term: Term, storage: int) -> int:
+        """The storage, which turns out to be for something else."""
+        self._storages[storage] = self._storages[storage]._replace(term=term)
+        return storage
 
 
 def _spans(tape: Tape) -> Iterable[Span]:

@@ -164,6 +164,7 @@ def refusals(plan: Plan) -> Iterator[Problem]:
         # Their code takes the length of a sequence, and positions, from the part that a rank has.
         (a.sequence_parallel, "sequence_parallel, with which transformers' own code does not run"),
         (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
+        (_exchanges_latents(plan), "context parallelism of attention by narrow vectors"),
         (_parts_heads(plan), "all_to_all over heads that do not divide by tp and cp together"),
         (bool(saved - PRODUCTS), f"recomputation that saves {', '.join(sorted(saved - PRODUCTS))}"),
         (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
@@ -177,6 +178,10 @@ def refusals(plan: Plan) -> Iterator[Problem]:
                 f"a step told from a config has no rules for {what}",
                 fix="give the model itself (model: entry, with torch), so that it is traced",
             )
+
+
+def _exchanges_latents(plan: Plan) -> bool:
+    return plan.mesh.size("cp") > 1 and "kv_lora_rank" in plan.graph.config
 
 
 def _parts_heads(plan: Plan) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from meshplan.blueprint import from_config
 from meshplan.cost.calibration import read_profile
 from meshplan.errors import Origin, PlanError, Problem
-from meshplan.graph import ModelGraph
+from meshplan.graph import ModelGraph, around
 from meshplan.hardware import Cluster, Link, find_device
 from meshplan.planner.decision import Question
 from meshplan.reader import load_spec
@@ -64,11 +64,24 @@ def with_shorter(question: Question, config: str | Path, origin: Origin) -> Ques
     """Beside the model, the same with fewer blocks."""
 
     @cache
-    def shorter(blocks: int) -> ModelGraph:
+    def shorter(blocks: int | tuple[int, ...]) -> ModelGraph:
         return from_config(config, origin, blocks=blocks)
 
-    few = shorter(min(_FEW, len(question.graph.blocks())))
+    few = shorter(_shown(question.graph))
     return replace(question, few=few, shorter=shorter)
+
+
+def _shown(graph: ModelGraph) -> tuple[int, ...]:
+    """Blocks that a trial has: the first ones, and one of every other kind."""
+    first: dict[object, int] = {}
+    inside: dict[str, list[object]] = {fqn: [] for fqn in graph.blocks()}
+    for tensor in graph.tensors.values():
+        for fqn in around(tensor.module):
+            if fqn in inside:
+                inside[fqn].append((tensor.fqn.removeprefix(fqn), tensor.shape))
+    for number, tensors in enumerate(inside.values()):
+        first.setdefault(tuple(tensors), number)
+    return tuple(sorted({*range(min(_FEW, len(inside))), *first.values()}))
 
 
 def with_profile(question: Question, path: Path | None) -> Question:
@@ -137,4 +150,5 @@ def cluster_of(spec: Spec, device: str) -> Cluster:
         gpus_per_node=stated.gpus_per_node,
         intra=Link("intra", intra) if intra else None,
         inter=Link("inter", inter) if inter else None,
+        host_bytes=stated.host_memory_bytes,
     )

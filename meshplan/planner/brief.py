@@ -7,7 +7,7 @@ it says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from meshplan.memory.told import told_rank
 from meshplan.mesh import AXES
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.decision import Question
-from meshplan.planner.gauge import Gauge, shorten
+from meshplan.planner.gauge import Blocks, Gauge, shorten
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Candidate
 from meshplan.planner.settle import Block
@@ -50,6 +50,7 @@ class Brief:
     Args:
         stated: What the plan file would have to say, of a row of the grid and what blocks do.
         widening: By how much the memory room widens what it reserves.
+        looks: As for `shorten`.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class Brief:
         question: Question,
         stated: Callable[[np.void, Stages], dict[str, Any]],
         widening: float,
+        looks: Mapping[str, int],
     ) -> None:
         self._question, self._stated, self._widening = question, stated, widening
+        self._looks = looks
         self._alone = driver_bytes(question.device, ()).high
         self._taken: dict[tuple[int, ...], float] = {}
         self._seen: dict[tuple[object, ...], Glance | None] = {}
@@ -71,7 +74,10 @@ class Brief:
 
     def taken(self, row: np.void) -> float:
         """The same of a row of the grid, whatever its blocks do; 0 where nothing tells."""
-        key, shorter = tuple(int(row[name]) for name in (*AXES, "mode")), self._question.shorter
+        key, shorter = (
+            tuple(int(row[name]) for name in (*AXES, "mode", "offload")),
+            self._question.shorter,
+        )
         if key not in self._taken:
             try:
                 self._taken[key] = 0.0 if shorter is None else self.links(self._least(row, shorter))
@@ -79,12 +85,14 @@ class Brief:
                 self._taken[key] = 0.0  # What is measured tells why.
         return self._taken[key]
 
-    def _least(self, row: np.void, shorter: Callable[[int], ModelGraph]) -> Plan:
+    def _least(self, row: np.void, shorter: Callable[[Blocks], ModelGraph]) -> Plan:
         """A plan of its mesh for a model with one block a stage, and one stage a rank, or two."""
         pp, row = int(row["pp"]), row.copy()
         if row["virtual"] > 1:
             row["virtual"], row["schedule"] = 1, SCHEDULE_WORDS.index("1F1B")
-        graph = shorter(max(2, pp))
+        every = len(self._question.graph.blocks())
+        # The last ones: where only some blocks have experts, those do.
+        graph = shorter(tuple(range(every))[-max(2, pp) :])
         blocks = [Block(name, 0, 0) for name in graph.blocks()]
         stages = [blocks] if pp == 1 else [[block] for block in blocks]
         return self._plan(row, stages, graph)
@@ -101,7 +109,7 @@ class Brief:
         """What a short model tells of a candidate; None where none does.
 
         Args:
-            row, stages: The candidate's, all blocks being alike.
+            row, stages: The candidate's.
             capacity: Bytes that a rank may hold by the linear figures.
             guesses: Whether what is likely is of interest.
         """
@@ -128,7 +136,7 @@ class Brief:
         likely: float | None = None
         is_known = False
         for place in dict.fromkeys((fullest, 0, num_ranks - 1)):
-            short = shorten(stages, place, shorter, num_ranks=num_ranks)
+            short = shorten(stages, place, shorter, num_ranks=num_ranks, looks=self._looks)
             if short is None:
                 continue
             try:

@@ -11,7 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.chain import chain_of
-from meshplan.cost.grid import GRID, MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
+from meshplan.cost.grid import (
+    ACTIVATIONS_THERE,
+    GRID,
+    MODES,
+    OPTIONS,
+    PARAMS_THERE,
+    RECOMPUTE,
+    SCHEDULE_WORDS,
+)
 from meshplan.cost.profile import Profile, measured_for, profile_of, without
 from meshplan.cost.step import Terms, terms
 from meshplan.cost.types import Chain
@@ -20,6 +28,7 @@ from meshplan.hardware import Cluster
 from meshplan.memory.told_works import loss_chunks_of, refusals, styled_of
 from meshplan.plan import Plan
 from meshplan.planner.held import element_bytes_of
+from meshplan.planner.hosted import offload_of
 from meshplan.planner.numbers import Numbers, weights
 from meshplan.planner.space import STRATEGIES
 from meshplan.planner.tables import numbers_of
@@ -200,11 +209,12 @@ def _row(plan: Plan) -> NDArray[np.void]:
         micro, count = micro // stages.microbatches, stages.microbatches
         schedule, virtual = SCHEDULE_WORDS.index(stages.schedule), stages.virtual
     sizes = [mesh.size(axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
-    return np.array([(*sizes, 1, virtual, micro, count, _mode(plan), schedule)], GRID)
+    there = offload_of(plan)
+    return np.array([(*sizes, 1, virtual, micro, count, _mode(plan), schedule, there)], GRID)
 
 
 def _mode(plan: Plan) -> int:
-    if plan.mesh.size("dp_replicate", "dp_shard") == 1:
+    if plan.mesh.size("dp_replicate", "dp_shard") == 1 and not offload_of(plan) & PARAMS_THERE:
         return MODES.index("ddp")
     return STRATEGIES[plan.assignment.strategy.name][0][0]
 
@@ -224,8 +234,10 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
         (plan.micro is None or plan.spec.batch.seq_len is None, "a batch that is not stated"),
         (bool(mesh.loans), "borrowed ranks"),
         (bool(a.compiled), "compiled blocks"),
-        (any(u.on_host for u in a.units.values()), "an optimizer that steps on the host"),
-        (bool(a.host_activations), "activations that cross to the host and back"),
+        (any(u.on_host for u in a.units.values()) and not offload_of(plan) & PARAMS_THERE,
+         "parameters of single modules on the host"),
+        (bool(a.host_activations) and not offload_of(plan) & ACTIVATIONS_THERE,
+         "offloaded activations of other blocks than all, recomputed in full"),
         (any(not isinstance(each, bool) for each in reshards), "resharding to fewer ranks"),
         (len(units) > 1, "units that are not all cut along the same axes"),
         (mode == "shard" and not set(blocks) <= set(a.units), "blocks that are no units"),

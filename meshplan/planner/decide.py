@@ -23,6 +23,7 @@ from meshplan.planner.polish import polish
 from meshplan.planner.row import Candidate
 from meshplan.planner.search import search
 from meshplan.planner.space import Rejected
+from meshplan.planner.widened import searched
 
 _MOST_CHOICES: Final = 8
 """After each the memory room knows better what it was wrong about."""
@@ -42,19 +43,21 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
     began = time.monotonic()
     limit = job.question.time_limit_s
     told(f"{len(job.grid):,} configurations")
-    numbers = job.usual
     deadline = None if limit is None else time.monotonic() + limit
     for _ in range(_MOST_CHOICES):
-        found = search(
-            numbers,
-            job.capacity,
-            lambda candidate: job.measure(numbers, candidate),
-            guess=lambda candidate: job.guess(numbers, candidate),
-            taken=job.taken,
-            slack=SLACK,
-            deadline=deadline,
-            is_stopped=job.question.is_stopped,
-            told=lambda found: told(_line(job, found)),
+        numbers, found = searched(
+            job,
+            lambda numbers: search(
+                numbers,
+                job.capacity,
+                lambda candidate: job.measure(numbers, candidate),
+                guess=lambda candidate: job.guess(numbers, candidate),
+                taken=job.taken,
+                slack=SLACK,
+                deadline=deadline,
+                is_stopped=job.question.is_stopped,
+                told=lambda better: told(_line(job, better)),
+            ),
         )
         polish(job, numbers, found, deadline)
         chosen, others = Near(job, numbers, found).choose()
@@ -78,7 +81,7 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
         alternatives=others,
         rejected=(*job.free.rejected, *_why_refused(found)),
         ladder=ladder,
-        num_configs=len(job.grid),
+        num_configs=job.num_configs,
         num_options=sum(job.free.options),
         num_measured=found.num_measured,
         search_s=time.monotonic() - began,
@@ -116,8 +119,10 @@ def _ladder(job: Job, numbers: Numbers, best: Candidate) -> Ladder | None:
     stop = job.question.is_stopped
     if stop():
         return None
-    free = job.numbers(without(job.profile, network=True))
-    no_network = search(free, job.capacity, _fits, is_stopped=stop)
+    no_network = Found(best=best)  # One device sends nothing.
+    if job.free.world > 1:
+        free = job.numbers(without(job.profile, network=True))
+        no_network = search(free, job.capacity, _fits, is_stopped=stop)
     no_limit = search(numbers, float("inf"), _fits, is_stopped=stop)
     if not (no_network.is_whole and no_limit.is_whole):
         return None

@@ -25,7 +25,8 @@ class Question:
         read: The spec of the plan file with more statements.
         graph: The model.
         few: The same with few blocks, for trials of what it allows; None takes the model itself.
-        shorter: The same with so many blocks; None where nobody can make it.
+        shorter: The same with so many blocks, or with these of its own; None where nobody can
+            make it.
         objective: One of `asking.OBJECTIVES`.
         is_stopped: Whether somebody wants the best so far now.
         profile: What the machine was measured to reach; None takes what is known of such devices.
@@ -44,7 +45,7 @@ class Question:
     cluster: Cluster
     time_limit_s: float | None = None
     few: ModelGraph | None = None
-    shorter: Callable[[int], ModelGraph] | None = None
+    shorter: Callable[[int | tuple[int, ...]], ModelGraph] | None = None
     traced: Traced | None = None
     objective: str = "time"
     is_stopped: Callable[[], bool] = lambda: False

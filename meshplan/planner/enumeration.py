@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.grid import GRID, MODES, SCHEDULE_WORDS
+from meshplan.planner.hosted import may_lie_there
 from meshplan.planner.space import Freedom, divisors
 from meshplan.planner.spread import go_together
 from meshplan.schedules import SCHEDULES
@@ -20,6 +21,7 @@ _MOST_MICRO: Final = 64
 def enumerate_grid(free: Freedom) -> NDArray[np.void]:
     """Every configuration."""
     rows: list[tuple[int, ...]] = []
+    offloads = (0,) if 0 in free.offload else free.offload
     for tp in free.axes["tp"]:
         for cp in free.axes["cp"]:
             for pp in free.axes["pp"]:
@@ -27,7 +29,10 @@ def enumerate_grid(free: Freedom) -> NDArray[np.void]:
                 if free.world % inner == 0 and _shares_heads(free, tp, cp):
                     for data in _data(free, free.world // inner):
                         for ep in _lent(free, data[1], {"pp": pp, "cp": cp, "tp": tp}):
-                            rows += _steps(free, (pp, *data[:2], cp, tp, ep), data[2])
+                            steps = [*_steps(free, (pp, *data[:2], cp, tp, ep), data[2])]
+                            for what in offloads:
+                                if may_lie_there(free, (pp, *data[:2], cp), data[2], what):
+                                    rows += [(*step, what) for step in steps]
     return np.array(rows, GRID)
 
 
@@ -54,7 +59,9 @@ def _data(free: Freedom, ranks: int) -> Iterator[tuple[int, int, int]]:
             yield replicate, shard, _DDP
         if _ZERO1 in free.modes and shard > 1 and replicate == 1:
             yield replicate, shard, _ZERO1
-        if _SHARD in free.modes and shard > 1 and free.hybrid in (None, replicate > 1):
+        # Over one rank only what is offloaded.
+        least = 2 if 0 in free.offload or replicate > 1 else 1
+        if _SHARD in free.modes and shard >= least and free.hybrid in (None, replicate > 1):
             yield replicate, shard, _SHARD
 
 

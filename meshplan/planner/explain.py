@@ -18,15 +18,17 @@ from meshplan.cost.grid import MODES, RECOMPUTE
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.mesh import AXES
 from meshplan.planner.decision import Question, Way
+from meshplan.planner.hosted import WORDS
 from meshplan.planner.job import Job
 from meshplan.planner.row import Candidate, Row
 from meshplan.planner.search import search
 from meshplan.planner.space import STRATEGIES, Freedom, divisors
+from meshplan.planner.widened import searched
 from meshplan.spec import STRATEGY_WORDS
 
 FIELDS: Final = (
     *(f"mesh.{axis}" for axis in AXES),
-    "strategy", "batch.micro", "activation_checkpointing", "reshard_after_forward",
+    "strategy", "batch.micro", "activation_checkpointing", "reshard_after_forward", "offload",
 )  # fmt: skip
 """What can be asked about."""
 
@@ -180,6 +182,12 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
         if RECOMPUTE.index(text) not in free.recompute:
             return None, _why_rejected(free, f"{path}={text}") or "the plan states another"
         held = {"recompute": (RECOMPUTE.index(text),)}
+    elif path == "offload":
+        if text not in WORDS:
+            raise SpecError(Problem(f"'{text}' is none of {', '.join(WORDS)}", Origin(path)))
+        if WORDS[text] not in free.offload:
+            return None, "the plan states another"
+        held = {"offload": (WORDS[text],)}
     else:
         if text not in ("true", "false"):
             raise SpecError(Problem(f"'{text}' is neither true nor false", Origin(path)))
@@ -215,13 +223,15 @@ def _no_mesh(free: Freedom, path: str, text: str) -> str:
 
 
 def _best(job: Job) -> _Answer:
-    numbers = job.usual
-    found = search(
-        numbers,
-        job.capacity,
-        lambda candidate: job.measure(numbers, candidate),
-        deadline=_deadline(job),
-        is_stopped=job.question.is_stopped,
+    _, found = searched(
+        job,
+        lambda numbers: search(
+            numbers,
+            job.capacity,
+            lambda candidate: job.measure(numbers, candidate),
+            deadline=_deadline(job),
+            is_stopped=job.question.is_stopped,
+        ),
     )
     way = found.measured.result if found.measured is not None else None
     assert way is None or isinstance(way, Way)
@@ -285,6 +295,8 @@ def settings_of(free: Freedom, path: str) -> Iterator[str]:
         yield from (f"{path}={word}" for word in STRATEGIES)
     elif path == "activation_checkpointing":
         yield from (f"{path}={RECOMPUTE[place]}" for place in free.recompute)
+    elif path == "offload":
+        yield from (f"{path}={word}" for word, what in WORDS.items() if what in free.offload)
     elif path == "reshard_after_forward":
         yield from (f"{path}=true", f"{path}=false")
     elif path == "batch.micro":

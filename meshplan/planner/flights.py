@@ -110,6 +110,7 @@ def has_gradients(grid: NDArray[np.void]) -> NDArray[np.bool_]:
     """
     p, m, v = (grid[name].astype(np.int64) for name in ("pp", "microbatches", "virtual"))
     turn = m // np.maximum(1, m // p)
-    warm = (v - 1) * turn + np.where(in_halves(grid), p, 2 * (p - 1) + 1)
-    several = (m * v >= warm + turn * v) | (m == 2 * turn)
+    halved = in_halves(grid)
+    warm = (v - 1) * turn + np.where(halved, p, 2 * (p - 1) + 1)
+    several = (m * v >= warm + turn * v) | ((m == 2 * turn) & ~halved)
     return np.asarray(np.where(v > 1, several, m > p))

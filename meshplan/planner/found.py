@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshplan.planner.row import Candidate
 
@@ -26,6 +28,18 @@ class Measured:
     why: str = ""
     result: object = None
     is_of_row: bool = True
+
+
+class Guess(NamedTuple):
+    """What somebody says of a candidate before it is measured.
+
+    Attributes:
+        excess_bytes: What a rank may hold above its linear figures.
+        is_over: Whether it surely holds more than it may.
+    """
+
+    excess_bytes: float
+    is_over: bool = False
 
 
 @dataclass(slots=True)
@@ -96,7 +110,27 @@ def mesh_key(config: np.void) -> tuple[int, ...]:
 
     A pipeline that has fewer microbatches than ranks keeps fewer of them: those are apart.
     """
-    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual", "mode", "schedule")
+    names = (
+        "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual", "mode", "schedule",
+        "offload",
+    )  # fmt: skip
     enough = config["pp"] * (2 if config["virtual"] > 1 else 1)
     few = int(config["microbatches"]) if config["microbatches"] < enough else 0
     return (*(int(config[name]) for name in names), few, int(config["microbatches"] > 1))
+
+
+class RuledOut:
+    """Rows of which not even the smallest answer fits, and those that hold more than they do."""
+
+    def __init__(self, grid: NDArray[np.void]) -> None:
+        self._grid = grid
+        self._least: dict[tuple[int, ...], int] = {}
+        """By mesh and mode, samples of the smallest microbatch that is out."""
+
+    def add(self, row: int) -> None:
+        key, micro = mesh_key(self._grid[row]), int(self._grid[row]["micro"])
+        self._least[key] = min(micro, self._least.get(key, micro))
+
+    def __contains__(self, row: int) -> bool:
+        config = self._grid[row]
+        return int(config["micro"]) >= self._least.get(mesh_key(config), float("inf"))

@@ -12,6 +12,7 @@ from meshplan.planner.asking import TIME_LIMIT_S
 from meshplan.planner.decision import Question, Way
 from meshplan.planner.job import Job
 from meshplan.planner.search import search
+from meshplan.planner.widened import searched
 
 _STEP: Final = 0.95
 """The next point of a frontier may have this share of the memory of the one before."""
@@ -32,12 +33,15 @@ def frontier(
     while len(out) < _MOST_POINTS:
         job = Job(replace(question, limit_bytes=limit), free)
         free = job.free
-        found = search(
-            job.usual,
-            job.capacity,
-            partial(job.measure, job.usual),
-            deadline=deadline,
-            is_stopped=question.is_stopped,
+        _, found = searched(
+            job,
+            lambda numbers, job=job: search(  # type: ignore[misc]
+                numbers,
+                job.capacity,
+                partial(job.measure, numbers),
+                deadline=deadline,
+                is_stopped=question.is_stopped,
+            ),
         )
         is_whole = is_whole and found.is_whole
         way = found.measured.result if found.measured is not None else None

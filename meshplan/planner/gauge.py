@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Final
 
 from meshplan.graph import ModelGraph, around
@@ -21,6 +22,9 @@ from meshplan.memory.allocator import reserve
 from meshplan.memory.driver import with_workspaces
 from meshplan.memory.log import Event, EventLog
 from meshplan.planner.settle import Block
+
+Blocks = int | tuple[int, ...]
+"""How many there are, or which of a model's own."""
 
 _KEPT: Final = 5
 """Of a row of alike blocks: those at its ends have other neighbours, and those beside them touch
@@ -45,17 +49,19 @@ class Short:
 def shorten(
     stages: Sequence[Sequence[Block]],
     place: int,
-    graph_of: Callable[[int], ModelGraph],
+    graph_of: Callable[[Blocks], ModelGraph],
     *,
     num_ranks: int | None = None,
+    looks: Mapping[str, int] = MappingProxyType({}),
 ) -> Short | None:
     """What one rank along the pipeline does, with few blocks; None where that is no shorter.
 
     Args:
-        stages: What each block does; all blocks are alike.
+        stages: What each block does.
         place: Of the rank.
-        graph_of: The model with so many blocks.
+        graph_of: The model with so many blocks, or with these of its own.
         num_ranks: Of the pipeline, which stages go around; None for one stage each.
+        looks: By the fqn of a block, its kind; empty where all are alike.
     """
     num_ranks = len(stages) if num_ranks is None else num_ranks
     kept: list[list[tuple[Block, int]]] = []
@@ -64,7 +70,9 @@ def shorten(
             kept.append([(blocks[0], 1)])
             continue
         kept.append([])
-        for _, same in itertools.groupby(blocks, key=lambda b: (b.recompute, b.reshard)):
+        for _, same in itertools.groupby(
+            blocks, key=lambda b: (b.recompute, b.reshard, looks.get(b.name))
+        ):
             run = list(same)
             left_out = max(0, len(run) - _KEPT)
             middle = _KEPT // 2
@@ -75,6 +83,7 @@ def shorten(
         return None
     container = stages[0][0].name.rpartition(".")[0]
     names = (f"{container}.{number}" if container else str(number) for number in range(count))
+    own = tuple(int(b.name.rpartition(".")[2]) for stage in kept for b, _ in stage if looks)
     times: dict[str, int] = {}
     short = []
     for stage in kept:
@@ -84,7 +93,7 @@ def shorten(
             if many > 1:
                 times[named[-1].name] = many
         short.append(tuple(named))
-    return Short(graph_of(count), tuple(short), times)
+    return Short(graph_of(own or count), tuple(short), times)
 
 
 class Gauge:

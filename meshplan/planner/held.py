@@ -12,7 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import MODES, OPTION_RECOMPUTE, OPTION_RESHARD, in_halves
+from meshplan.cost.grid import (
+    ACTIVATIONS_THERE,
+    MODES,
+    OPTION_RECOMPUTE,
+    OPTION_RESHARD,
+    PARAMS_THERE,
+    in_halves,
+)
 from meshplan.cost.shares import share
 from meshplan.cost.types import Kind
 from meshplan.graph import DTYPE_BYTES
@@ -21,6 +28,7 @@ from meshplan.planner.flights import has_gradients
 from meshplan.planner.knapsack import Floats
 from meshplan.spec import OPTIMIZER_STATES
 
+Options = NDArray[np.bool_]
 _DDP, _ZERO1, _SHARD = range(len(MODES))
 
 
@@ -55,12 +63,17 @@ def is_late(grid: NDArray[np.void]) -> NDArray[np.bool_]:
     return np.asarray((grid["virtual"] > 1) & has_gradients(grid))
 
 
+def is_there(grid: NDArray[np.void]) -> NDArray[np.bool_]:
+    """By row, whether parameters, gradients and states lie on the host."""
+    return np.asarray((grid["offload"] & PARAMS_THERE) > 0)
+
+
 def scattering_bytes(
     grid: NDArray[np.void], block: Kind, late: NDArray[np.bool_], reduce_bytes: int
 ) -> Floats:
     """[rows] what every rank then holds for its stages: each keeps its buffer to its next one."""
     numel = float(sum(block.numels) - block.frozen)
-    scatters = late & (grid["mode"] == _SHARD) & ~in_halves(grid)
+    scatters = late & (grid["mode"] == _SHARD) & ~in_halves(grid) & ~is_there(grid)
     many = np.where(scatters, grid["virtual"] - 1, 0)
     return np.asarray(many * numel * reduce_bytes, dtype=np.float64)
 
@@ -90,7 +103,8 @@ def resident_bytes(
     gradients = np.where(in_halves(grid)[:, None], whole, own_gradients)
     gradients = np.where(waits, gradients, 0.0)
     gradients = gradients * _trained(kind)
-    return np.asarray(own + copied + gradients, dtype=np.float64)
+    own = np.where(is_there(grid)[:, None], 0.0, own + gradients)
+    return np.asarray(own + copied, dtype=np.float64)
 
 
 def step_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
@@ -99,34 +113,66 @@ def step_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Float
     held = np.where(grid["mode"] == _DDP, numel, share(grid, kind))
     trained = held * _trained(kind)
     held_bytes = held * sizes.stored + trained * (sizes.stored + sizes.states)
-    return np.asarray(held_bytes, dtype=np.float64)
+    return np.asarray(np.where(is_there(grid), 0.0, held_bytes), dtype=np.float64)
+
+
+def reducing_bytes(
+    grid: NDArray[np.void], kind: Kind, sizes: ElementBytes, reduce_bytes: int
+) -> Floats:
+    """[rows] a block's whole gradients as backward made them, and what they are summed in.
+
+    Its parameters go before that, and are there until then.
+
+    Assumes: a block is one unit, and spread experts one of their own.
+
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `post_backward`.
+    """
+    each = sizes.computed + max(sizes.computed, reduce_bytes)
+    is_cut = (grid["mode"] == _SHARD) & (grid["dp_shard"] * grid["cp"] > 1) & ~in_halves(grid)
+    made = _unit(grid, kind) * each * _trained(kind)
+    return np.asarray(np.where(is_cut, made, 0.0), dtype=np.float64)
+
+
+def turning_bytes(made: Floats, grid: NDArray[np.void], kind: Kind, offered: Options) -> Floats:
+    """[rows] what a rank holds more than before that block's backward, its first one of a pass.
+
+    Args:
+        made: `reducing_bytes`.
+        offered: [rows, options] what the block may do: what it kept is gone by then.
+    """
+    kept = np.where(offered, saved_bytes(grid, kind), 0.0).max(axis=1)
+    return np.asarray(np.maximum(made - kept, 0.0), dtype=np.float64)
+
+
+def always_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
+    """[rows] what one block holds all the time: its share, and what the optimizer keeps."""
+    held = np.where(grid["mode"] == _DDP, float(sum(kind.numels)), share(grid, kind))
+    own = held * sizes.stored + held * _trained(kind) * sizes.states
+    return np.asarray(np.where(is_there(grid), 0.0, own), dtype=np.float64)
+
+
+def ahead_bytes(
+    made: Floats, grid: NDArray[np.void], kind: Kind, count: int, sizes: ElementBytes
+) -> Floats:
+    """[rows] parameters of a block that are gathered while another's gradients are reduced.
+
+    Some rank has two of a kind where there are more of it than ranks along pp.
+    """
+    is_there = (made > 0) & (count > grid["pp"])
+    return np.asarray(np.where(is_there, _unit(grid, kind) * sizes.computed, 0.0))
+
+
+def _unit(grid: NDArray[np.void], kind: Kind) -> Floats:
+    """[rows] elements of the largest unit of a block."""
+    numel = float(sum(kind.numels))
+    spread = max(float(kind.expert_numel), numel - kind.expert_numel)
+    return np.asarray(np.where(grid["ep"] > 1, spread, numel), dtype=np.float64)
 
 
 def _trained(kind: Kind) -> float:
     """The share of a block's elements that get a gradient."""
     numel = sum(kind.numels)
     return 1 - kind.frozen / numel if numel else 1.0
-
-
-def turning_bytes(
-    grid: NDArray[np.void],
-    kind: Kind,
-    sizes: ElementBytes,
-    offered: NDArray[np.bool_],
-    reduce_bytes: int,
-) -> Floats:
-    """[rows] what a rank holds more than before when gradients of a block are put together.
-
-    Its backward is done then; the next one's parameters are left out.
-
-    Args:
-        offered: [rows, options] what the block may do: what it kept is gone by then.
-    """
-    trained = float(sum(kind.numels) - kind.frozen)
-    made = trained * (sizes.computed + reduce_bytes)
-    kept = np.where(offered, saved_bytes(grid, kind), 0.0).max(axis=1)
-    sends = (grid["mode"] == _SHARD) & ~in_halves(grid)
-    return np.asarray(np.where(sends, np.maximum(made - kept, 0.0), 0.0))
 
 
 def waiting_bytes(grid: NDArray[np.void], first: Kind, last: Kind, reduce_bytes: int) -> Floats:
@@ -141,7 +187,8 @@ def waiting_bytes(grid: NDArray[np.void], first: Kind, last: Kind, reduce_bytes:
     """
     at_first, at_last = (float(sum(kind.numels) - kind.frozen) for kind in (first, last))
     numel = at_last + np.where(grid["pp"] == 1, at_first, 0.0)
-    waits = (grid["mode"] == _SHARD) & (grid["microbatches"] > grid["pp"]) & ~in_halves(grid)
+    waits = (grid["mode"] == _SHARD) & (grid["microbatches"] > grid["pp"])
+    waits = waits & ~in_halves(grid) & ~is_there(grid)
     return np.asarray(np.where(waits, numel * reduce_bytes, 0.0), dtype=np.float64)
 
 
@@ -149,4 +196,6 @@ def saved_bytes(grid: NDArray[np.void], kind: Kind) -> Floats:
     """[rows, options] what one block keeps of one microbatch."""
     per_sample = np.array(kind.saved_bytes)[OPTION_RECOMPUTE]
     samples = grid["micro"] / grid["cp"]
+    if kind.has_options:
+        samples = np.where(grid["offload"] & ACTIVATIONS_THERE, 0.0, samples)
     return np.asarray(samples[:, None] * per_sample[None, :], dtype=np.float64)

@@ -9,7 +9,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.compatibility import FEATURES
 from meshplan.cost.chain import chain_of
 from meshplan.cost.profile import Profile, measured_for, profile_of
 from meshplan.cost.types import Chain
@@ -25,8 +24,9 @@ from meshplan.planner.contexts import EXCHANGES, context_of
 from meshplan.planner.cutting import StagePins, stage_pins_of
 from meshplan.planner.decision import Question, Way
 from meshplan.planner.enumeration import enumerate_grid
-from meshplan.planner.found import Measured
+from meshplan.planner.found import Guess, Measured
 from meshplan.planner.held import element_bytes_of
+from meshplan.planner.hosted import over_host
 from meshplan.planner.lanes import NOT_ALIKE, are_alike
 from meshplan.planner.lock import overrides
 from meshplan.planner.numbers import Numbers
@@ -36,18 +36,17 @@ from meshplan.planner.settle import Block, blocks_of, statements
 from meshplan.planner.space import (
     EmptySpaceError,
     Freedom,
+    Rejected,
     check_batch,
     freedom_of,
     with_axes,
 )
 from meshplan.planner.spread import experts_of
 from meshplan.planner.tables import numbers_of
-from meshplan.spec import Spec
+from meshplan.spec import Offload, Spec
 
-_NO_CROSSING: Final = (
-    "what crosses to the host's memory and back, and an optimizer that steps there, have no "
-    "figures of time"
-)
+_OF_MODULES: Final = "what single modules offload has no figures of time"
+_NOT_COMPOSED: Final = "what a live model offloads is not composed of traced pieces"
 _SHARES: Final = (1 + RESERVED_ERROR) * (1 + ERROR)
 """By how much the memory room widens what it reserves."""
 
@@ -73,6 +72,7 @@ class Job:
         self._driver = driver_bytes(question.device, ()).high
         self.measured: list[Way] = []
         self._known: dict[tuple[object, ...], Measured] = {}
+        self.is_widened, self._num_configs = False, 0
         self.allow(question.limit_bytes)
         if free is not None:
             self.free = free
@@ -91,7 +91,7 @@ class Job:
             PlanError: Something in the plan, whatever it leaves open, cannot be certified.
         """
         cluster = self.question.cluster
-        why = self._refuses(with_axes(self.spec, {"dp_shard": 2}))
+        why = self.refuses(with_axes(self.spec, {"dp_shard": 2}))
         if why:
             fix = "leave it out, or state all that is open, and let estimate trace the model"
             raise PlanError(Problem(why, self.spec.origin(""), fix))
@@ -99,8 +99,8 @@ class Job:
             self.spec,
             world=cluster.num_gpus,
             gpus_per_node=cluster.gpus_per_node,
-            num_blocks=sum(map(bool, self._chain(1).names)),
-            refuses=self._refuses,
+            num_blocks=sum(map(bool, self.chain_at(1).names)),
+            refuses=self.refuses,
             can_cut=lambda stages: self._cuts.can_cut(self._graph.blocks(), stages),
             experts=experts_of(self._graph),
             keeps_from_rounds=self._keeps_from_rounds(),
@@ -118,7 +118,7 @@ class Job:
         """Why no rank of a pipeline may have several stages; "" if it may."""
         if self._traced is not None:
             return "what a live model's stages hold is composed for one stage a rank"
-        chain, pins = self._chain(1), self._pins
+        chain, pins = self.chain_at(1), self._pins
         named = {(k, pins.get(n)) for k, n in zip(chain.order, chain.names, strict=True) if n}
         if len(named) > 1:
             return NOT_ALIKE
@@ -126,10 +126,12 @@ class Job:
             return "the plan states stages, and blocks are shared out over rounds by the planner"
         return ""
 
-    def _refuses(self, trial: Spec) -> str:
+    def refuses(self, trial: Spec) -> str:
         """Why a trial cannot be, "" if it can be."""
-        if any(FEATURES[f"offloaded {what}"](trial) for what in ("parameters", "activations")):
-            return _NO_CROSSING
+        if any(rule.offload for rule in trial.rules):
+            return _OF_MODULES
+        if self._traced is not None and trial.offload != Offload():
+            return _NOT_COMPOSED
         if self._traced is not None and (why := self._traced.refuses(trial)):
             return why
         try:
@@ -150,11 +152,13 @@ class Job:
         return make_plan(with_axes(self.spec, {"dp_shard": 1}), self._few)
 
     @cached_property
-    def _dtype(self) -> str:
+    def dtype(self) -> str:
+        """Of the model's parameters."""
         tensors = self._trial.assignment.tensors.values()
         return next(p.info.dtype for p in tensors if not p.info.is_buffer)
 
-    def _chain(self, tp: int, ep: int = 1) -> Chain:
+    def chain_at(self, tp: int, ep: int = 1) -> Chain:
+        """The model as one rank of tp, and of ep, has it."""
         if self._traced is not None:
             return self._traced.chain()
         cuts = tp > 1 and self.free.sequence_parallel[tp]
@@ -191,20 +195,38 @@ class Job:
             raise EmptySpaceError(Problem(what, self.spec.origin("mesh"), fix))
         return grid
 
+    @property
+    def num_configs(self) -> int:
+        """Rows of the space, those ruled out by a bound before they were written included."""
+        return max(self._num_configs, len(self.grid))
+
+    def extend(self, rows: NDArray[np.void], num_configs: int) -> None:
+        """More configurations, behind those that there are."""
+        self.is_widened, self._num_configs = True, num_configs
+        if len(rows):
+            self.grid = np.concatenate([self.grid, rows])
+            self.usual = self.numbers(self.profile)
+
+    def reject(self, what: Rejected) -> None:
+        """Say that something is not in the space after all."""
+        if what not in self.free.rejected:
+            self.free = replace(self.free, rejected=(*self.free.rejected, what))
+
     def numbers(self, profile: Profile) -> Numbers:
         """What the search reads, at the speeds of a profile."""
         found = numbers_of(
             self.grid,
-            self._chain,
+            self.chain_at,
             profile=profile,
             gpus_per_node=self.question.cluster.gpus_per_node,
             precision=self.spec.precision,
-            dtype=self._dtype,
+            dtype=self.dtype,
             sizes=element_bytes_of(self._trial),
             recompute=self.free.recompute,
             reshard=self.free.reshard,
             pins=self._pins,
             exchanges=context_of(self.spec).attention == EXCHANGES,
+            are_units=self._traced is None and not self.spec.rules,
         )
         if not are_alike(found) and (self.grid["virtual"] > 1).any():
             what = f"the planner cannot plan several stages a rank: {NOT_ALIKE} once tp cuts them"
@@ -235,7 +257,7 @@ class Job:
 
     @property
     def _compute_dtype(self) -> str:
-        return self.spec.precision.param or self._dtype
+        return self.spec.precision.param or self.dtype
 
     def samples(self, row: int) -> int:
         """Of a step of all ranks."""
@@ -249,7 +271,7 @@ class Job:
     @property
     def flops_of_sample(self) -> float:
         """Forward and backward."""
-        chain = self._chain(1)
+        chain = self.chain_at(1)
         return sum(
             chain.kinds[k].forward.flops + chain.kinds[k].backward.flops for k in chain.order
         )
@@ -262,7 +284,7 @@ class Job:
     @property
     def chain(self) -> Chain:
         """The model as it is without tp."""
-        return self._chain(1)
+        return self.chain_at(1)
 
     def blocks(self, numbers: Numbers, candidate: Candidate) -> tuple[tuple[Block, ...], ...]:
         """By stage, what each block does."""
@@ -300,6 +322,8 @@ class Job:
             return Measured(fits=False, excess_bytes=excess, is_of_row=self._is_of_row)
         except MeshplanError as error:
             return Measured(fits=False, why=error.problems[0].what)
+        if (why := over_host(question.cluster, plan, memory)) is not None:
+            return Measured(fits=False, why=why, is_of_row=False)
         excess = 0.0
         for group in memory.groups:
             held = (group.band[1] - self._driver) / _SHARES
@@ -313,7 +337,7 @@ class Job:
     @cached_property
     def _is_of_row(self) -> bool:
         """Whether blocks that may choose are all alike, so that only their number counts."""
-        kinds = self._chain(1).kinds
+        kinds = self.chain_at(1).kinds
         return self._traced is None or sum(kind.has_options for kind in kinds) < 2
 
     def _memory(self, plan: Plan, most_bytes: float) -> MemoryEstimate:
@@ -334,10 +358,12 @@ class Job:
         memory = self._traced.certify(way.plan)
         return replace(way, memory=memory) if memory.fits else None
 
-    def guess(self, numbers: Numbers, candidate: Candidate) -> float | None:
+    def guess(self, numbers: Numbers, candidate: Candidate) -> Guess | None:
         """What some rank may hold above its linear figure, if a short model tells so."""
         glance = self._glance(numbers, candidate, guesses=True)
-        return None if glance is None else glance.likely_bytes
+        if glance is None or glance.likely_bytes is None:
+            return None
+        return Guess(glance.likely_bytes, glance.is_over)
 
     def taken(self, row: int) -> float:
         """What a row's communicators take of the capacity, whatever its blocks do."""
@@ -345,14 +371,16 @@ class Job:
 
     @cached_property
     def _brief(self) -> Brief:
-        return Brief(self.question, self._stated, _SHARES)
+        chain = self.chain
+        kinds = {n: k for k, n in zip(chain.order, chain.names, strict=True) if n}
+        looks = kinds if len(set(kinds.values())) > 1 else {}
+        return Brief(self.question, self._stated, _SHARES, looks)
 
     def _stated(self, row: np.void, stages: Stages) -> dict[str, Any]:
         return statements(self.spec, self.free, row, stages, self._pins)
 
     def _glance(self, numbers: Numbers, candidate: Candidate, *, guesses: bool) -> Glance | None:
-        kinds = {numbers.order[n] for n, name in enumerate(numbers.names) if name}
-        if self.question.shorter is None or self.spec.rules or len(kinds) > 1:
+        if self.question.shorter is None or self.spec.rules:
             return None
         stages, row = self.blocks(numbers, candidate), self.grid[candidate.row]
         return self._brief.glance(row, stages, candidate, self.capacity, guesses=guesses)
@@ -361,12 +389,8 @@ class Job:
         """The same, saying what the worst routing would need."""
         if way.plan.mesh.size("ep") == 1:
             return way
-        memory = told_estimate(
-            way.plan,
-            device=self.question.device,
-            limit_bytes=self.question.limit_bytes,
-            tells_worst=True,
-        )
+        device, limit = self.question.device, self.question.limit_bytes
+        memory = told_estimate(way.plan, device=device, limit_bytes=limit, tells_worst=True)
         return replace(way, memory=memory)
 
 

@@ -156,6 +156,9 @@ def _facts(plan: Plan, name: str) -> Iterator[tuple[str, Reason]]:
     if there is not None:
         what = f"what {there or 'the model'} keeps for backward waits in the host's memory"
         yield what, a.host_activations[there]
+    if a.chunked_loss is not None and name in (a.chunked_loss.head, ""):
+        what = f"computed with the loss, over {a.chunked_loss.chunks} parts of the tokens"
+        yield f"{a.chunked_loss.head} is {what}", a.chunked_loss.reason
     if name in a.styles:
         yield f"{a.styles[name].style.name} along {a.styles[name].axis}", a.styles[name].reason
     if a.stages is not None:

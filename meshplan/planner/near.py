@@ -44,7 +44,7 @@ class Near:
         simplest = self._complexity(found.best)
         simpler = sorted(
             (each, number, options)
-            for number, (one, options) in enumerate(self._simpler(most_axes=int(simplest[0])))
+            for number, (one, options) in enumerate(self._simpler(simplest[:2]))
             if (each := (*self._complexity(one), one.row)) < (*simplest, -1)
         )
         tries = ((int(key[-1]), options) for key, _, options in simpler)
@@ -66,10 +66,10 @@ class Near:
                 known.add(mesh)
                 yield candidate.row
 
-    def _simpler(self, *, most_axes: int) -> Iterator[tuple[Candidate, Options]]:
-        """Every row near the best, with fewer different things that its blocks may do."""
+    def _simpler(self, most: tuple[float, ...]) -> Iterator[tuple[Candidate, Options]]:
+        """Rows near the best that may be as simple, with fewer things that their blocks may do."""
         rows = (candidate.row for candidate in self._found.near)
-        for row in (row for row in rows if self._num_axes(row) <= most_axes):
+        for row in (row for row in rows if self._of_row(row) <= most):
             for again in _subsets(range(len(RECOMPUTE))):
                 for back in ((0,), (1,), (0, 1)):
                     options = tuple(r in again and s in back for r, s in OPTIONS)
@@ -97,9 +97,9 @@ class Near:
                     break
                 guesses += 1
                 guess = self._job.guess(self._numbers, one) if guesses <= _MOST_GUESSES else None
-                if guess and max(one.linear_bytes) + guess > self._job.capacity:
+                if guess and max(one.linear_bytes) + guess.excess_bytes > self._job.capacity:
                     known = found.excess.get(row, 0.0)
-                    found.excess[row] = max(guess, known * _MORE, 1.0)
+                    found.excess[row] = max(guess.excess_bytes, known * _MORE, 1.0)
                     continue
                 measured = self._job.measure(self._numbers, one)
                 found.num_measured += 1
@@ -114,17 +114,19 @@ class Near:
                 found.excess[row] = max(measured.excess_bytes, known * _MORE, 1.0)
 
     def _complexity(self, candidate: Candidate) -> tuple[float, ...]:
-        """Axes that are spread, then different things that blocks do, then what it costs."""
+        """What is offloaded, axes that are spread, different things that blocks do, the cost."""
         blocks = {
             (b.recompute, b.reshard)
             for stage in self._job.blocks(self._numbers, candidate)
             for b in stage
         }
         virtual = int(self._job.grid[candidate.row]["virtual"])
-        return self._num_axes(candidate.row), len(blocks), virtual, candidate.seconds
+        return *self._of_row(candidate.row), len(blocks), virtual, candidate.seconds
 
-    def _num_axes(self, row: int) -> int:
-        return sum(int(self._job.grid[row][axis] > 1) for axis in AXES)
+    def _of_row(self, row: int) -> tuple[int, int]:
+        """What of a row's own counts first."""
+        config = self._job.grid[row]
+        return int(config["offload"]).bit_count(), sum(int(config[axis] > 1) for axis in AXES)
 
 
 def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:

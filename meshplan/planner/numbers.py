@@ -42,12 +42,12 @@ class Numbers:
         saved: Bytes that it keeps for the backward of one microbatch.
         resident: Bytes that it has all the time.
         top: [rows] bytes that the last stage holds in the loss, beside what is saved.
-        turn: [rows] bytes that some rank holds in the backward of a block, beside what was saved
-            until then; any rank of a pipeline does.
+        turn: [rows] bytes that every rank holds more than saved in its first block's backward.
         sent: [rows] bytes of what a stage hands on of one microbatch, and keeps until its backward
             is done, beside what its blocks keep.
         beside: [rows] bytes that every rank holds whatever its blocks do.
         floor: [rows] bytes of all blocks together that the optimizer's step takes at least.
+        reducing: [rows] bytes that some rank holds at least while a block's gradients are reduced.
         once_s: [rows] seconds of a step beside what blocks take: what stages hand on.
         stages: By place in `order`, the stage that the plan states, `cutting.LAST` for the last
             one; None where it is free. () where all are.
@@ -67,6 +67,7 @@ class Numbers:
     sent: Floats
     beside: Floats
     floor: Floats
+    reducing: Floats
     once_s: Floats
     stages: tuple[int | None, ...] = ()
     compute_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
@@ -134,6 +135,7 @@ class Numbers:
             sent=self.sent[at],
             beside=self.beside[at],
             floor=self.floor[at],
+            reducing=self.reducing[at],
             once_s=self.once_s[at],
             stages=self.stages,
         )
@@ -161,7 +163,9 @@ def time_bounds(numbers: Numbers) -> Floats:
     """Seconds a step from below by row, whatever memory there is."""
     fastest = numbers.seconds.min(axis=2)
     there = numbers.counts > 0
-    return _step(numbers, fastest[:, there] @ numbers.counts[there], fastest[:, there].max(axis=1))
+    return step_seconds(
+        numbers, fastest[:, there] @ numbers.counts[there], fastest[:, there].max(axis=1)
+    )
 
 
 def memory_bounds(numbers: Numbers) -> Floats:
@@ -170,8 +174,8 @@ def memory_bounds(numbers: Numbers) -> Floats:
     held = _Held(numbers, np.arange(len(numbers.grid)))
     kept = held.total(lambda each: each.min(axis=2)) + numbers.sent * sent_in_flight(numbers.grid)
     mean = np.maximum(kept / stages + numbers.beside + numbers.turn, numbers.floor / stages)
-    most = held.least.min(axis=2).max(axis=1)
-    return np.asarray(np.maximum(mean, most), dtype=np.float64)
+    most = np.maximum(mean, held.least.min(axis=2).max(axis=1))
+    return np.asarray(np.maximum(most, numbers.reducing), dtype=np.float64)
 
 
 def priced_bounds(numbers: Numbers, rows: Counts, capacity: float, tries: int = 14) -> Floats:
@@ -190,7 +194,7 @@ def priced_bounds(numbers: Numbers, rows: Counts, capacity: float, tries: int = 
     for number in range(tries if np.isfinite(capacity) else 0):
         price = best / np.maximum(whole, 1.0) * 2.0 ** (number - tries // 2)
         best = np.maximum(best, held.priced(price) - price * whole)
-    return _step(numbers, best, slowest, rows)
+    return step_seconds(numbers, best, slowest, rows)
 
 
 def by_bound(
@@ -264,7 +268,9 @@ class _Held:
         return self.total(paid)
 
 
-def _step(numbers: Numbers, total: Floats, block: Floats, rows: Counts | None = None) -> Floats:
+def step_seconds(
+    numbers: Numbers, total: Floats, block: Floats, rows: Counts | None = None
+) -> Floats:
     """Seconds of a step from the sum over all blocks and the slowest block, per microbatch."""
     rows = np.arange(len(numbers.grid)) if rows is None else rows
     grid = numbers.grid[rows]

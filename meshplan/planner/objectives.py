@@ -14,8 +14,12 @@ from meshplan.planner.decision import Decision, Question
 from meshplan.planner.job import Job
 from meshplan.planner.least import Least
 from meshplan.planner.sizes import cheapest
+from meshplan.planner.space import Rejected
+from meshplan.planner.widened import widen
+from meshplan.spec import AUTO
 
 Told = Callable[[str], None]
+_NOT_ASKED: Final = "something fits without, and nothing asks for it: offload: auto does"
 
 
 def answer(question: Question, told: Told = lambda text: None) -> Decision:
@@ -36,8 +40,17 @@ def smallest(question: Question, told: Told = lambda text: None) -> Decision:
     limit = TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s
     job = Job(question)
     told(f"{len(job.grid):,} configurations")
+    offload = job.spec.offload
+    if AUTO in (offload.params, offload.activations):
+        widen(job)
     least = Least(job, began + limit)
     way = least.way if least.way is not None and least.way.memory.fits else None
+    if way is None and least.is_whole and widen(job):
+        job.allow(question.limit_bytes)
+        least = Least(job, began + limit)
+        way = least.way if least.way is not None and least.way.memory.fits else None
+    elif not job.is_widened and len(job.free.offload) > 1:
+        job.reject(Rejected("offload=params, activations", _NOT_ASKED))
     if way is not None and (way := job.certified(way)) is None:
         # What its pieces told was too little: the fastest goes by what its model does.
         return replace(decide(question, told), objective="memory", gap=1.0, is_whole=False)
@@ -53,7 +66,7 @@ def smallest(question: Question, told: Told = lambda text: None) -> Decision:
         alternatives=(),
         rejected=job.free.rejected,
         ladder=None,
-        num_configs=len(job.grid),
+        num_configs=job.num_configs,
         num_options=sum(job.free.options),
         num_measured=least.num_measured,
         search_s=time.monotonic() - began,

@@ -22,6 +22,7 @@ from meshplan.planner.numbers import memory_bounds
 from meshplan.planner.row import Row
 from meshplan.planner.search import search
 from meshplan.planner.stated import Statement, statements_of, without
+from meshplan.planner.widened import searched, widen
 
 _MOST_TIMES: Final = 16
 """How many times as many devices are tried."""
@@ -245,17 +246,22 @@ class _Asking:
             return _Outcome(None)
         try:
             job = Job(question)
-            numbers = job.usual
             small, is_proved = self._anything(job)
+            if small is None and is_proved and widen(job):
+                small, is_proved = self._anything(job)
             if small is None or any_will_do:
                 self._is_whole = self._is_whole and (is_proved or small is not None)
                 return _Outcome(True if small else False if is_proved else None, small)
-            found = search(
-                numbers,
-                job.capacity,
-                lambda candidate: job.measure(numbers, candidate),
-                deadline=min(self._deadline, time.monotonic() + self._limit / _SHARES),
-                is_stopped=question.is_stopped,
+            deadline = min(self._deadline, time.monotonic() + self._limit / _SHARES)
+            _, found = searched(
+                job,
+                lambda numbers: search(
+                    numbers,
+                    job.capacity,
+                    lambda candidate: job.measure(numbers, candidate),
+                    deadline=deadline,
+                    is_stopped=question.is_stopped,
+                ),
             )
         except PlanError as error:
             return _Outcome(False, why=error.problems[0].what)

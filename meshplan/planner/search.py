@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.planner.found import Found, Measured, State, mesh_key
+from meshplan.planner.found import Found, Guess, Measured, RuledOut, State
 from meshplan.planner.numbers import (
     Numbers,
     by_bound,
@@ -38,8 +38,6 @@ _LOOKED_AT, _FEW, _ASKED = 40, 8, 3
 """Rows that are tried at each share of the memory, and beside one that fits; those measured."""
 _MOST_TRIES: Final = 12
 """Answers of one row that are measured before it is given up, which `Found.given_up` tells."""
-
-
 _AHEAD: Final = (1.02, 1.25)
 """Before there is an answer, how far above its bound a row is solved at first, and then: what is
 slower need not be known exactly yet, and to rule it out is cheap."""
@@ -54,7 +52,7 @@ def search(
     capacity: float,
     measure: Callable[[Candidate], Measured],
     *,
-    guess: Callable[[Candidate], float | None] = lambda candidate: None,
+    guess: Callable[[Candidate], Guess | None] = lambda candidate: None,
     taken: Callable[[int], float] = lambda row: 0.0,
     slack: float = 0.0,
     tolerance: float = TOLERANCE,
@@ -68,7 +66,7 @@ def search(
         capacity: Bytes that a rank may hold by the linear figures.
         measure: Asks the memory room.
         guess: What a candidate may hold above its linear figures, cheaply; None where nobody knows.
-            It tells what to measure first, and rules nothing out.
+            It tells what to measure first, and rules out only what it is sure of.
         taken: Bytes that ranks of a row hold above their linear figures, whatever blocks do.
         slack: Rows this much slower than the best are told too, as a share.
         deadline: `time.monotonic()` at which to end with what is there.
@@ -97,7 +95,7 @@ class _Search:
         self._slack, self._tolerance = slack, tolerance
         self._deadline, self._told = deadline, told
         self.is_stopped: Callable[[], bool] = lambda: False
-        self.guess: Callable[[Candidate], float | None] = lambda candidate: None
+        self.guess: Callable[[Candidate], Guess | None] = lambda candidate: None
         self.taken: Callable[[int], float] = lambda row: 0.0
         self.found = Found()
         self._waiting: list[tuple[float, int]] = []
@@ -109,8 +107,7 @@ class _Search:
         self._unproved = float("inf")
         """Seconds of the fastest row that was given up."""
         self._times, self._bytes = time_bounds(numbers), memory_bounds(numbers)
-        self._over: dict[tuple[int, ...], int] = {}
-        """By mesh and mode, samples of the smallest microbatch that is known not to fit."""
+        self._out = RuledOut(numbers.grid)
 
     def run(self) -> Found:
         """Whatever may be the fastest is looked at closer, until what is has been measured.
@@ -218,7 +215,7 @@ class _Search:
         for row in map(int, rows[order[:looks]]):
             if self._is_late() or asked == _ASKED:
                 break
-            if self._is_over(row):
+            if row in self._out:
                 continue
             candidate = solve_row(self._numbers, row, room)
             if candidate is None or self._likely_excess(candidate) is not None:
@@ -238,7 +235,7 @@ class _Search:
             following: What the rows that are not waiting yet take at the least.
         """
         found = self.found
-        if self._is_over(row):
+        if row in self._out:
             return
         if (state := self._states.get(row)) is None:
             state = self._states[row] = State(self._capacity - self.taken(row))
@@ -306,18 +303,27 @@ class _Search:
         excess = self._likely_excess(candidate)
         if excess is None:
             return False
+        smallest = self._smallest(row)
+        if state.guesses == 1 and max(smallest.linear_bytes) + excess > self._capacity:
+            guess = self.guess(smallest)
+            if guess is not None and guess.is_over:
+                self._out.add(row)
+                return True
         if state.sure_capacity is None:
             state.sure_capacity = state.capacity
             heapq.heappush(self._guessed, (candidate.seconds, row))
         state.capacity, state.guessed = self._capacity - excess, excess
         return True
 
+    def _likely_fits(self, candidate: Candidate) -> bool:
+        return self.guess(candidate) is not None and self._likely_excess(candidate) is None
+
     def _likely_excess(self, candidate: Candidate) -> float | None:
         """What a candidate holds above its linear figures, where a guess says that it is over."""
-        excess = self.guess(candidate)
-        if excess is None or max(candidate.linear_bytes) + excess <= self._capacity:
+        guess = self.guess(candidate)
+        if guess is None or max(candidate.linear_bytes) + guess.excess_bytes <= self._capacity:
             return None
-        return excess
+        return guess.excess_bytes
 
     def _halve(self, row: int, state: State) -> None:
         """Look between what fits and what does not, where nothing is left within the capacity.
@@ -364,19 +370,14 @@ class _Search:
     def _can_fit(self, smallest: Candidate, failed: Candidate | None = None) -> bool:
         """Whether what holds the least does; if not, the row is out, and others with it."""
         if failed is None or smallest.linear_bytes != failed.linear_bytes:
+            if failed is not None and self.found.best is not None and self._likely_fits(smallest):
+                return True
             measured = self._measured(smallest)
             if measured.fits:
                 self._take(smallest, measured)
                 return True
-        config = self._numbers.grid[smallest.row]
-        key, micro = mesh_key(config), int(config["micro"])
-        self._over[key] = min(micro, self._over.get(key, micro))
+        self._out.add(smallest.row)
         return False
-
-    def _is_over(self, row: int) -> bool:
-        """Whether a row holds more than one that is over: as much, of larger microbatches."""
-        config = self._numbers.grid[row]
-        return int(config["micro"]) >= self._over.get(mesh_key(config), np.inf)
 
     def _collect(self) -> None:
         """Every row that may come within the slack of the best."""
@@ -387,7 +388,7 @@ class _Search:
         for bound, row in by_bound(self._numbers, self._capacity, self._times, self._bytes):
             if bound > limit:
                 break
-            if row not in found.refused and not self._is_over(row):
+            if row not in found.refused and row not in self._out:
                 room = self._capacity - found.excess.get(row, self.taken(row))
                 candidate = solve_row(self._numbers, row, room, limit * (1 + _EPS))
                 if candidate is not None:

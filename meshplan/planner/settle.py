@@ -16,6 +16,7 @@ import numpy as np
 from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
 from meshplan.mesh import AXES
 from meshplan.planner.contexts import context_of
+from meshplan.planner.hosted import offload_words
 from meshplan.planner.pins import Pins
 from meshplan.planner.row import Candidate
 from meshplan.planner.space import Freedom
@@ -85,6 +86,9 @@ def statements(
     usual = max((block.reshard for block in blocks), default=0)
     mode = MODES[int(row["mode"])]
     if mode == "shard":
+        if not data:  # What FSDP2 offloads it shards, if only over one rank.
+            out["mesh"] = {"dp_shard": 1, **mesh}
+            data = ["dp_shard"]
         out["strategy"] = _UNIFORM[usual][len(data) - 1]
     else:
         out["strategy"] = mode if data else None  # Nothing is left for it to say.
@@ -109,6 +113,7 @@ def statements(
         # What follows a named module is of its stage, up to the next that is named.
         if spec.pipeline is None or spec.pipeline.split == AUTO:
             out["pipeline.split"] = [[stage[0].name] for stage in stages]
+    out |= offload_words(spec, int(row["offload"]))
     open_ = [b for b in blocks if not (b.name in pins and pins[b.name].recompute)]
     word = _usual_recompute(open_)
     if spec.activation_checkpointing.every == 1:  # Else it says it of all blocks already.

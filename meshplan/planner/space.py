@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE
+from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, PARAMS_THERE, RECOMPUTE
 from meshplan.errors import PlanError, Problem
 from meshplan.mesh import AXES
 from meshplan.planner.contexts import context_of, contexts_of, shared_heads
+from meshplan.planner.hosted import as_stated, stated_offloads
 from meshplan.planner.orders import schedules_of, stated_virtual
 from meshplan.planner.spread import NO_EXPERTS, Experts, as_trial, is_placed
-from meshplan.spec import AUTO, Borrow, Pipeline, Rule, Spec
+from meshplan.spec import AUTO, Borrow, Offload, Pipeline, Rule, Spec
 
 _DDP, _ZERO1, _SHARD = range(len(MODES))
 STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
@@ -64,6 +65,8 @@ class Freedom:
         global_: Samples of a step of all ranks; None where micro and accumulate say it.
         sequence_parallel: By size of tp.
         experts: Patterns of the modules that ep spreads.
+        offload: What lies on the host, as in the grid, so far as the plan leaves it open.
+        stages_there: Whether parameters may lie there in a pipeline.
         rejected: What was left out.
     """
 
@@ -83,6 +86,8 @@ class Freedom:
     global_: int | None = None
     sequence_parallel: Mapping[int, bool] = field(default_factory=dict)
     experts: tuple[str, ...] = ()
+    offload: tuple[int, ...] = (0,)
+    stages_there: bool = True
     rejected: tuple[Rejected, ...] = ()
 
     @property
@@ -142,6 +147,9 @@ def freedom_of(
     if spec.strategy not in (None, AUTO):
         modes, reshard = STRATEGIES[spec.strategy or ""]
         hybrid = spec.strategy.startswith("hybrid") if modes == (_SHARD,) else None
+    offload = stated_offloads(spec)
+    if offload[0]:
+        _check_offload(spec, offload[0], refuses)
     return Freedom(
         world=world,
         axes=axes,
@@ -160,6 +168,10 @@ def freedom_of(
         accumulate=spec.batch.accumulate if isinstance(spec.batch.accumulate, int) else None,
         pipelined=_stated_microbatches(spec),
         global_=spec.batch.global_,
+        offload=offload,
+        stages_there=not offload[0] & PARAMS_THERE
+        or max(axes["pp"], default=1) == 1
+        or not refuses(with_offload(spec, offload[0], pp=2)),
     )
 
 
@@ -290,6 +302,7 @@ def with_axes(
         spec,
         strategy=None,
         hardware=None,
+        offload=Offload(),
         tp_plan=tp_plan,
         sequence_parallel=sequence_parallel and has_tp,
         loss_parallel=spec.loss_parallel and has_tp,
@@ -300,6 +313,33 @@ def with_axes(
         # A trial may be of fewer blocks than rules speak of.
         rules=tuple(_rule_as_trial(rule, sizes) for rule in spec.rules),
     )
+
+
+def with_offload(spec: Spec, what: int, *, pp: int = 1) -> Spec:
+    """A trial of whether the model allows that this lies on the host."""
+    trial = with_axes(spec, {"dp_shard": 2} | ({"pp": pp} if pp > 1 else {}))
+    policy = trial.activation_checkpointing
+    if what & ACTIVATIONS_THERE:
+        policy = replace(policy, mode="full")
+    return replace(trial, offload=as_stated(what), activation_checkpointing=policy)
+
+
+def _check_offload(spec: Spec, what: int, refuses: Callable[[Spec], str]) -> None:
+    """Refuse what is stated and cannot be, or has no figures."""
+    mode = spec.activation_checkpointing.mode
+    stated = "activation_checkpointing" in spec.origins and mode != AUTO
+    trial = with_offload(spec, what)
+    optimizer = spec.offload.optimizer
+    if optimizer in (True, False):
+        params = trial.offload.params and spec.offload.params is not None
+        there = replace(trial.offload, optimizer=optimizer, params=params)
+        trial = replace(trial, offload=there)
+    why, fix = refuses(trial), "leave it out, or state all that is open"
+    if not why and what & ACTIVATIONS_THERE and stated and mode != "full":
+        why = "offloaded activations have figures where every block is recomputed in full, only"
+        fix = "say activation_checkpointing: full"
+    if why:
+        raise PlanError(Problem(why, spec.origin("offload"), fix))
 
 
 def _rule_as_trial(rule: Rule, sizes: Mapping[str, int]) -> Rule:

@@ -9,13 +9,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import MODES, OPTIONS
+from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, RECOMPUTE
 from meshplan.cost.profile import Profile
 from meshplan.cost.step import crossing_seconds, pipeline_seconds, terms, widths_of
 from meshplan.cost.types import Chain
 from meshplan.planner.held import (
     ElementBytes,
+    ahead_bytes,
+    always_bytes,
     is_late,
+    reducing_bytes,
     resident_bytes,
     saved_bytes,
     scattering_bytes,
@@ -30,6 +33,7 @@ from meshplan.spec import Precision
 Cut = tuple[int, int]
 """(ranks of tp, ranks of ep)."""
 
+_FULL: Final = np.array([again == RECOMPUTE.index("full") for again, _ in OPTIONS])
 _ONCE: Final = [OPTIONS.index((0, reshard)) for _, reshard in OPTIONS]
 """By option, the one that runs nothing again and is like it otherwise."""
 
@@ -47,6 +51,7 @@ def numbers_of(
     reshard: tuple[int, ...],
     pins: Pins,
     exchanges: bool = True,
+    are_units: bool = False,
 ) -> Numbers:
     """Everything that the search reads.
 
@@ -57,6 +62,7 @@ def numbers_of(
         recompute, reshard: What the plan leaves to blocks.
         pins: What rules leave to single ones.
         exchanges: As in `cost.step.terms`.
+        are_units: Whether each block is gathered, and its gradients reduced, at once.
     """
     cuts = [(int(tp), int(ep)) for tp, ep in np.unique(grid[["tp", "ep"]])]
     chains, left = _aligned({cut: chain_of(*cut) for cut in cuts}, pins)
@@ -64,7 +70,7 @@ def numbers_of(
     shape = (len(grid), len(first.kinds), len(OPTIONS))
     compute, tensor, repeated = np.zeros(shape[:2]), np.zeros(shape[:2]), np.zeros(shape)
     seconds, saved, resident = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
-    top, sent, floor, crossing, beside = (np.zeros(len(grid)) for _ in range(5))
+    top, sent, floor, crossing, beside, reducing = (np.zeros(len(grid)) for _ in range(6))
     turn = np.full(len(grid), np.inf)
     reduce_bytes = widths_of(precision, dtype).reduce
     late = is_late(grid)
@@ -72,7 +78,7 @@ def numbers_of(
         rows = np.flatnonzero((grid["tp"] == tp) & (grid["ep"] == ep))
         part = grid[rows]
         counts = np.bincount(chain.order, minlength=len(chain.kinds))
-        boundary = 0.0
+        boundary, always, passing = 0.0, np.zeros(len(part)), np.zeros(len(part))
         for number, kind in enumerate(chain.kinds):
             found = terms(
                 part, kind, profile, gpus_per_node, precision, dtype=dtype, exchanges=exchanges
@@ -83,6 +89,9 @@ def numbers_of(
                 again, back = (0,), (0,)
             is_sharded = (part["mode"] == MODES.index("shard"))[:, None]
             offered = np.where(is_sharded, _options(again, back)[None], _options(again, (0,))[None])
+            if kind.has_options and part["offload"].any():
+                waits = (part["offload"] & ACTIVATIONS_THERE) > 0
+                offered = offered & (_FULL[None] | ~waits[:, None])
             seconds[rows, number] = np.where(offered, found.seconds, np.inf)
             compute[rows, number], tensor[rows, number] = found.compute_s, found.exposed_tp_s
             there = np.where(np.isfinite(found.seconds), found.seconds, 0.0)
@@ -92,10 +101,17 @@ def numbers_of(
             if kind.has_options:
                 own = scattering_bytes(part, kind, late[rows], reduce_bytes)
                 beside[rows] = np.where(beside[rows] > 0, np.minimum(beside[rows], own), own)
-                made = turning_bytes(part, kind, sizes, offered, reduce_bytes)
-                turn[rows] = np.minimum(turn[rows], made)
+            if are_units:
+                made = reducing_bytes(part, kind, sizes, reduce_bytes) * kind.has_options
+                held = always_bytes(part, kind, sizes)
+                own = made + ahead_bytes(made, part, kind, int(counts[number]), sizes)
+                always, passing = always + counts[number] * held, np.maximum(passing, own)
+                reducing[rows] = np.maximum(reducing[rows], held + own)
+                if kind.has_options:
+                    turn[rows] = np.minimum(turn[rows], turning_bytes(made, part, kind, offered))
             floor[rows] += counts[number] * step_bytes(part, kind, sizes)
             boundary = max(boundary, kind.boundary_bytes)
+        reducing[rows] = np.where(part["pp"] == 1, always + passing, reducing[rows])
         ends = chain.kinds[chain.order[0]], chain.kinds[chain.order[-1]]
         top[rows] = part["micro"] / part["cp"] * ends[1].transient_bytes[0]
         top[rows] += waiting_bytes(part, *ends, reduce_bytes)
@@ -118,6 +134,7 @@ def numbers_of(
         sent=sent,
         beside=beside,
         floor=floor,
+        reducing=reducing,
         once_s=once,
         compute_s=compute,
         tensor_s=tensor,

@@ -57,8 +57,16 @@ def settings(plan: Plan) -> list[tuple[str, str]]:
         ("optimizer", spec.optimizer + (f", gradient norm at most {clip:g}" if clip else "")),
         ("batch", _batch(plan)),
         *([("tp", "sequence parallel")] if assignment.sequence_parallel else []),
+        *([("loss", _loss(plan))] if assignment.chunked_loss else []),
         *([("cp", _context(plan))] if assignment.context else []),
     ]
+
+
+def _loss(plan: Plan) -> str:
+    chunked = plan.assignment.chunked_loss
+    assert chunked is not None
+    words = f"{chunked.head} and cross-entropy over {chunked.chunks} parts of the tokens"
+    return f"{why_to_text(chunked.reason, plan)}; {words}"
 
 
 def _context(plan: Plan) -> str:
@@ -119,6 +127,9 @@ def _entries(plan: Plan) -> list[Entry]:
         notes[fqn].append(why_to_text(reason, plan))
     for fqn, reason in assignment.host_activations.items():
         notes[fqn].append(why_to_text(reason, plan))
+    if assignment.chunked_loss is not None:
+        chunked = assignment.chunked_loss
+        notes[chunked.head].append(why_to_text(chunked.reason, plan))
     for fqn, code, stated in assignment.apply:
         notes[fqn].append(why_to_text(Reason(f"apply: {code}", stated.origin), plan))
     by_module: dict[str, list[Placed]] = {}
@@ -242,6 +253,12 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "strategy": assignment.strategy.name,
         "wrapper": assignment.wrapper,
         "sequence_parallel": assignment.sequence_parallel,
+        "chunked_loss": None
+        if assignment.chunked_loss is None
+        else {
+            "head": assignment.chunked_loss.head, "chunks": assignment.chunked_loss.chunks,
+            "decided_by": _reason_to_json(assignment.chunked_loss.reason),
+        },
         "context": None
         if assignment.context is None
         else {

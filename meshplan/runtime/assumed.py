@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshplan.errors import ApplyError, PlanError, Problem
+from meshplan.memory.replay.optimizer import OPTIMIZERS as RULES
+from meshplan.memory.told import in_chunks
+from meshplan.optimizers import called as called_by
 from meshplan.plan import Plan
 from meshplan.runtime.batch import mapped
 from meshplan.runtime.context.batch import has_sequence, sequence_length
@@ -69,12 +72,18 @@ def check_stated(spec: Spec, micro: int | None, *, reads_tokens: bool) -> None:
     if reads_tokens and spec.batch.seq_len is None and spec.input is None:
         what = "nothing says how long a sequence is, on which a step's memory depends"
         problems.append(Problem(what, spec.origin("batch"), "add batch: {seq_len: 2048}"))
-    if spec.optimizer not in OPTIMIZERS:
-        what = f"torch has no optimizer '{spec.optimizer}' whose step could be traced"
-        fix = f"use one of {', '.join(OPTIMIZERS)}"
-        problems.append(Problem(what, spec.origin("optimizer"), fix))
+    if spec.optimizer not in {*OPTIMIZERS, *RULES}:
+        problems.append(_untraced(spec))
     if problems:
         raise PlanError(problems)
+
+
+def _untraced(spec: Spec) -> Problem:
+    what = f"torch has no optimizer '{spec.optimizer}' whose step could be traced"
+    fix = f"use one of {', '.join(OPTIMIZERS)}"
+    if spec.optimizer in RULES:
+        fix += ", or leave --tier out: what its step takes is known by rules"
+    return Problem(what, spec.origin("optimizer"), fix)
 
 
 def _check_in_parts(plan: Plan) -> None:
@@ -111,12 +120,14 @@ def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> L
     inputs = _whole_batch(few, lambda: sample_inputs(model, spec, samples, 0), samples)
     inputs, targets = _local_parts(plan, (inputs, targets))
     parts = [f"{list(t.shape)} {str(t.dtype)[6:]}" for _, t in tensors_in(inputs)]
-    make, called = OPTIMIZERS[spec.optimizer]
+    make, called = OPTIMIZERS.get(spec.optimizer, (None, called_by(spec.optimizer)))
 
     def make_optimizer(wrapped: nn.Module) -> torch.optim.Optimizer:
+        if make is None:
+            raise PlanError(_untraced(spec))
         return make([p for p in wrapped.parameters() if p.requires_grad])
 
-    assumed = [("inputs of a rank's step", ", ".join(parts)), ("loss", words)]
+    assumed = [("inputs of a rank's step", ", ".join(parts)), ("loss", words + in_chunks(plan))]
     assumed.append(("optimizer", called))
     if (ep := plan.mesh.size("ep")) > 1:
         stated = spec.experts.capacity

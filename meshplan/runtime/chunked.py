@@ -139,7 +139,7 @@ def _loss_of(x: torch.Tensor, head: nn.Linear, asked: _Asked) -> torch.Tensor:
     is_kept = target != scores.ignore_index
     scale = None
     if scores.is_mean:
-        scale = 1 / is_kept.sum().to(torch.promote_types(x.dtype, torch.float32))
+        scale = 1 / is_kept.sum().to(torch.promote_types(scores.dtype, torch.float32))
     loss: torch.Tensor = _Chunks.apply(
         x,
         head.weight,
@@ -185,13 +185,15 @@ class _Chunks(torch.autograd.Function):
         dx = dw = db = None
         if needs[0]:
             dx = torch.empty_like(rows) if index is None else torch.zeros_like(rows)
-        total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=x.device)
+        each = torch.ones((), dtype=wide, device=x.device) if scale is None else scale
         size = max(1, -(-len(target) // chunks))
         for start in range(0, len(target), size):
             own = slice(start, start + size)
             part = rows[own] if index is None else rows.index_select(0, index[own])
             logits = F.linear(part, weight, bias)
-            z = logits.to(total.dtype)
+            z = logits.to(wide)
             dtype = logits.dtype
             del logits
             highest = z.amax(-1, keepdim=True)
@@ -206,7 +208,8 @@ class _Chunks(torch.autograd.Function):
             total += torch.where(is_kept[own], losses, 0.0).sum()
             if not any(needs):
                 continue
-            factor = is_kept[own].to(z.dtype) if scale is None else is_kept[own] * scale
+            # Not a product: where all are ignored the scale has no end.
+            factor = torch.where(is_kept[own], each, 0.0)
             z *= (factor / sums)[:, None]
             if smoothing:
                 z -= (factor * (smoothing / vocab))[:, None]

@@ -14,6 +14,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Final
 
+from meshplan.assign.chunked_loss import heads_of
 from meshplan.errors import MeshplanError
 from meshplan.memory.estimate import Fix, MemoryEstimate, margin
 from meshplan.plan import Plan
@@ -24,6 +25,8 @@ from meshplan.spec import ActivationCheckpointing, Rule, Selector, Spec
 _A_FEW_SECONDS: Final = 8.0
 _MOST_TIMES: Final = 8
 """As many times as many GPUs are tried."""
+_CHUNKS: Final = 8
+"""Parts of a loss. Source: torchtune's default for chunked cross-entropy."""
 _SHARDED: Final = ("zero1", "zero2", "full_shard")
 
 
@@ -165,6 +168,12 @@ def _changes(plan: Plan) -> Iterator[_Change]:
             "compute the loss on parts of the vocabulary",
             "loss_parallel: true",
             replace(spec, loss_parallel=True),
+        )
+    if spec.loss_chunks == 1 and not assignment.loss_parallel and len(heads_of(plan.graph)) == 1:
+        yield _Change(
+            f"compute head and loss over {_CHUNKS} parts of the tokens",
+            f"loss_chunks: {_CHUNKS}",
+            replace(spec, loss_chunks=_CHUNKS),
         )
     yield from _batches(plan)
     yield from _strategies(plan)

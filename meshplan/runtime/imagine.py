@@ -36,6 +36,7 @@ from meshplan.runtime.peers import open_groups
 from meshplan.runtime.personality import AS_IT_IS, CPU, Behaviour, behaving_as
 from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.pretend import pretending
+from meshplan.runtime.private import gathered_parameters
 from meshplan.runtime.private_fakes import (
     fake_mode,
     fakes_unnoticed,
@@ -202,7 +203,26 @@ def watch_steps(
                 ledger.hand_on((tensor for _, tensor in tensors_in(kept)), owners.get(param, ""))
             if behaviour.has_host:
                 ledger.overlook(_counters(optimizer))
+            if not step:
+                _note_gradients(model, ledger)
     return logs[1:]
+
+
+def _note_gradients(model: nn.Module, ledger: Ledger) -> None:
+    """Say of each gradient what it is, as soon as autograd has it.
+
+    Assumes: a step was done, so that units have gathered what they compute with.
+    """
+
+    def note(param: torch.Tensor) -> None:
+        if param.grad is not None:
+            ledger.note([param.grad], Term.GRADIENTS)
+
+    owned = set(model.parameters())
+    gathered = (p for module in model.modules() for p in gathered_parameters(module))
+    for param in (*gathered, *owned):
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(note)
 
 
 def _tell_handed_on(model: nn.Module, ledger: Ledger) -> None:

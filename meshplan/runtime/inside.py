@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from meshplan.memory.attention import efficient_backward
 from meshplan.runtime.bounding import taken_to_pick
 
 _ops: Final[Any] = torch.ops.aten
@@ -49,13 +50,11 @@ def _flash_backward(args: Any, out: Any) -> tuple[int, ...]:
 
 
 def _efficient_backward(args: Any, out: Any) -> tuple[int, ...]:
-    """Source: attention_backward.cu: sums of rows, and below float32 a gradient in float32."""
-    _, query, *_ = args
+    _, query, key, value, *_ = args
     batch, heads, rows, head = query.shape
-    sums = 4 * batch * heads * _up(rows, 32)
-    if query.dtype == torch.float32:
-        return (sums,)
-    return (sums, 4 * batch * heads * _up(rows, 64) * _up(head, 32))
+    return efficient_backward(
+        batch * heads, rows, key.shape[2], head, value.shape[-1], query.element_size()
+    )
 
 
 def _embedding_backward(args: Any, out: Any) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshplan.assign import Unit
+from meshplan.memory.log import Term
 from meshplan.memory.work import Mark, Moment
 from meshplan.runtime.ledger import Ledger
 from meshplan.runtime.private import (
@@ -100,6 +101,8 @@ class Marking:
     def _note_ready(self, fqn: str, param: torch.Tensor) -> None:
         # Later gradients of a pass are added to the first one, which nobody has taken.
         self._there.setdefault(fqn, self._ledger.num_events)
+        if param.grad is not None:
+            self._ledger.note([param.grad], Term.GRADIENTS)
 
     def _settle(self, name: str, param: nn.Parameter, gradient: torch.Tensor) -> None:
         """As FSDP2 lays a gradient like its parameter: what that takes is kept apart."""

@@ -1,4 +1,4 @@
-"""The optimizers whose step can be traced, by the word of a plan: torch's own."""
+"""The optimizers whose step can be traced, by the word of a plan: torch's own, and Lion."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+
+from meshplan.optimizers import called
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 _LR: Final = 1e-3
@@ -39,6 +41,39 @@ class MuonBesideAdamW(torch.optim.Optimizer):
             part.step()
 
 
+class Lion(torch.optim.Optimizer):
+    """The sign of a mix of momentum and gradient.
+
+    Source: Chen et al. 2023, algorithm 2, with the lines of its authors' lion_pytorch.py, which
+    decide what a step takes.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float = _LR,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One step."""
+        for group in self.param_groups:
+            (now, later), lr = group["betas"], group["lr"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                param.mul_(1 - lr * group["weight_decay"])
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                update = state["exp_avg"] * now + param.grad * (1 - now)
+                param.add_(update.sign_(), alpha=-lr)
+                state["exp_avg"].mul_(later).add_(param.grad, alpha=1 - later)
+
+
 def _of(make: Any, **options: Any) -> Make:
     return partial(make, lr=_LR, **options)
 
@@ -55,6 +90,7 @@ OPTIMIZERS: Final[Mapping[str, tuple[Make, str]]] = MappingProxyType(
         "rmsprop": (_of(torch.optim.RMSprop), "torch's RMSprop with its defaults"),
         "adafactor": (_of(torch.optim.Adafactor), "torch's Adafactor with its defaults"),
         "muon": (MuonBesideAdamW, "torch's Muon for matrices, AdamW for all others"),
+        "lion": (_of(Lion), called("lion")),
     }
 )
 """How to make each, and what is said of it."""

@@ -311,13 +311,10 @@ def _cross_entropy(
         )
     place = 1 if len(view.shape) > 1 else 0
     if view.place != place or tuple(target.shape) != view.lead:
-        what = f"cross_entropy is given logits of {list(view.shape)}, whose classes lie along dim "
-        raise ApplyError(
-            Problem(
-                f"{what}{view.place}, and targets of {list(target.shape)}",
-                fix=f"give it classes along dim {place}, and a target for each token",
-            )
-        )
+        shapes = f"logits of {list(view.shape)} and targets of {list(target.shape)}"
+        what = f"loss_chunks: cross_entropy is given {shapes}, with classes along dim {view.place}"
+        fix = f"give it classes along dim {place}, and a target for each token"
+        raise ApplyError(Problem(what, fix=fix))
     index = None if view.index is None else view.index.flatten()
     return view.take(
         Scores(target=target, index=index, dtype=view.dtype, ignore_index=ignore_index,

@@ -114,6 +114,24 @@ def _look_before_reduction(group: Any, fill: Callable[[nn.Parameter, bool], bool
     group.post_backward = look_and_reduce
 
 
+def gathered_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """What a unit computes with in place of its parameters, once it was gathered.
+
+    Private, since FSDP2 shows its gathered copies while a forward runs only.
+    """
+    from torch.distributed._composable_state import _get_module_state
+
+    state: Any = _get_module_state(module)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # Before torch 2.13 there was one.
+        group = getattr(state, "_fsdp_param_group", None)
+        groups = [group] if group else []
+    for group in groups:
+        for param in group.fsdp_params:
+            if hasattr(param, "_unsharded_param"):
+                yield param._unsharded_param
+
+
 def group_store() -> dist.Store:
     """The store in which the ranks met, with a connection of its own where the store can.
 

@@ -169,6 +169,33 @@ def loss_parallel(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def chunked_loss(model: nn.Module) -> Iterator[None]:
+    """Compute head and loss over parts of the tokens, in a loop of one's own.
+
+    Inside, what the model gives in place of logits has no numbers: `F.cross_entropy` and
+    `nn.CrossEntropyLoss` of it compute head and loss together; outside, the head gives whole
+    logits. Put forward, loss and backward inside.
+
+    Args:
+        model: What `parallelize` returned, under a plan that says `loss_chunks`.
+
+    Raises:
+        ApplyError: The plan does not say so, or no cross-entropy was taken inside.
+    """
+    state = applied(model)
+    if state.plan.assignment.chunked_loss is None:
+        raise ApplyError(
+            Problem(
+                "this model's plan does not say loss_chunks",
+                state.plan.spec.origin("loss_chunks"),
+                "add loss_chunks: 8",
+            )
+        )
+    with loss_mode(state.plan):
+        yield
+
+
 def _check_optimizer(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer of the parameters that the model had at another time."""
     if not isinstance(model, PipelinedModule):

@@ -12,10 +12,10 @@ from typing import Any, Final
 from meshplan.memory.frameworks import native
 from meshplan.memory.frameworks.nanotron import stages
 from meshplan.memory.frameworks.nanotron_job import Job
+from meshplan.memory.frameworks.nanotron_pace import stalls
 from meshplan.memory.frameworks.torchtitan import Training
 from meshplan.memory.shape import Shape
-
-Row = Mapping[str, Any]
+from tests.bench.row_check import Row, disagreements, problems
 
 METRICS: Final = (
     ("nvidia-smi", None),
@@ -38,8 +38,32 @@ USABLE: Final = {
 """GiB that torch reports as the device's. Source: get_device_properties in published logs."""
 
 
+NANOTRON_PRECISION: Final = "bf16 params, fp32 grad accumulation, fp32 master+AdamW states"
+
+
 class SkipError(Exception):
     """A row is not scored; its text says why."""
+
+
+def checked(row: Any) -> Row:
+    """A row whose numbers are numbers, and of which nothing is unheard of.
+
+    Raises:
+        SkipError: It is not.
+    """
+    for reason in problems(row):
+        raise SkipError(reason)
+    for reason in disagreements(row):
+        raise SkipError(reason)
+    return dict(row)
+
+
+def only(row: Row, field: str, *values: Any) -> None:
+    """Raises: SkipError: The field says something else, for which there are no rules."""
+    section, name = field.split(".")
+    stated = row[section].get(name)
+    if not any(stated == value and type(stated) is type(value) for value in values):
+        raise SkipError(f"{field} {stated!r} has no rules in this profile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +84,8 @@ class Native:
 def metric_of(row: Row) -> str:
     """allocated, active or reserved."""
     stated = row["measured"].get("mem_metric") or ""
+    if not isinstance(stated, str):
+        raise SkipError(f"mem_metric {stated!r} is not known")
     for word, kind in METRICS:
         if word in stated:
             if kind is None:
@@ -92,20 +118,21 @@ def case_of(row: Row) -> Nanotron | Native:
     Raises:
         SkipError: No profile knows it.
     """
-    model, parallel, training = row["model"], row["parallel"], row["training"]
+    parallel, training = row["parallel"], row["training"]
     for key in ("layers", "hidden", "heads", "ffn", "vocab", "seq_len"):
-        if not isinstance(model.get(key), int):
-            raise SkipError(f"model.{key} {model.get(key)!r} is not a number")
+        if row["model"].get(key) is None:
+            raise SkipError(f"model.{key} is not stated")
     if not {"dp", "dp_shard", "tp"} & parallel.keys():
         raise SkipError("how the run was parallelised is not stated")
-    if training.get("finetune") not in (None, "full"):
-        raise SkipError(f"training.finetune {training['finetune']!r} has no rules")
+    only(row, "training.finetune", None, "full")
+    only(row, "training.task", None)
+    only(row, "model.position", None)
     impl = parallel.get("impl")
     if is_nanotron(row):
         return _nanotron(row)
     if str(training.get("attention", "flash")).startswith("unfused"):
         raise SkipError("attention without a fused kernel has no profile")
-    precision = training.get("precision", "")
+    precision = str(training.get("precision", ""))
     if precision.startswith("bf16 compute, fp32 params/grad-reduce (FSDP2"):
         profiles = {
             None: native.TITAN_2024_12,
@@ -118,21 +145,41 @@ def case_of(row: Row) -> Nanotron | Native:
         profiles = {None: native.TORCHTUNE}
     else:
         raise SkipError(f"training.precision {precision!r} with {impl!r} has no profile")
-    if impl not in profiles:
+    if not isinstance(impl, str | None) or impl not in profiles:
         raise SkipError(f"parallel.impl {impl!r} has no profile")
     return _native(row, profiles[impl])
 
 
 def is_nanotron(row: Row) -> bool:
-    return row["training"].get(
-        "precision"
-    ) == "bf16 params, fp32 grad accumulation, fp32 master+AdamW states" and str(
-        row["parallel"].get("tp_mode", "")
-    ).startswith("REDUCE_SCATTER, async")
+    is_it = row["training"].get("precision") == NANOTRON_PRECISION
+    return is_it and row["parallel"].get("tp_mode") == "REDUCE_SCATTER, async"
+
+
+def nanotron_only(row: Row) -> None:
+    """Raises: SkipError: Something differs from how the profile's runs were made."""
+    if "H100" not in str(row["hardware"].get("gpu", "")).upper():
+        raise SkipError("nanotron's profile is of H100 only")
+    only(row, "parallel.zero_stage", 0, 1)
+    only(row, "parallel.schedule", None, "1F1B")
+    only(row, "parallel.cp", None, 1)
+    only(row, "parallel.vpp", None, 1)
+    only(row, "parallel.dp_shard", None, 1)
+    only(row, "parallel.dp_replicate", None, 1)
+    if (row["parallel"].get("tp") or 1) > 1:
+        only(row, "parallel.sp", None, True)
+    for name in ("async_tp", "impl"):
+        only(row, f"parallel.{name}", None, False)
+    only(row, "training.activation_checkpointing", "none")
+    only(row, "training.optimizer", None, "AdamW (fused)")
+    only(row, "training.attention", None, "flash-attn 2")
+    for name in ("compile", "float8", "chunked_ce", "activation_offload", "optimizer_in_backward"):
+        only(row, f"training.{name}", None, False)
 
 
 def _shape(model: Mapping[str, Any]) -> Shape:
     heads = model["heads"]
+    if model["hidden"] % heads:
+        raise SkipError(f"{heads} heads do not divide hidden {model['hidden']}")
     return Shape(
         layers=model["layers"], hidden=model["hidden"], heads=heads,
         kv_heads=model.get("kv_heads") or heads, head_dim=model["hidden"] // heads,
@@ -142,25 +189,28 @@ def _shape(model: Mapping[str, Any]) -> Shape:
 
 def _nanotron(row: Row) -> Nanotron:
     parallel, training, shape = row["parallel"], row["training"], _shape(row["model"])
-    if parallel.get("zero_stage") not in (0, 1):
-        raise SkipError(f"parallel.zero_stage {parallel.get('zero_stage')!r} has no rules here")
-    if training.get("activation_checkpointing") != "none":
-        raise SkipError("recomputation has no rules in this profile")
-    if parallel.get("cp", 1) != 1:
-        raise SkipError("cp has no rules in this profile")
-    dp, tp, pp = (parallel.get(key, 1) for key in ("dp", "tp", "pp"))
+    nanotron_only(row)
+    dp, tp, pp = (parallel.get(key) or 1 for key in ("dp", "tp", "pp"))
     if shape.heads % tp or shape.kv_heads % tp:
         raise SkipError(f"tp {tp} does not divide the heads")
+    zero, batch = parallel["zero_stage"], training.get("micro_batch")
+    if batch is None:
+        raise SkipError("the batch of a rank is not stated")
+    is_past = stalls(dp=dp, tp=tp, pp=pp, zero=zero, batch=batch)
     return Nanotron(
         shape=shape,
         job=Job(
-            stage=stages(shape, pp)[0], rank=0, batch=training["micro_batch"],
-            seq_len=row["model"]["seq_len"], accumulate=training.get("grad_accum", 1),
-            dp=dp, tp=tp, pp=pp, zero=parallel["zero_stage"],
+            stage=stages(shape, pp, is_past=is_past)[0], rank=0, batch=batch,
+            seq_len=row["model"]["seq_len"], accumulate=training.get("grad_accum") or 1,
+            dp=dp, tp=tp, pp=pp, zero=zero,
         ),
     )  # fmt: skip
 
 
+ADAMW: Final = (
+    "AdamW", "AdamW (fp32 states)", "AdamW (fused)", "AdamW fused", "AdamW fused=True",
+    "AdamW fused fp32",
+)  # fmt: skip
 _RECOMPUTE: Final = {
     "none": "none",
     "full": "full",
@@ -175,25 +225,31 @@ _RECOMPUTE: Final = {
 
 def _native(row: Row, profile: native.Profile) -> Native:
     model, parallel, training = row["model"], row["parallel"], row["training"]
-    if parallel.get("pp", 1) != 1:
+    if (parallel.get("pp") or 1) != 1:
         raise SkipError("a pipeline has no rules in this profile")
+    only(row, "training.optimizer", None, *ADAMW)
+    is_cut = (parallel.get("dp_shard") or 1) > 1
+    only(row, "parallel.zero_stage", *((None, 3) if is_cut else (None, 0, 3)))
+    _shape(model)
     for key in ("optimizer_in_backward", "activation_offload", "async_tp"):
         if training.get(key) or parallel.get(key):
             raise SkipError(f"{key} has no rules in this profile")
     compiled, recompute = training.get("compile", False), training.get("activation_checkpointing")
     if not isinstance(compiled, bool):
         raise SkipError(f"training.compile {compiled!r} has no rules")
-    if recompute not in _RECOMPUTE:
+    if not isinstance(recompute, str) or recompute not in _RECOMPUTE:
         raise SkipError(f"training.activation_checkpointing {recompute!r} has no rules")
     if training.get("loss", "plain CE") != "plain CE" or training.get("kernels", "HF") != "HF":
         raise SkipError("its loss or its kernels have no rules")
-    batch = training.get("local_batch", training.get("micro_batch"))
-    if not isinstance(batch, int):
+    batch = training.get("local_batch") or training.get("micro_batch")
+    if batch is None:
         raise SkipError("the batch of a rank is not stated")
-    tp, cp = parallel.get("tp", 1), parallel.get("cp", 1)
-    shard = parallel.get("dp_shard", 1) * cp
-    replicate = parallel.get("dp_replicate", 1)
-    if parallel.get("dp", 1) != 1:
+    tp, cp = parallel.get("tp") or 1, parallel.get("cp") or 1
+    if tp > 1:
+        only(row, "parallel.sp", None, True)
+    shard = (parallel.get("dp_shard") or 1) * cp
+    replicate = parallel.get("dp_replicate") or 1
+    if (parallel.get("dp") or 1) != 1:
         raise SkipError("replicas by DDP have no rules in this profile")
     if model["seq_len"] % cp:
         raise SkipError(f"cp {cp} does not divide the sequence")
@@ -214,5 +270,5 @@ def _native(row: Row, profile: native.Profile) -> Native:
         mesh={axis: size for axis, size in mesh.items() if size > 1 or axis == "dp_shard"},
         how=how,
         profile=profile,
-        accumulate=training.get("grad_accum", 1),
+        accumulate=training.get("grad_accum") or 1,
     )

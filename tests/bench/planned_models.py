@@ -38,6 +38,7 @@ MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
     "Llama-3.1-70B": _llama(8192, 28672, 80, 64),
     "Llama-3.1-405B": _llama(16384, 53248, 126, 128),
     "Mixtral-8x7B": json.loads((PLANS / "models" / "mixtral-8x7b.json").read_text()),
+    "DeepSeek-V3": json.loads((PLANS / "models" / "deepseek-v3.json").read_text()),
 }
 """By name, a Hugging Face config: the fields that say how large it is."""
 

@@ -142,7 +142,7 @@ def _picked(path: Path) -> tuple[str, ...]:
         again[use.policy.mode] += 1
     blocks = ", ".join(f"{count} {mode}" for mode, count in again.items() if count)
     return (
-        f"{strategy} {mesh}".strip(),
+        f"{strategy} {mesh}".strip() + there(way),
         blocks or "none",
         f"{way.seconds:.3f} s",
         _speed(decision, way),
@@ -150,6 +150,15 @@ def _picked(path: Path) -> tuple[str, ...]:
         format_gib(way.memory.worst.band[1]),
         f"{decision.gap:.2%}" + ("" if decision.is_whole else ", time was up"),
     )
+
+
+def there(way: Way) -> str:
+    """What lies on the host, in words."""
+    a = way.plan.assignment
+    parts = [(any(unit.on_host for unit in a.units.values()), "parameters"),
+             (bool(a.host_activations), "activations")]  # fmt: skip
+    words = " and ".join(word for is_there, word in parts if is_there)
+    return f", {words} on the host" if words else ""
 
 
 def _speed(decision: Decision, way: Way) -> str:

@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.bench.mapping import Row, SkipError
+from tests.bench.mapping import Row, SkipError, checked
+from tests.bench.row_check import UNFORESEEN, named
 from tests.bench.time_mapping import Case, case_of
 from tests.bench.time_predict import batches, predict
 
@@ -37,17 +38,17 @@ def predict_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     by_key: dict[tuple[str, str, str], list[tuple[int, Case]]] = defaultdict(list)
     for row in rows:
         answer: dict[str, Any] = {
-            "id": row.get("id"), "group": row.get("group"), "predicted_s": None,
-            "predicted_tokens_per_s_per_gpu": None, "skipped": None,
+            **named(row),
+            "predicted_s": None, "predicted_tokens_per_s_per_gpu": None, "skipped": None,
         }  # fmt: skip
         out.append(answer)
         try:
-            case = case_of(row)
+            case = case_of(checked(row))
             if case.key not in profiles():
                 raise SkipError(f"no profile of {' '.join(case.key)}")
         except SkipError as error:
             answer["skipped"] = str(error)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except UNFORESEEN as error:
             answer["skipped"] = f"{type(error).__name__}: {error}"
         else:
             by_key[case.key].append((len(out) - 1, case))

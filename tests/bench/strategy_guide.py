@@ -22,6 +22,7 @@ from meshplan.render.explain import verdict
 from meshplan.render.text import columns
 from meshplan.units import format_gib
 from tests.bench.planned_models import write_plan
+from tests.bench.plans_table import there
 
 SLACK: Final = 0.02
 """As the planner: what is not slower by more is as good."""
@@ -87,7 +88,7 @@ def _row(path: Path, rule: Rule) -> tuple[str, str, str, str]:
     again = way.stated.get("activation_checkpointing", "none")
     if any("activation_checkpointing" in str(v) for k, v in way.stated.items() if "rules" in k):
         again = "some blocks recomputed"
-    picked = f"{strategy}, {mesh}" + (f", {again}" if again != "none" else "")
+    picked = f"{strategy}, {mesh}{there(way)}" + (f", {again}" if again != "none" else "")
     figures = f"{way.seconds:.3f} s", format_gib(way.memory.worst.band[1])
     if not rule.strategies:
         return picked, *figures, "agrees"

@@ -175,6 +175,7 @@ CASES: Final[Mapping[str, Case]] = {
     "8B, ddp": Case("llama_8b", AGAIN | _on(8192, dp_replicate=8)),
     "8B, zero1": Case("llama_8b", AGAIN | _on(8192, dp_shard=8) | {"strategy": "zero1"}),
     "8B, hybrid": Case("llama_8b", AGAIN | _on(8192, dp_replicate=4, dp_shard=8)),
+    "8B, loss in chunks": Case("llama_8b", AGAIN | _on(8192, dp_shard=8) | {"loss_chunks": 8}),
     "8B, tp": Case("llama_8b", AGAIN | TP | _on(8192, dp_shard=2, tp=4)),
     "8B, pp": Case("llama_8b", AGAIN | _on(4096, 4, pp=4, dp_shard=2)
                    | {"pipeline": {"schedule": "1F1B", "microbatches": 4}}),
@@ -250,9 +251,10 @@ def _words(plan: Mapping[str, Any]) -> Iterator[str]:
     yield f"{batch['micro']} x {batch['seq_len']}" if "seq_len" in batch else f"{batch['micro']}"
     if "accumulate" in batch:
         yield f"accumulated {batch['accumulate']} times"
-    for key in ("strategy", "precision", "clip_grad_norm"):
+    for key in ("strategy", "precision", "clip_grad_norm", "loss_chunks"):
         if key in plan:
-            yield f"{key} {plan[key]}" if key == "clip_grad_norm" else str(plan[key])
+            is_named = key in ("clip_grad_norm", "loss_chunks")
+            yield f"{key} {plan[key]}" if is_named else str(plan[key])
     if "activation_checkpointing" in plan:
         yield "recomputed"
     if "pipeline" in plan:

@@ -99,21 +99,26 @@ def shape_of_row(model: Mapping[str, Any], **more: Any) -> Shape:
 
 def cluster_of(row: Row) -> Cluster:
     h = row["hardware"]
-    gpu, nodes = str(h.get("gpu")), int(h.get("nodes") or 1)
+    gpu, nodes, per_node = str(h.get("gpu")), h.get("nodes"), h.get("gpus_per_node")
     if gpu not in DEVICES:
         raise SkipError(f"hardware.gpu {gpu!r} has no profile")
+    if not nodes and per_node:
+        nodes = -(-h["gpus"] // per_node)
+    if not nodes or h["gpus"] % nodes:
+        raise SkipError("how GPUs are spread over nodes is not stated")
     inter = LINKS.get(str(h.get("inter")))
     if nodes > 1 and inter is None:
         raise SkipError(f"hardware.inter {h.get('inter')!r} says no bandwidth")
     return Cluster(
         device=find_device(DEVICES[gpu]), nodes=nodes,
-        gpus_per_node=int(h.get("gpus_per_node") or h["gpus"]),
+        gpus_per_node=per_node or h["gpus"] // nodes,
         inter=Link("stated", inter) if inter else None,
     )  # fmt: skip
 
 
 def grid_of(**sizes: Any) -> NDArray[Any]:
     out = np.ones(1, GRID)
+    out["offload"] = 0
     out["mode"] = MODES.index(sizes.pop("mode"))
     out["schedule"] = SCHEDULE_WORDS.index(sizes.pop("schedule", ""))
     for name, size in sizes.items():

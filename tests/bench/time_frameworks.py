@@ -17,12 +17,13 @@ from meshplan.cost.reading import is_chosen
 from meshplan.cost.tapes import decoder_tape
 from meshplan.memory.analytic import Run
 from meshplan.memory.frameworks import nanotron, torchtitan
+from meshplan.memory.frameworks.nanotron_job import Job
 from meshplan.memory.frameworks.nanotron_pace import stalls
 from meshplan.memory.shape import Shape
 from meshplan.memory.tape import Row as TapeRow
 from meshplan.memory.tape import Tape
 from meshplan.spec import Precision
-from tests.bench.mapping import Row, SkipError
+from tests.bench.mapping import ADAMW, NANOTRON_PRECISION, Row, SkipError, nanotron_only, only
 from tests.bench.time_case import (
     Case,
     Write,
@@ -34,6 +35,7 @@ from tests.bench.time_case import (
     shape_of_row,
     sizes_of,
 )
+from tests.bench.time_nanotron import IN_BUCKETS, SUMMED, stalled_seconds, write_nanotron
 from tests.bench.time_tapes import CORE, megatron_tape
 
 
@@ -88,11 +90,18 @@ def titan_case(row: Row, *, is_kempner: bool = False) -> Case:
     for where, key in ((training, "float8"), (parallel, "async_tp")):
         if where.get(key):
             raise SkipError(f"{key} is not modelled")
-    if training.get("compile") not in (True, False):
-        raise SkipError(f"training.compile {training.get('compile')!r} is not modelled")
+    only(row, "training.compile", True, False)
     recompute = training.get("activation_checkpointing")
-    if recompute not in _TITAN_RECOMPUTE:
-        raise SkipError(f"training.activation_checkpointing {recompute!r} is not modelled")
+    only(row, "training.activation_checkpointing", *_TITAN_RECOMPUTE)
+    only(row, "training.optimizer", None, *ADAMW)
+    only(row, "model.position", None)
+    only(row, "training.attention", None, "flash-attn 2")
+    for name in ("chunked_ce", "activation_offload", "optimizer_in_backward"):
+        only(row, f"training.{name}", None, False)
+    if (parallel.get("tp") or 1) > 1:
+        only(row, "parallel.sp", None, True)
+    is_cut = (parallel.get("dp_shard") or 1) > 1
+    only(row, "parallel.zero_stage", *((None, 3) if is_cut else (None, 0, 3)))
     sizes, cluster, micro = sizes_of(row), cluster_of(row), micro_of(row)
     if sizes["pp"] > 1 or sizes["dp"] > 1:
         raise SkipError("torchtitan's pipeline is not modelled")
@@ -141,10 +150,15 @@ _FOUNDRY_PRECISION: Final = {
 def foundry_case(row: Row) -> Case:
     training, parallel, model = row["training"], row["parallel"], row["model"]
     precision = training.get("precision")
-    if precision not in _FOUNDRY_PRECISION:
-        raise SkipError(f"training.precision {precision!r} is not modelled")
-    if training.get("activation_cpu_offload") or training.get("compile"):
-        raise SkipError("offload and compilation are not modelled for Composer")
+    only(row, "training.precision", *_FOUNDRY_PRECISION)
+    for name in ("training.activation_cpu_offload", "training.compile", "training.float8"):
+        only(row, name, None, False)
+    only(row, "training.optimizer", None, "DecoupledAdamW")
+    only(row, "training.activation_checkpointing", "none", "full")
+    only(row, "parallel.fsdp", "FULL_SHARD", "SHARD_GRAD_OP")
+    only(row, "model.attention", None, "flash")
+    for name in ("dp", "dp_replicate", "tp", "pp", "cp"):
+        only(row, f"parallel.{name}", None, 1)
     recompute = {"none": 0, "full": 2}[training["activation_checkpointing"]]
     reshard = {"FULL_SHARD": 1, "SHARD_GRAD_OP": 0}[parallel["fsdp"]]
     cluster, sizes, micro = cluster_of(row), sizes_of(row), micro_of(row)
@@ -185,10 +199,18 @@ def megatron_case(row: Row, framework: str) -> Case:
     training, parallel, model = row["training"], row["parallel"], row["model"]
     cluster, sizes, micro = cluster_of(row), sizes_of(row), micro_of(row)
     recompute = training.get("activation_checkpointing")
-    if recompute not in _MEGATRON_RECOMPUTE:
-        raise SkipError(f"training.activation_checkpointing {recompute!r} is not modelled")
-    if model["layers"] < 2 or parallel.get("zero_stage") == 3:
-        raise SkipError("a single layer, or DeepSpeed's ZeRO-3, is not modelled")
+    only(row, "training.activation_checkpointing", *_MEGATRON_RECOMPUTE)
+    only(row, "training.attention", None, "unfused (fused softmax)")
+    for name in ("compile", "float8"):
+        only(row, f"training.{name}", None, False)
+    for name in ("cp", "dp_shard", "dp_replicate"):
+        only(row, f"parallel.{name}", None, 1)
+    only(row, "parallel.zero_stage", None, 0, 1)
+    is_interleaved = "nterleaved" in str(parallel.get("schedule"))
+    if is_interleaved != ((parallel.get("vpp") or 1) > 1):
+        raise SkipError("how many virtual stages there are is not stated")
+    if model["layers"] < 2:
+        raise SkipError("a single layer is not modelled")
     if model["layers"] % sizes["pp"]:
         raise SkipError("how blocks are spread over stages is not stated")
     tp, pp, dp = sizes["tp"], sizes["pp"], sizes["dp"]
@@ -199,7 +221,9 @@ def megatron_case(row: Row, framework: str) -> Case:
     chain = _chain(key, model["layers"], model["seq_len"])
     if tp * pp * dp != row["hardware"]["gpus"]:
         raise SkipError(f"{tp * pp * dp} ranks are stated, and {row['hardware']['gpus']} GPUs")
-    samples = training["global_batch"]
+    samples = training.get("global_batch")
+    if samples is None:
+        raise SkipError("training.global_batch is not stated")
     if samples % (micro * dp):
         raise SkipError(f"{dp} ranks cannot cut {samples} samples into microbatches of {micro}")
     count = samples // (micro * dp)
@@ -248,44 +272,6 @@ def _flops_s(row: Row, samples: int) -> float:
 # nanotron
 
 
-def _write_nanotron(shape: Shape, tp: int, seq_len: int) -> tuple[Write, Callable[[TapeRow], bool]]:
-    def write(layers: int, batch: int) -> Tape:
-        stage = nanotron.Stage(layers, True, True)
-        tape = nanotron.tape_of(replace(shape, layers=layers), stage, batch, seq_len, tp)
-        for number in range(layers):
-            name = f"model.decoder.{number}"
-            rows = [n for n, row in enumerate(tape.rows) if f"{row.module}.".startswith(f"{name}.")]
-            tape.units.append((name, rows[0], rows[-1] + 1))
-        return tape
-
-    return write, _kept
-
-
-STALL_S: Final = 0.275
-"""Seconds that each hand-over between two stages takes in a job whose network stands still,
-whatever is sent: three messages, for shape and strides first, and the process waits for each.
-[Empirical]: of 285 such pipelines of the published grid, from 1 to 64 nodes and 2 to 32 stages,
-half lie between 0.26 and 0.28. Source: nanotron, parallel/pipeline_parallel/p2p.py."""
-
-
-def stalled_seconds(dp: int, tp: int, pp: int, count: int) -> float:
-    """What hand-overs add to a step: a rank does its own one after the other.
-
-    Args:
-        count: Microbatches.
-    """
-    if not stalls(dp, tp, pp):
-        return 0.0
-    # A stage in the middle receives and sends both ways, all the while that the pipeline is full.
-    return STALL_S * (2 * count + 1 if pp == 2 else 4 * count + 2 * (pp - 3))
-
-
-_IN_BUCKETS: Final = Precision(param="bfloat16", reduce="float32")
-_SUMMED: Final = Precision(param="bfloat16", reduce="float64")
-"""Under ZeRO-1 gradients in fp32 are summed whole once backward is done, not scattered: twice the
-bytes, which nothing hides. Source: nanotron, trainer.py (`sync_gradients_across_dp`)."""
-
-
 def nanotron_case(row: Row) -> Case:
     training, parallel, model = row["training"], row["parallel"], row["model"]
     cluster, sizes, micro, shape = (
@@ -294,10 +280,8 @@ def nanotron_case(row: Row) -> Case:
         micro_of(row),
         shape_of_row(row["model"]),
     )
-    if parallel.get("zero_stage") not in (0, 1):
-        raise SkipError(f"parallel.zero_stage {parallel.get('zero_stage')!r} is not modelled")
-    if training.get("activation_checkpointing") != "none" or sizes["cp"] > 1:
-        raise SkipError("recomputation and cp are not modelled for nanotron")
+    nanotron_only(row)
+    only(row, "training.precision", NANOTRON_PRECISION)
     tp, pp, dp = sizes["tp"], sizes["pp"], sizes["dp"]
     if shape.heads % tp or shape.kv_heads % tp:
         raise SkipError(f"tp {tp} does not divide the heads")
@@ -305,14 +289,18 @@ def nanotron_case(row: Row) -> Case:
     chain = _chain(key, model["layers"], model["seq_len"])
     first, block, last = chain.order[0], chain.order[1], chain.order[-1]
     stages = []
-    for stage in nanotron.stages(shape, pp):
+    zero, count = parallel["zero_stage"], int(training.get("grad_accum") or 1)
+    is_past = stalls(dp=dp, tp=tp, pp=pp, zero=zero, batch=micro)
+    held_by = nanotron.stages(shape, pp, is_past=is_past)
+    job = Job(stage=held_by[0], rank=0, batch=micro, seq_len=model["seq_len"], accumulate=count,
+              dp=dp, tp=tp, pp=pp, zero=zero)  # fmt: skip
+    for stage in held_by:
         held = [0] * len(chain.kinds)
         held[block] += stage.layers
         held[first] += stage.first
         held[last] += stage.last
         stages.append(tuple(held))
-    is_zero = parallel["zero_stage"] == 1
-    count = int(training.get("grad_accum") or 1)
+    is_zero = zero == 1
     tokens = micro * count * dp * model["seq_len"]
     return Case(
         id=str(row["id"]), group=str(row["group"]),
@@ -323,9 +311,9 @@ def nanotron_case(row: Row) -> Case:
                    **({"dp_shard": dp} if is_zero else {"dp_replicate": dp})),
         stages=tuple(stages), options=((0, 1.0),),
         awaited=frozenset(range(len(chain.kinds))) if is_zero else frozenset(),
-        precision=_SUMMED if is_zero else _IN_BUCKETS, dtype="float32",
+        precision=SUMMED if is_zero else IN_BUCKETS, dtype="float32",
         tokens=tokens, real_s=real_seconds(row, tokens),
-        stalled_s=stalled_seconds(dp, tp, pp, count),
+        stalled_s=stalled_seconds(job, shape),
     )  # fmt: skip
 
 
@@ -333,5 +321,5 @@ _WRITERS: Final[Mapping[str, Callable[..., tuple[Write, Callable[[TapeRow], bool
     "titan": _write_titan,
     "foundry": _write_foundry,
     "megatron": _write_megatron,
-    "nanotron": _write_nanotron,
+    "nanotron": write_nanotron,
 }

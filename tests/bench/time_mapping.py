@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tests.bench.mapping import Row, SkipError
+from tests.bench.mapping import Row, SkipError, only
 from tests.bench.time_case import Case as Case
 from tests.bench.time_frameworks import foundry_case, megatron_case, nanotron_case, titan_case
 
@@ -21,10 +21,10 @@ def case_of(row: Row) -> Case:
         SkipError: Something that the time depends on is not modelled, or not stated.
     """
     for key in ("layers", "hidden", "heads", "ffn", "vocab", "seq_len"):
-        if not isinstance(row["model"].get(key), int):
-            raise SkipError(f"model.{key} is not a number")
-    if row["training"].get("finetune") not in (None, "full"):
-        raise SkipError("fine-tuning of adapters is not modelled")
+        if row["model"].get(key) is None:
+            raise SkipError(f"model.{key} is not stated")
+    only(row, "training.finetune", None, "full")
+    only(row, "training.task", None)
     framework = _framework(row)
     return framework(row)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from meshplan.memory.blocks import Part, enter, leave
+from meshplan.memory.blocks import enter, leave
+from meshplan.memory.common import Part
 from meshplan.memory.log import Term
 from meshplan.memory.rows import Writer
 from meshplan.memory.shape import Shape

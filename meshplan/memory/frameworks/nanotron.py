@@ -53,15 +53,20 @@ class Stage:
         return [table] * self.first + block * self.layers + head * self.last
 
 
-def stages(shape: Shape, pp: int) -> tuple[Stage, ...]:
-    """Blocks by what they cost to compute: a rank is left once it has more than its share."""
+def stages(shape: Shape, pp: int, *, is_past: bool = False) -> tuple[Stage, ...]:
+    """Blocks by what they cost to compute: a rank is left once it has its share.
+
+    Args:
+        is_past: Whether only once it has more than that, as jobs that stall do (`nanotron_pace`)
+            and nanotron, models/base.py (`build_model`) says.
+    """
     block = 4 * shape.q_width * shape.hidden + 3 * shape.mlp * shape.hidden
     costs = [0, *[block] * shape.layers, 0, shape.vocab * shape.hidden, 0, 0]
     total, rank = sum(costs), 0
     held: list[list[int]] = [[] for _ in range(pp)]
     for number, cost in enumerate(accumulate(costs)):
         held[min(rank, pp - 1)].append(number)
-        if cost * pp >= total * (rank + 1):
+        if cost * pp >= total * (rank + 1) + is_past:
             rank += 1
     head = shape.layers + 2
     return tuple(

@@ -66,6 +66,14 @@ def order(job: Job, most: int) -> Iterator[tuple[bool, int]]:
             yield False, number - ahead
 
 
+def made_of(shape: Shape, job: Job) -> tuple[int, int]:
+    """Tensors that forward and backward of one microbatch make."""
+    work = _work(shape, job.stage, job.batch, job.seq_len, job.tp)
+    last = len(work.phases) - 1
+    made = [event.phase == last for event in work.events if event.delta > 0]
+    return len(made) - sum(made), sum(made)
+
+
 def log_of(shape: Shape, job: Job, lag: int = 0, steps: int = 3) -> EventLog:
     """All that happens in the first steps.
 
@@ -80,7 +88,7 @@ def log_of(shape: Shape, job: Job, lag: int = 0, steps: int = 3) -> EventLog:
     w, cut, whole = _Writer(), job.dp if job.zero else 1, sum(params)
     for numel in params:
         w.make(_BF16 * numel, Term.PARAMETERS)
-    for bucket in _buckets(params) if job.dp > 1 and not job.zero else ():
+    for bucket in buckets_of(params) if job.dp > 1 and not job.zero else ():
         w.make(bucket, Term.COMMUNICATION)
     w.make(_FP32 * whole, Term.GRADIENTS)
     w.make(sum(_FP32 * -(-numel // cut) for numel in params), Term.OPTIMIZER)
@@ -136,7 +144,7 @@ def _work(shape: Shape, stage: Stage, batch: int, seq_len: int, tp: int) -> Even
     return play(tape_of(shape, stage, batch, seq_len, tp), sums_in_place=True).log
 
 
-def _buckets(params: Sequence[int]) -> Iterator[int]:
+def buckets_of(params: Sequence[int]) -> Iterator[int]:
     """DDP's, from the last parameter on."""
     size = 0
     for numel in reversed(params):

@@ -49,7 +49,7 @@ def replay(
     Raises:
         PlanError: There is no rule for something in this plan: trace the whole step instead.
     """
-    check_optimizer(optimizer)
+    check_optimizer(optimizer, plan.assignment)
     prepared = work if isinstance(work, Prepared) else Prepared(work)
     if problems := list(_unknown(plan, prepared)):
         raise PlanError(problems)

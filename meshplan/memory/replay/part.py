@@ -151,7 +151,9 @@ class Part:
         for fqn, placed in self._plan.assignment.tensors.items():
             if not placed.info.is_buffer and placed.info.trainable:
                 numels = numels_of(placed.info.shape, placed.stored, self._plan.mesh, self._rank)
-                yield Updated(fqn, numels.local, placed.dtype, fqn in self._on_host)
+                yield Updated(
+                    fqn, numels.local, placed.dtype, fqn in self._on_host, placed.info.shape
+                )
 
     def _buffers(self) -> Iterator[tuple[str, int]]:
         """(dtype, bytes) of each buffer."""

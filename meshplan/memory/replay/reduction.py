@@ -120,7 +120,9 @@ class Reduction:
         )
         writer.free_all(laid)
         size = numel // shards.num_ranks * shards.reduce_itemsize
-        out = writer.make(size, Term.GRADIENTS, unit.fqn, stream=REDUCING)
+        out = writer.make(
+            size, Term.GRADIENTS, unit.fqn, stream=REDUCING, passing=Term.COMMUNICATION
+        )
         if shards.is_replicated and not unit.reduces_replicas:
             writer.free_all(kept)
             if unit.partial is None:
@@ -134,7 +136,9 @@ class Reduction:
         if shards.is_recast:
             size = numel // shards.num_ranks * shards.itemsize
             stream = ADDING_UP if shards.is_replicated else REDUCING
-            cast = writer.make(size, Term.GRADIENTS, unit.fqn, stream=stream)
+            cast = writer.make(
+                size, Term.GRADIENTS, unit.fqn, stream=stream, passing=Term.TEMPORARIES
+            )
             writer.free(out)
             out = cast
         for param in found:
@@ -176,4 +180,5 @@ class Reduction:
         return laid, kept if in_parts is None else [*kept, in_parts]
 
     def _make(self, unit: Unit, size: int, term: Term) -> int:
-        return self._writer.make(size, term, unit.fqn)
+        passing = Term.TEMPORARIES if term == Term.GRADIENTS else None
+        return self._writer.make(size, term, unit.fqn, passing=passing)

@@ -24,6 +24,8 @@ class Writer:
         self._phases: list[str] = ["before"]
         self._sizes: dict[int, int] = {}
         self._holders: Counter[int] = Counter()
+        self._passing: dict[int, tuple[int, Term]] = {}
+        """By storage, where it was made, and its term if it does not last."""
 
     def begin(self, phase: str) -> None:
         """Say which phase begins."""
@@ -39,9 +41,17 @@ class Writer:
         *,
         stream: int = 0,
         on_host: bool = False,
+        passing: Term | None = None,
     ) -> int:
-        """A storage of this many bytes, held once; on the host, if that is another memory."""
+        """A storage of this many bytes, held once; on the host, if that is another memory.
+
+        Args:
+            passing: What it is for if it does not last: `COMMUNICATION` up to the step, anything
+                else beyond the phase in which it is made. A trace has no other way to tell.
+        """
         number = len(self._storages)
+        if passing is not None:
+            self._passing[number] = len(self._phases), passing
         self._storages.append(Storage(term, op, module, self._phases[-1], stream))
         self.adopt(number, size)
         if on_host and self.has_host:
@@ -78,10 +88,19 @@ class Writer:
         self._holders[number] -= 1
         if self._holders[number] == 0:
             size = self._sizes.pop(number)
+            self._settle(number)
             if number in self._hosted:
                 self._host_live -= size
             elif size:
                 self._events.append(Event(-size, number, len(self._phases) - 1))
+
+    def _settle(self, number: int) -> None:
+        born, term = self._passing.pop(number, (0, None))
+        if term is None:
+            return
+        is_sent = term == Term.COMMUNICATION
+        if self._phases[-1] != "step" if is_sent else len(self._phases) == born:
+            self._storages[number] = self._storages[number]._replace(term=term)
 
     def free_all(self, numbers: Iterable[int]) -> None:
         """Of each, one holder lets go."""

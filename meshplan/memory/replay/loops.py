@@ -1,0 +1,150 @@
+"""Optimizers that take one parameter after the other: what their loop's names hold.
+
+A name keeps its tensor until it is given another, so that of the parameter before is still there
+while the next one's is made. Each rule follows the lines of its source.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from meshplan.memory.log import Term
+from meshplan.memory.replay.writer import Writer
+
+_BF16: Final = 2
+_ITERATIONS: Final = 5
+"""Of Newton and Schulz. Source: torch 2.13, optim/_muon.py, `DEFAULT_NS_STEPS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """One parameter of a loop.
+
+    Args:
+        shape: As one rank has it.
+        element_bytes: Of its dtype.
+        on_host: Whether it lies in the host's memory.
+    """
+
+    shape: tuple[int, ...]
+    element_bytes: int
+    on_host: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.element_bytes
+
+
+class Loop:
+    """A function's local names while it runs."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._names: dict[str, int] = {}
+        self.on_host = False
+
+    def make(self, num_bytes: int) -> int:
+        """A tensor that no name holds yet."""
+        return self._writer.make(num_bytes, Term.TEMPORARIES, on_host=self.on_host)
+
+    def free(self, *tensors: int) -> None:
+        self._writer.free_all(tensors)
+
+    def let(self, name: str, tensor: int) -> None:
+        """`name = tensor`: what the name held goes, once the tensor is there."""
+        before = self._names.pop(name, None)
+        self._names[name] = tensor
+        self._writer.free(before)
+
+    def passing(self, num_bytes: int) -> None:
+        """A tensor that goes at once."""
+        self.free(self.make(num_bytes))
+
+    def also(self, name: str, other: str) -> None:
+        """`name = other`: both hold one tensor."""
+        tensor = self._names[other]
+        self._writer.hold(tensor)
+        self.let(name, tensor)
+
+    def drop(self, name: str) -> None:
+        """`del name`, or the end of the function that it is of."""
+        self._writer.free(self._names.pop(name))
+
+    def end(self) -> None:
+        """The function returns."""
+        while self._names:
+            self._writer.free(self._names.popitem()[1])
+
+
+def _lion(loop: Loop, param: Stepped) -> None:
+    """The two parts of the update, their sum, whose sign is taken in place.
+
+    Source: Chen et al. 2023, algorithm 2, as their own lion_pytorch.py has it, which
+    `runtime.optimizers` follows.
+    """
+    parts = loop.make(param.num_bytes), loop.make(param.num_bytes)
+    update = loop.make(param.num_bytes)
+    loop.free(*parts)
+    loop.let("update", update)
+
+
+def _adafactor(loop: Loop, param: Stepped) -> None:
+    """Means of rows and columns, and an estimate of all squares that becomes the update.
+
+    Source: torch 2.13, optim/_adafactor.py, `_single_tensor_adafactor`.
+    """
+    shape, size, each = param.shape, param.num_bytes, param.element_bytes
+    loop.passing(each)  # The norm of the parameter.
+    if len(shape) > 1:
+        for name, dim in (("row_mean", -1), ("col_mean", -2)):
+            loop.let(name, loop.make(size // shape[dim]))
+        loop.let("var_estimate", loop.make(size))
+        loop.passing(math.prod(shape[:-2]) * each)
+    else:
+        loop.let("grad_squared", loop.make(size))
+        loop.let("var_estimate", loop.make(size))
+    loop.also("update", "var_estimate")
+    loop.passing(each)
+
+
+def _muon(loop: Loop, param: Stepped) -> None:
+    """The update in the parameter's dtype, then in bfloat16, turned five times.
+
+    Source: torch 2.13, optim/_muon.py, `_single_tensor_muon` and `_zeropower_via_newtonschulz`.
+    """
+    numel, least = math.prod(param.shape), min(param.shape)
+    loop.let("update", loop.make(param.num_bytes))
+    if param.element_bytes == _BF16:
+        loop.also("ortho_grad", "update")
+    else:
+        loop.let("ortho_grad", loop.make(numel * _BF16))
+    loop.free(loop.make(_BF16), loop.make(_BF16))  # The norm, and what it is at the least.
+    for _ in range(_ITERATIONS):
+        for name in ("gram_matrix", "gram_update"):
+            loop.let(name, loop.make(least * least * _BF16))
+        loop.let("ortho_grad", loop.make(numel * _BF16))
+    for name in ("gram_matrix", "gram_update"):
+        loop.drop(name)
+    loop.also("update", "ortho_grad")
+    loop.drop("ortho_grad")
+
+
+Rule = Callable[[Loop, Stepped], None]
+LOOPS: Final[Mapping[str, Rule]] = MappingProxyType(
+    {"lion": _lion, "adafactor": _adafactor, "muon": _muon}
+)
+"""By the word of a plan. Of `muon`, matrices: all others are AdamW's."""
+
+
+def play_loop(writer: Writer, params: Iterable[Stepped], word: str) -> None:
+    """A step that takes these parameters one after the other."""
+    loop = Loop(writer)
+    for param in params:
+        if math.prod(param.shape):
+            loop.on_host = param.on_host
+            LOOPS[word](loop, param)
+    loop.end()

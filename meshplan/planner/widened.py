@@ -1,0 +1,166 @@
+"""The space with what may lie on the host, where that may be the answer.
+
+To offload costs time and saves memory: a row with it takes no less than its twin without, whatever
+memory that would take, and what the host's slower update takes on top. So most spaces are searched
+without, and of the others only those rows are added that may beat what was found; all of them are
+in the space, since none of them is left out without a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, PARAMS_THERE, RECOMPUTE
+from meshplan.cost.host import entered_s, updates_more_s
+from meshplan.cost.step import widths_of
+from meshplan.planner.found import Found
+from meshplan.planner.job import Job
+from meshplan.planner.knapsack import Counts, Floats
+from meshplan.planner.numbers import Numbers, step_seconds
+from meshplan.planner.search import TOLERANCE
+from meshplan.planner.space import Rejected, with_offload
+
+_DDP, _SHARD = MODES.index("ddp"), MODES.index("shard")
+_FULL: Final = np.array([again == RECOMPUTE.index("full") for again, _ in OPTIONS])
+
+
+def searched(job: Job, run: Callable[[Numbers], Found]) -> tuple[Numbers, Found]:
+    """A search of the whole space: without what is offloaded, then with it where it may win.
+
+    Args:
+        run: One search of what the job has.
+    """
+    numbers = job.usual
+    found = run(numbers)
+    num_base = len(numbers.grid)
+    if found.is_whole and widen(job, found.best.seconds if found.best else float("inf")):
+        numbers = job.usual
+        # Of what was searched already the answer alone.
+        seconds = numbers.seconds.copy()
+        done = np.arange(num_base) != (found.best.row if found.best else -1)
+        seconds[:num_base][done] = np.inf
+        with np.errstate(invalid="ignore"):  # Infinity less infinity is no bound.
+            found = _together(found, run(replace(numbers, seconds=seconds)))
+    return numbers, found
+
+
+def _together(one: Found, two: Found) -> Found:
+    """What two searches came to, of which the second knew the first one's answer."""
+    return replace(
+        two,
+        lower_s=min(one.lower_s, two.lower_s),
+        near=sorted([*one.near, *(c for c in two.near if c not in one.near)],
+                    key=lambda c: (c.seconds, c.row)),
+        refused={**one.refused, **two.refused},
+        excess={**one.excess, **two.excess},
+        num_solved=one.num_solved + two.num_solved,
+        num_measured=one.num_measured + two.num_measured,
+        given_up=one.given_up + two.given_up,
+    )  # fmt: skip
+
+
+def widen(job: Job, seconds: float = float("inf")) -> bool:
+    """Add the rows that may take less than so many seconds; whether there are any.
+
+    Afterwards `job.num_configs` counts all of them, ruled out or not.
+    """
+    free = job.free
+    if 0 not in free.offload or len(free.offload) == 1 or job.is_widened:
+        return False
+    numbers = job.usual
+    limit = seconds * (1 - TOLERANCE)
+    added, count, num_base = [], 0, len(numbers.grid)
+    for what in free.offload[1:]:
+        at, rows = _twins(numbers.grid, what, job)
+        count += len(rows)
+        if not len(rows):
+            continue
+        hopeful = _bounds(job, numbers, at, what) < limit
+        if hopeful.any() and (why := _refused(job, what)):
+            job.reject(why)
+            count -= len(rows)
+        elif hopeful.any():
+            kept = rows[hopeful]
+            if what & PARAMS_THERE and (kept["pp"] > 1).any() and (why := _refused(job, what, 2)):
+                job.reject(why)
+                kept = kept[kept["pp"] == 1]
+            added.append(kept)
+    rows = np.concatenate(added) if added else numbers.grid[:0]
+    job.extend(rows, num_base + count)
+    return bool(len(rows))
+
+
+def _twins(grid: NDArray[np.void], what: int, job: Job) -> tuple[Counts, NDArray[np.void]]:
+    """(rows that can be so, the same with it): what is not sharded FSDP2 cannot offload.
+
+    On one data rank it shards over one, which is otherwise of no use.
+    """
+    free = job.free
+    if what & ACTIVATIONS_THERE and RECOMPUTE.index("full") not in free.recompute:
+        return np.zeros(0, dtype=np.int64), grid[:0]
+    can_be, alone = np.ones(len(grid), dtype=bool), np.zeros(len(grid), dtype=bool)
+    if what & PARAMS_THERE:
+        can_be = grid["mode"] != _DDP
+        alone = ~can_be & (grid["dp_replicate"] == 1) & (grid["dp_shard"] == 1)
+        alone &= (grid["cp"] == 1) & (_SHARD in free.modes) & (not free.hybrid)
+    at = np.flatnonzero(can_be | alone)
+    rows = grid[at].copy()
+    rows["offload"] = what
+    rows["mode"] = np.where(alone[at], _SHARD, rows["mode"])
+    return at, rows
+
+
+def _bounds(job: Job, numbers: Numbers, at: Counts, what: int) -> Floats:
+    """Seconds from below of the twins of these rows."""
+    grid, seconds = numbers.grid[at], numbers.seconds[at]
+    more = np.zeros(len(at))
+    count = numbers.counts
+    for tp, ep in np.unique(grid[["tp", "ep"]]):
+        mine = np.flatnonzero((grid["tp"] == tp) & (grid["ep"] == ep))
+        more[mine] = _more(job, grid[mine], what, (int(tp), int(ep)))
+    if what & ACTIVATIONS_THERE:
+        has_choice = np.array([bool(name) for name in numbers.names])
+        blocks = np.isin(np.arange(len(count)), np.array(numbers.order)[has_choice])
+        offered = _FULL[None] | ~blocks[:, None]
+        seconds = np.where(offered[None], seconds, np.inf)
+    there = count > 0
+    fastest = seconds.min(axis=2)[:, there]
+    can_be = np.isfinite(fastest).all(axis=1)
+    fastest = np.where(can_be[:, None], fastest, 0.0)
+    least = step_seconds(numbers, fastest @ count[there] + more, fastest.max(axis=1), at)
+    return np.where(can_be, least, np.inf)
+
+
+def _more(job: Job, grid: NDArray[np.void], what: int, cut: tuple[int, int]) -> Floats:
+    """By row, what all blocks take for each microbatch beside what they take without."""
+    chain, profile = job.chain_at(*cut), job.profile
+    per_node = job.question.cluster.gpus_per_node
+    widths = widths_of(job.spec.precision, job.dtype)
+    out = np.zeros(len(grid))
+    for number, many in zip(*np.unique(chain.order, return_counts=True), strict=True):
+        kind = chain.kinds[number]
+        if what & PARAMS_THERE:
+            once = updates_more_s(grid, kind, profile, per_node, widths)
+            out += many * once / grid["microbatches"]
+        if what & ACTIVATIONS_THERE and kind.has_options:
+            out += many * entered_s(grid, kind, profile)
+    return out
+
+
+def _refused(job: Job, what: int, pp: int = 1) -> Rejected | None:
+    """Why a trial of it cannot be; None if it can."""
+    why = job.refuses(with_offload(job.spec, what, pp=pp))
+    words = " and ".join(_words(what)) + (" in a pipeline" if pp > 1 else "")
+    return Rejected(f"offload={words}", why) if why else None
+
+
+def _words(what: int) -> Iterator[str]:
+    if what & PARAMS_THERE:
+        yield "params"
+    if what & ACTIVATIONS_THERE:
+        yield "activations"

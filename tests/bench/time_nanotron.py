@@ -1,0 +1,70 @@
+"""What nanotron computes and sends, and what its stalled jobs wait for.
+
+Source: huggingface/nanotron, models/llama.py, trainer.py, parallel/pipeline_parallel/p2p.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from meshplan.memory.frameworks import nanotron
+from meshplan.memory.frameworks.nanotron_job import Job, buckets_of
+from meshplan.memory.frameworks.nanotron_pace import stalls
+from meshplan.memory.shape import Shape
+from meshplan.memory.tape import Row as TapeRow
+from meshplan.memory.tape import Tape
+from meshplan.spec import Precision
+from tests.bench.time_case import Write
+
+
+def _is_kept(row: TapeRow) -> bool:
+    return row.is_kept
+
+
+def write_nanotron(shape: Shape, tp: int, seq_len: int) -> tuple[Write, Callable[[TapeRow], bool]]:
+    def write(layers: int, batch: int) -> Tape:
+        stage = nanotron.Stage(layers, True, True)
+        tape = nanotron.tape_of(replace(shape, layers=layers), stage, batch, seq_len, tp)
+        for number in range(layers):
+            name = f"model.decoder.{number}"
+            rows = [n for n, row in enumerate(tape.rows) if f"{row.module}.".startswith(f"{name}.")]
+            tape.units.append((name, rows[0], rows[-1] + 1))
+        return tape
+
+    return write, _is_kept
+
+
+STALL_S: Final = 0.275
+"""Seconds that each hand-over between two stages takes in a job whose network stands still,
+whatever is sent: three messages, for shape and strides first, and the process waits for each.
+[Empirical]: of 285 such pipelines of the published grid, from 1 to 64 nodes and 2 to 32 stages,
+half lie between 0.26 and 0.28. Source: nanotron, parallel/pipeline_parallel/p2p.py."""
+
+
+STALLED_RANK_S: Final = 4.5e-4
+"""And without a pipeline, of each collective for each of its ranks. [Empirical]: 0.3 to 0.5 ms with
+tp 4 to 32; half of it for DDP's buckets, which one of tp may hide."""
+_OF_A_BLOCK: Final = 8
+"""Collectives of tp, forward and backward."""
+
+
+def stalled_seconds(job: Job, shape: Shape) -> float:
+    """What waiting for the network adds to a step of a job that stalls."""
+    dp, tp, pp, count = job.dp, job.tp, job.pp, job.accumulate
+    if not stalls(dp=dp, tp=tp, pp=pp, zero=job.zero, batch=job.batch):
+        return 0.0
+    if pp == 1:
+        waits = count * shape.layers * _OF_A_BLOCK * tp
+        buckets = list(buckets_of(job.stage.parameters(shape, tp))) if not job.zero else []
+        return STALLED_RANK_S * (waits + len(buckets) * dp / 2)
+    # A rank does its own one after the other; one in the middle receives and sends both ways, all
+    # the while that the pipeline is full.
+    return STALL_S * (2 * count + 1 if pp == 2 else 4 * count + 2 * (pp - 3))
+
+
+IN_BUCKETS: Final = Precision(param="bfloat16", reduce="float32")
+SUMMED: Final = Precision(param="bfloat16", reduce="float64")
+"""Under ZeRO-1 gradients in fp32 are summed whole once backward is done, not scattered: twice the
+bytes, which nothing hides. Source: nanotron, trainer.py (`sync_gradients_across_dp`)."""
