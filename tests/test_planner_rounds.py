@@ -187,6 +187,7 @@ def test_it_is_chosen_where_a_bubble_is_what_costs(write: Any) -> None:
     [
         ({"activation_checkpointing": "full"}, "recomputed in each half"),
         ({"strategy": "full_shard"}, "stay gathered"),
+        ({"offload": "params"}, "no figures"),
         ({"rules": [{"match": "model.layers.*", "reshard_after_forward": True}]}, "stay gathered"),
     ],
 )

@@ -103,7 +103,7 @@ def attend_to_gathered(
             out, mask = _masked(w, piece, near, far, head_dim, length, number + 1, own, mask)
         made.append(out)
     whole = w.cat(*made)
-    w.touch(*mask)
+    w.touch(keys, values, *mask)
     return w.shift(whole, "clone")
 
 

@@ -32,6 +32,7 @@ from meshplan.planner.hosted import offload_of
 from meshplan.planner.numbers import Numbers, weights
 from meshplan.planner.space import STRATEGIES
 from meshplan.planner.tables import numbers_of
+from meshplan.schedules import SCHEDULES
 
 _SCHEDULES = SCHEDULE_WORDS[1:]
 
@@ -245,6 +246,9 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
         (any(r.policy.save for r in a.recompute.values()), "a list of operations to save"),
         (stages is not None and plan.accumulate > 1, "accumulation around a pipeline"),
         (stages is not None and stages.schedule not in _SCHEDULES, "this schedule"),
+        (stages is not None and SCHEDULES[stages.schedule].splits_backward
+         and any(unit.on_host for unit in a.units.values()),
+         "backwards in two halves of parameters that lie on the host"),
         (stages is not None and stages.virtual > 1 and _is_uneven(plan),
          "stages of a rank that differ by more than a block"),
         (bool(split) and max(len(each) for each in split or ()) > 1, "blocks that a stage cuts"),

@@ -80,6 +80,8 @@ def _keeps_from_halves(spec: Spec) -> str:
         return "parameters stay gathered to the end of a step, and the plan gives some back"
     if spec.compile:
         return "a compiled block has one backward, which nothing splits in two halves"
+    if True in (spec.offload.params, spec.offload.optimizer, spec.offload.activations):
+        return "what halves of a backward and the host wait for has no figures"
     if any(rule.unit is False for rule in spec.rules):
         return "what is of no unit is averaged as soon as its gradient is there"
     return ""
