@@ -165,6 +165,7 @@ def refusals(plan: Plan) -> Iterator[Problem]:
         (a.sequence_parallel, "sequence_parallel, with which transformers' own code does not run"),
         (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
         (_exchanges_latents(plan), "context parallelism of attention by narrow vectors"),
+        (_scores_scaled(plan), "loss_chunks over logits that the model divides"),
         (_parts_heads(plan), "all_to_all over heads that do not divide by tp and cp together"),
         (bool(saved - PRODUCTS), f"recomputation that saves {', '.join(sorted(saved - PRODUCTS))}"),
         (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
@@ -182,6 +183,12 @@ def refusals(plan: Plan) -> Iterator[Problem]:
 
 def _exchanges_latents(plan: Plan) -> bool:
     return plan.mesh.size("cp") > 1 and "kv_lora_rank" in plan.graph.config
+
+
+def _scores_scaled(plan: Plan) -> bool:
+    if plan.assignment.chunked_loss is None or not plan.graph.config:
+        return False
+    return shape_of(plan.graph).scales
 
 
 def _parts_heads(plan: Plan) -> bool:
