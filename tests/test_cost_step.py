@@ -16,9 +16,10 @@ from meshplan.blueprint import from_mapping
 from meshplan.cost.chain import chain_of
 from meshplan.cost.collectives import all_gather, all_reduce, all_to_all, group, send
 from meshplan.cost.grid import GRID, MODES, OPTIONS, SCHEDULE_WORDS
+from meshplan.cost.pipeline import crossing_seconds, pipeline_seconds
 from meshplan.cost.profile import profile_of, without
 from meshplan.cost.simulate import simulate
-from meshplan.cost.step import crossing_seconds, pipeline_seconds, terms, widths_of
+from meshplan.cost.step import terms, widths_of
 from meshplan.hardware import Cluster, Link, find_device
 from meshplan.plan import make_plan
 from meshplan.reader import load_spec

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from meshplan.cost.grid import OPTIONS, SCHEDULE_WORDS
+from meshplan.cost.pipeline import pipeline_seconds
 from meshplan.cost.profile import profile_of
 from meshplan.cost.simulate import simulate
 from meshplan.cost.stages import stage_seconds
-from meshplan.cost.step import pipeline_seconds
 from meshplan.errors import PlanError
 from meshplan.memory.told import told_rank
 from meshplan.plan import Plan, make_plan

@@ -1,4 +1,4 @@
-"""A pipeline step, action by action: what the closed forms of `cost.step` are checked against.
+"""A pipeline step, action by action: what the closed forms of `cost.pipeline` are checked against.
 
 Ranks do the compute steps of their schedule in order, each as soon as what it needs is there;
 sends and receives run beside them and take the same time each. Refuses to know what a stage

@@ -9,8 +9,9 @@ import numpy as np
 
 from meshplan.cost.chain import chain_of
 from meshplan.cost.grid import GRID, MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
+from meshplan.cost.pipeline import crossing_seconds
 from meshplan.cost.profile import Profile
-from meshplan.cost.step import crossing_seconds, terms
+from meshplan.cost.step import terms
 from meshplan.cost.types import Chain
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import DTYPE_BYTES

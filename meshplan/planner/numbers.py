@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.step import waiting_share
+from meshplan.cost.pipeline import waiting_share
 from meshplan.planner.flights import (
     fewest_in_flight,
     sent_in_flight,
@@ -155,7 +155,7 @@ class Numbers:
 def weights(grid: NDArray[np.void]) -> tuple[Floats, Floats]:
     """(a, b) by row: a step takes a * (the slowest stage) + b * (the sum of the stages).
 
-    The same as `cost.step.pipeline_seconds` says, as factors.
+    The same as `cost.pipeline.pipeline_seconds` says, as factors.
     """
     b = waiting_share(grid)
     return grid["microbatches"] - b, b

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, RECOMPUTE
+from meshplan.cost.pipeline import crossing_seconds, pipeline_seconds
 from meshplan.cost.profile import Profile
-from meshplan.cost.step import crossing_seconds, pipeline_seconds, terms, widths_of
+from meshplan.cost.step import terms, widths_of
 from meshplan.cost.types import Chain
 from meshplan.planner.held import (
     ElementBytes,

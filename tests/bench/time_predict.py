@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshplan.cost.pipeline import crossing_seconds, pipeline_seconds
 from meshplan.cost.profile import Profile, resolve
-from meshplan.cost.step import crossing_seconds, pipeline_seconds, terms
+from meshplan.cost.step import terms
 from tests.bench.time_mapping import Case
 
 Array = NDArray[Any]
