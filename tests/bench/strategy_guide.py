@@ -120,8 +120,8 @@ def main() -> None:
 The common rule goes by size and number of GPUs: a single GPU while that holds the model, DDP below
 500M parameters, FSDP or ZeRO-2 up to 3B, ZeRO-3 above. `python -m tests.bench.strategy_guide` asks
 the planner for each of its cells: H100 80 GB, eight a node, 50 GB/s for each GPU between nodes,
-bf16-mixed, AdamW, the whole mesh free, nothing offloaded. "As good" is within {SLACK:.0%}, where
-the planner takes what has fewer axes and fewer different blocks. Times are the model's, not
+bf16-mixed, AdamW, the whole mesh free, nothing offloaded. "As good" is within {SLACK:.0%},
+where the planner takes what has fewer axes and fewer different blocks. Times are the model's, not
 measured.
 
 ```""")
