@@ -326,12 +326,18 @@ def _message(config: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+OTHERWISE = (
+    "for any other model give the model itself (model: {entry: PKG.MOD:FN} in the plan, with "
+    "torch), or its number of parameters (--params)"
+)
+
+
 def test_unknown_family() -> None:
     assert _message({"model_type": "bert"}) == (
         "meshplan: 1 problem\n"
         "config.json: model_type: model_type 'bert' is not supported\n"
         "    fix: supported are deepseek_v3, gemma2, gpt2, granite, llama, mistral, mixtral, "
-        "qwen2, qwen2_moe, qwen3, qwen3_moe; for any other model give its number of parameters"
+        f"qwen2, qwen2_moe, qwen3, qwen3_moe; {OTHERWISE}"
     )
     assert "config.json: model_type: the key is missing\n" in _message({})
 
@@ -340,7 +346,7 @@ def test_another_head_is_refused() -> None:
     assert _message({"model_type": "llama", "architectures": ["LlamaModel"]}) == (
         "meshplan: 1 problem\n"
         "config.json: architectures: ['LlamaModel'] is not LlamaForCausalLM\n"
-        "    fix: only that one is built; for any other model give its number of parameters"
+        f"    fix: only that one is built; {OTHERWISE}"
     )
 
 

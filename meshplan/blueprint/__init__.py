@@ -95,7 +95,10 @@ def from_mapping(config: Mapping[str, Any], file: str = "<config>") -> ModelGrap
         SpecError: All that is wrong with it.
     """
     supported = sorted([*FAMILIES, "gpt2"])
-    otherwise = "for any other model give its number of parameters"
+    otherwise = (
+        "for any other model give the model itself (model: {entry: PKG.MOD:FN} in the plan, with "
+        "torch), or its number of parameters (--params)"
+    )
     model_type = config.get("model_type")
     if model_type not in supported:
         missing = "the key is missing"

@@ -11,6 +11,8 @@ from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph, pattern_of
 from meshplan.styles import Style, style_for
 
+_ITSELF: Final = "give the model itself (model: {entry: PKG.MOD:FN} in the plan, with torch)"
+
 _KNOWN: Final = frozenset(
     {
         "GPT2LMHeadModel",
@@ -176,9 +178,7 @@ def shape_of(graph: ModelGraph) -> Shape:
     if root not in _KNOWN:
         what = f"the operations of {root or graph.name} are not known one by one"
         known = ", ".join(sorted(_KNOWN))
-        raise PlanError(
-            Problem(what, fix=f"give the model itself; known from a config are {known}")
-        )
+        raise PlanError(Problem(what, fix=f"{_ITSELF}; known from a config are {known}"))
     is_gpt2 = root == "GPT2LMHeadModel"
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
     first = "transformer.h.0" if is_gpt2 else "model.layers.0"
