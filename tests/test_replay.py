@@ -36,6 +36,11 @@ REFUSED = {
 }
 IN_PARTS = ("full_shard, muon", "zero1, muon")
 """What DTensor gathers for products of matrices in parts."""
+CALLED_ALIKE = (
+    "full_shard, bf16", "full_shard, fp16, clipped", "ddp", "zero1", "tp", "tp x full_shard",
+    "loss in chunks",
+)  # fmt: skip
+"""Where each byte of the peak is for the same whoever tells it."""
 DEFAULT = (
     "full_shard of odd sizes", "zero1, accumulated", "full_shard, fp16, clipped",
     "hybrid_shard, accumulated, bf16", "ddp, accumulated", "tp x full_shard, sequence",
@@ -60,7 +65,9 @@ def test_the_composed_step_is_the_traced_step(apart: ProcessPoolExecutor, case: 
         answer = apart.submit(replayed.both, model, plan, how, world, rank).result()
         assert isinstance(answer, tuple), answer
         whole, composed = answer
-        assert composed == whole
+        assert composed[:2] == whole[:2]
+        if case in CALLED_ALIKE:
+            assert composed[2] == whole[2]
 
 
 @pytest.mark.parametrize(
