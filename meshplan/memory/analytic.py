@@ -146,9 +146,9 @@ def _rotary(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tup
     at, size = w.at(f"{w.module}.rotary_emb"), run.seq_len * shape.turned
     cos, sin = (at.row(name, (positions,), size * run.element_bytes) for name in ("cos", "sin"))
     part = replace(part, cos=cos, sin=sin, given=(positions,))
-    held = (positions, cos, sin, x)
+    held: tuple[int, ...] = (positions, cos, sin, x)
     if shape.has_mask:
-        held += (w.row("bitwise_and", (), run.seq_len**2),)
+        held = (*held, w.row("bitwise_and", (), run.seq_len**2))
     return x, part, held
 
 
