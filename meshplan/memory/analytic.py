@@ -171,7 +171,7 @@ def _rotary(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tup
     part = replace(part, cos=cos, sin=sin, given=(positions,), told=told)
     held: tuple[int, ...] = (positions, cos, sin, x)
     if shape.has_mask:
-        held += (w.row("bitwise_and", (), run.seq_len**2),)
+        held = (*held, w.row("bitwise_and", (), run.seq_len**2))
     return x, part, held
 
 
