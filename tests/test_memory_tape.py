@@ -246,8 +246,9 @@ def test_a_told_step_is_the_traced_one(apart: ProcessPoolExecutor, case: str) ->
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"mesh": {"dp_shard": 2, "tp": 2}, "tp_plan": "auto", "sequence_parallel": True},
-         "sequence_parallel"),
+        ({"mesh": {"dp_shard": 4}, "rules": [
+            {"match": "model.layers.*.mlp", "activation_checkpointing": "full"}]},
+         "recomputed modules that are no blocks"),
     ],
 )  # fmt: skip
 def test_what_is_not_told_is_refused(more: dict[str, Any], what: str) -> None:
