@@ -246,9 +246,11 @@ def test_a_told_step_is_the_traced_one(apart: ProcessPoolExecutor, case: str) ->
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"mesh": {"dp_shard": 2, "cp": 2}}, "context parallelism"),
+        ({"mesh": {"dp_shard": 4}, "rules": [
+            {"match": "model.layers.*.mlp", "activation_checkpointing": "full"}]},
+         "recomputed modules that are no blocks"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_told_is_refused(more: dict[str, Any], what: str) -> None:
     graph = from_mapping(DECODER | {"model_type": "llama", "num_hidden_layers": 4})
     plan = make_plan(load_spec({"version": 1} | more), graph, world_size=4)

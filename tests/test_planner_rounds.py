@@ -204,6 +204,7 @@ def test_halves_are_left_out_where_they_do_not_go(
 def test_nothing_runs_again_nor_is_given_back_in_halves(write: Any) -> None:
     job = write()
     rows = np.flatnonzero(job.grid["schedule"] == SCHEDULE_WORDS.index(HALVED))
+    assert not job.grid["offload"][rows].any()
     options = {n for n, each in enumerate(OPTIONS) if each == (0, 0)}
     found = np.argwhere(np.isfinite(job.usual.seconds[rows]))
     assert {int(option) for *_, option in found} == options

@@ -200,8 +200,7 @@ def terms(
         first.append(usual + waited_for)
         last.append(end - usual + (0.0 if reshard else waited - forward))
     missing = OPTION_RESHARD[None] & ~is_at_once[:, None]
-    # Nor are there figures of halves whose parameters lie on the host.
-    missing |= ((OPTION_RECOMPUTE[None] > 0) | (grid["offload"][:, None] > 0)) & halved[:, None]
+    missing |= (OPTION_RECOMPUTE[None] > 0) & halved[:, None]
     forward_s, backward_s, settle_s = (np.stack(each, axis=1) for each in (forwards, first, last))
     update = rows.update(trained(kind)) + after
     once = (settle_s + update[:, None]) / rows.microbatches[:, None]

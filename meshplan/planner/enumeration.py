@@ -16,6 +16,10 @@ from meshplan.schedules import SCHEDULES
 
 _DDP, _ZERO1, _SHARD = range(len(MODES))
 _MOST_MICRO: Final = 64
+_HALVED: Final = frozenset(
+    place for place, word in enumerate(SCHEDULE_WORDS) if word and SCHEDULES[word].splits_backward
+)
+"""Schedules whose backwards are run in two halves, of which there are no figures with a host."""
 
 
 def enumerate_grid(free: Freedom) -> NDArray[np.void]:
@@ -32,7 +36,8 @@ def enumerate_grid(free: Freedom) -> NDArray[np.void]:
                             steps = [*_steps(free, (pp, *data[:2], cp, tp, ep), data[2])]
                             for what in offloads:
                                 if may_lie_there(free, (pp, *data[:2], cp), data[2], what):
-                                    rows += [(*step, what) for step in steps]
+                                    rows += [(*step, what) for step in steps
+                                             if not (what and step[-1] in _HALVED)]  # fmt: skip
     return np.array(rows, GRID)
 
 
