@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,10 @@ def pool() -> Iterator[Callable[[int], Pool]]:
     yield of
     for each in pools.values():
         each.close()
+
+
+@pytest.fixture(scope="session")
+def apart() -> Iterator[ProcessPoolExecutor]:
+    """A process that is in no group, the same for all tests: it takes seconds to start."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
+        yield executor

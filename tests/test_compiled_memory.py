@@ -6,8 +6,6 @@ that is not what eager blocks take, a band that says nothing, `fits` said of its
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -86,13 +84,6 @@ def test_the_band_reaches_from_the_least_to_eager_and_fits_is_said_of_its_end() 
     assert estimate((low + high) // 2, compile=True).fits is False
     assert memory_to_json(band)["is_upper_bound"] is True
     assert memory_to_text(band, "x")[0].startswith("AT MOST")
-
-
-@pytest.fixture(scope="module")
-def apart() -> Iterator[ProcessPoolExecutor]:
-    """A process that is in no group."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
-        yield executor
 
 
 @pytest.mark.wide

@@ -7,8 +7,6 @@ group of fakes cannot run, a call that begins anew or loses what was measured.
 from __future__ import annotations
 
 import json
-import multiprocessing
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,13 +18,6 @@ from tests.bench.gpu_plans import PLANS
 
 DEFAULT = ("ddp, buckets apart",)
 """The others differ from it in what `test_memory_exact` tries."""
-
-
-@pytest.fixture(scope="module")
-def apart() -> Iterator[ProcessPoolExecutor]:
-    """A process that is in no group."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
-        yield executor
 
 
 def test_there_are_enough_plans_of_all_kinds() -> None:

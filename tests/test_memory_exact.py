@@ -6,8 +6,6 @@ bucket too many: whatever changes what is alive at any peak or at any end of a p
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -111,13 +109,6 @@ CASES: dict[str, tuple[str, int, dict[str, Any]] | tuple[str, int, dict[str, Any
     ),
     "stages x full_shard": ("own_llama", 4, pp("1F1B") | {"mesh": {"pp": 2, "dp_shard": 2}}),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def apart() -> Iterator[ProcessPoolExecutor]:
-    """A process that is in no group."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
-        yield executor
 
 
 WIDE = (

@@ -7,11 +7,9 @@ peaks of all phases would be off.
 
 from __future__ import annotations
 
-import multiprocessing
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -119,13 +117,6 @@ def _traced(model_type: str, config: dict[str, Any], element_bytes: int, recompu
     )
     size = element_bytes * sum(p.numel() for p in model.parameters())
     return {name: (most - size, end - size) for name, (most, end) in log.by_phase.items()}
-
-
-@pytest.fixture(scope="module")
-def apart() -> Iterator[ProcessPoolExecutor]:
-    """A process that is in no group."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
-        yield executor
 
 
 def told(case: str, layers: int) -> Any:

@@ -6,8 +6,6 @@ optimizer's state on the wrong side, a unit that stays on the device, weights co
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -81,13 +79,6 @@ PARITY: dict[str, tuple[str, dict[str, Any]]] = {
     "convolutions": ("resnet", FULL | BOTH),
     "recomputed": ("t5", FULL | BOTH | {"activation_checkpointing": "full"}),
 }
-
-
-@pytest.fixture(scope="module")
-def apart() -> Iterator[ProcessPoolExecutor]:
-    """A process that is in no group."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
-        yield executor
 
 
 def marked(*cells: Any, default: Any) -> list[Any]:

@@ -6,7 +6,6 @@ a recomputation that takes another path than forward did, a stream that is lost.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -215,13 +214,6 @@ def test_what_operators_take_for_themselves() -> None:
     assert taken_inside(put, (q, [few], q, False), None) == ()
     assert taken_inside(put, (q, [None, few], q, True), None) == (8 * 2 * 3072,) * 5
     assert taken_inside(aten.mm.default, (q, q), None) == ()
-
-
-@pytest.fixture(scope="module")
-def apart() -> Iterator[ProcessPoolExecutor]:
-    """A process that is in no group."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
-        yield executor
 
 
 FULL: dict[str, Any] = {"version": 1, "strategy": "full_shard"}

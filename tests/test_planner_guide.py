@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshplan.planner.explain import Shares, WhyNot
 from tests.bench.planned_models import LIVE, MODELS, write_plan
-from tests.bench.plans_table import CASES, COUNTS, PUBLISHED, _picked
+from tests.bench.plans_table import CASES, PUBLISHED, _picked
 from tests.bench.strategy_guide import MACHINES, SIZES, Rule, _compared, _row
 
 RULE = Rule("FSDP or ZeRO-2", ("full_shard", "zero2"))
@@ -50,14 +50,14 @@ def test_a_row_of_each_page(tmp_path):
 
 def test_the_pages_are_whole():
     """Every model is known, every machine has its rule, and what is published has its source."""
-    assert {case.model for case in CASES} <= MODELS.keys() | LIVE.keys()
+    counts = {case.model: case.counts for case in CASES}
+    assert counts.keys() <= MODELS.keys() | LIVE.keys()
     for _, model, _, _, rules in SIZES:
         assert model in MODELS
         assert len(rules) == len(MACHINES)
     for (model, gpus), published in PUBLISHED.items():
-        assert model in {case.model for case in CASES}
-        assert gpus in COUNTS
+        assert gpus in counts[model]
         assert published.source
     for case in CASES:
-        for gpus in COUNTS:
+        for gpus in case.counts:
             assert case.least <= case.samples(gpus) <= case.most

@@ -7,8 +7,7 @@ would this catch? Any rule of a wrapper that is left out, comes early or late, o
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace as changed
 from typing import Any
@@ -21,14 +20,6 @@ from meshplan.memory.replay import gather, loops, optimizer, reduction, replay, 
 from meshplan.memory.work import Work
 from tests import replayed
 from tests.test_memory_exact import CASES, FULL
-
-
-@pytest.fixture(scope="module")
-def apart() -> Iterator[ProcessPoolExecutor]:
-    """A process that is in no group."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
-        yield executor
-
 
 REFUSED = {
     "stages, ZBV": "a backward in two halves",

@@ -7,9 +7,7 @@ whole: peaks of some phase would be off.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -56,13 +54,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def decided(config: dict[str, Any], spec: dict[str, Any]) -> Plan:
     over = {"version": 1, "context": {"attention": "all_to_all"}} | spec
     return make_plan(load_spec(over), from_mapping(config))
-
-
-@pytest.fixture(scope="module")
-def apart() -> Iterator[ProcessPoolExecutor]:
-    """A process that is in no group."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
-        yield executor
 
 
 def log_of(plan: Plan) -> Any:

@@ -8,11 +8,9 @@ dense told as one of experts.
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import traceback
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -39,6 +37,7 @@ from tests.test_told import (
     figures,
     plan_of,
     told,
+    told_and_traced,
     traced,
 )
 
@@ -133,23 +132,11 @@ IN_OTHER_PARTS = frozenset({"qwen, spread over one", "qwen, spread, float32, twi
 too, which the figures of a block count as the model's."""
 
 
-@pytest.fixture(scope="module")
-def apart() -> Iterator[ProcessPoolExecutor]:
-    """A process that is in no group."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
-        yield executor
-
-
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c in DEFAULT else [pytest.mark.wide]) for c in CASES]
 )
 def test_a_told_step_is_the_traced_one(apart: ProcessPoolExecutor, case: str) -> None:
-    config, more, world = CASES[case]
-    spec = {"version": 1, "mesh": {"dp_shard": 2}} | more
-    last = world - 1
-    real = apart.submit(traced, config, spec, world, last).result()
-    mine = told(config, spec, world, last)
-    assert isinstance(real, tuple), real
+    mine, real = told_and_traced(apart, *CASES[case])
     assert mine[0] == real[0]
     assert mine[1] == real[1] or case in IN_OTHER_PARTS
 

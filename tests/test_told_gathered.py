@@ -7,9 +7,7 @@ phase would be off (`test_a_mistake_shows` makes such mistakes).
 
 from __future__ import annotations
 
-import multiprocessing
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -68,13 +66,6 @@ def log_of(plan: Plan, rank: int, device: str = CPU) -> EventLog:
         plan, batch=2, seq_len=told.LENGTH, rank=rank, is_cuda=device != CPU, in_place=False,
         foreach=is_uniform(plan.assignment), device=device, has_host=device != CPU,
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def apart() -> Iterator[ProcessPoolExecutor]:
-    """A process that is in no group."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
-        yield executor
 
 
 @pytest.mark.wide

@@ -7,8 +7,7 @@ the same rank is taken for another rank (`test_a_mistake_shows` makes such mista
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -31,8 +30,8 @@ from tests.test_told_stages import (
     MIXED,
     MIXTRAL,
     MORE,
-    NUMBERS,
     QWEN,
+    check_ranks,
     decided,
     log_of,
     plan_of,
@@ -74,32 +73,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 DEFAULT = {"v": 2}
 
 
-@pytest.fixture(scope="module")
-def apart() -> Iterator[ProcessPoolExecutor]:
-    """A process that is in no group."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
-        yield executor
-
-
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c in DEFAULT else [pytest.mark.wide]) for c in CASES]
 )
 def test_a_told_rank_is_the_traced_one(apart: ProcessPoolExecutor, case: str) -> None:
-    config, spec = CASES[case]
-    plan = decided(config, spec)
-    count = plan.mesh.world_size
-    step = count // plan.mesh.size("pp")
-    ranks = (DEFAULT[case],) if case in DEFAULT else tuple(range(0, count, step))
-    answer = apart.submit(told.traced, config, spec, count, ranks).result()
-    assert isinstance(answer, tuple), answer
-    digest, logs = answer
-    assert plan.digest() == digest
-    for rank, theirs in zip(ranks, logs, strict=True):
-        mine = log_of(plan, rank)
-        assert mine.peak.live_bytes == pytest.approx(theirs.peak.live_bytes, abs=NUMBERS)
-        assert mine.by_phase.keys() == theirs.by_phase.keys()
-        for phase, figures in theirs.by_phase.items():
-            assert mine.by_phase[phase] == pytest.approx(figures, abs=NUMBERS), phase
+    check_ranks(apart, *CASES[case], DEFAULT.get(case))
 
 
 def _note_nothing() -> tuple[Any, str, Any]:

@@ -6,9 +6,7 @@ two that autograd keeps; an input of a recomputed block that is held on the devi
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -98,13 +96,6 @@ def told(
         is_cuda=device == "cuda", in_place=False, foreach=is_uniform(plan.assignment),
     )  # fmt: skip
     return dict(log.by_phase), log.host_bytes
-
-
-@pytest.fixture(scope="module")
-def apart() -> Iterator[ProcessPoolExecutor]:
-    """A process that is in no group."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
-        yield executor
 
 
 PLAN_OF_FOUR: dict[str, Any] = {

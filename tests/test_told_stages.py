@@ -7,10 +7,9 @@ peaks would be off (`test_a_mistake_shows` makes such mistakes).
 
 from __future__ import annotations
 
-import multiprocessing
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -124,13 +123,6 @@ DEFAULT = {"interleaved, recomputed": 3, "gpt2, tied, clipped": 0}
 """One rank of each; the wide run takes one of every stage."""
 
 
-@pytest.fixture(scope="module")
-def apart() -> Iterator[ProcessPoolExecutor]:
-    """A process that is in no group."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
-        yield executor
-
-
 def decided(config: dict[str, Any], spec: dict[str, Any]) -> Plan:
     return make_plan(load_spec(spec), from_mapping(config))
 
@@ -144,15 +136,13 @@ def log_of(plan: Plan, rank: int) -> EventLog:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[] if c in DEFAULT else [pytest.mark.wide]) for c in CASES]
-)
-def test_a_told_rank_is_the_traced_one(apart: ProcessPoolExecutor, case: str) -> None:
-    config, spec = CASES[case]
+def check_ranks(
+    apart: ProcessPoolExecutor, config: dict[str, Any], spec: dict[str, Any], one: int | None
+) -> None:
+    """Hold a told step against a traced one, on one rank or on each place along pp."""
     plan = decided(config, spec)
     count = plan.mesh.world_size
-    step = count // plan.mesh.size("pp")
-    ranks = (DEFAULT[case],) if case in DEFAULT else tuple(range(0, count, step))
+    ranks = (one,) if one is not None else tuple(range(0, count, count // plan.mesh.size("pp")))
     answer = apart.submit(told.traced, config, spec, count, ranks).result()
     assert isinstance(answer, tuple), answer
     digest, logs = answer
@@ -163,6 +153,13 @@ def test_a_told_rank_is_the_traced_one(apart: ProcessPoolExecutor, case: str) ->
         assert mine.by_phase.keys() == theirs.by_phase.keys()
         for phase, figures in theirs.by_phase.items():
             assert mine.by_phase[phase] == pytest.approx(figures, abs=NUMBERS), phase
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in DEFAULT else [pytest.mark.wide]) for c in CASES]
+)
+def test_a_told_rank_is_the_traced_one(apart: ProcessPoolExecutor, case: str) -> None:
+    check_ranks(apart, *CASES[case], DEFAULT.get(case))
 
 
 def _keep_what_has_arrived() -> tuple[Any, str, Any]:

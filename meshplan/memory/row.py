@@ -6,6 +6,7 @@ What they do to memory, `memory.tape` plays; which rows a model is made of, `mem
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -150,3 +151,23 @@ class Tape:
         self.last_use[self.base[value]] = len(self.rows)
         if outlives:
             self.outlive.add(self.base[value])
+
+    def parts(self) -> Iterable[Span]:
+        """The spans, and what lies between them."""
+        done = 0
+        for span in sorted(self.spans, key=lambda s: s.start):
+            if span.start > done:
+                yield Span(done, span.start)
+            yield span
+            done = span.end
+        if done < len(self.rows):
+            yield Span(done, len(self.rows))
+
+    def called_with(self, span: Span) -> dict[int, None]:
+        """The values, by their base, that a span begins with."""
+        made: set[int] = set()
+        out: dict[int, None] = {}
+        for row in self.rows[span.start : span.end]:
+            out |= {self.base[value]: None for value in row.reads if self.base[value] not in made}
+            made |= {self.base[value] for value in row.makes}
+        return out | {self.base[value]: None for value in span.given}

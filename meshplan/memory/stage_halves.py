@@ -82,17 +82,10 @@ class _HalvesPlayer(StagePlayer):
             self._noted[number] = given
             for storage in given:
                 self._hold(storage)
-        made: list[tuple[int, int]] = []
         is_own = bool(given) and not row.parameters and self._halves.flowing[number]
         took = self._born(row.takes_back, row) if is_own and row.takes_back else None
-        for value, nbytes in row.grads if given else ():
-            if value not in self._halves.flows:
-                continue
-            if nbytes:
-                made.append((value, self._born(nbytes, row)))
-            else:
-                self._hold(given[0])
-                made.append((value, given[0]))
+        flowing = [grad for grad in row.grads if given and grad.value in self._halves.flows]
+        made = self._passed_on(number, flowing, given)
         if took is not None:
             self._drop(took)
         for storage in given:
@@ -129,15 +122,8 @@ class _HalvesPlayer(StagePlayer):
             is_own = bool(row.parameters) or not self._halves.flowing[number]
             took = self._born(row.takes_back, row) if is_own and row.takes_back else None
             own = [(fqn, size, self._gradient(fqn, size, number)) for fqn, size in row.parameters]
-            made: list[tuple[int, int]] = []
-            for value, nbytes in row.grads:
-                if value in self._halves.flows:
-                    continue
-                if nbytes:
-                    made.append((value, self._born(nbytes, row)))
-                else:
-                    self._hold(given[0])
-                    made.append((value, given[0]))
+            others = [grad for grad in row.grads if grad.value not in self._halves.flows]
+            made = self._passed_on(number, others, given)
             if took is not None:
                 self._drop(took)
             for storage in (*given, *self._kept.pop(number, ())):

@@ -83,7 +83,7 @@ class Player:
         num_before = len(self._storages)
         self._phase = _FORWARD
         self._mark(Moment.BEFORE_FORWARD, "")
-        spans = list(_spans(tape))
+        spans = list(tape.parts())
         for span in spans:
             self._forward(span)
         self._begin_backward()
@@ -139,7 +139,7 @@ class Player:
     def _forward(self, span: Span) -> None:
         tape = self._tape
         if span.recompute:
-            inputs = _inputs(tape, span)
+            inputs = tape.called_with(span)
             if span.on_host and not self._host.take(~span.start, (span.enters,), self._now):
                 del inputs[tape.base[span.enters]]
             self._inputs[span.start] = held = {value: self._env[value] for value in inputs}
@@ -290,14 +290,7 @@ class Player:
         if given:
             took = self._born(row.takes_back, row) if row.takes_back else None
             own = [(fqn, size, self._gradient(fqn, size, number)) for fqn, size in row.parameters]
-            for value, nbytes in row.grads:
-                if (number, value) in self._tape.handed:
-                    made.append((value, self._handed(number, value)))
-                elif nbytes:
-                    made.append((value, self._born(nbytes, row)))
-                else:
-                    self._hold(given[0])
-                    made.append((value, given[0]))
+            made = self._passed_on(number, row.grads, given)
             if took is not None:
                 self._drop(took)
         for storage in (*back, *given, *self._kept.pop(number, ())):
@@ -310,6 +303,21 @@ class Player:
         for fqn, _ in row.parameters if given else ():
             self._lay(fqn, number)
             self._ready[fqn] = len(self._events)
+
+    def _passed_on(
+        self, number: int, grads: Iterable[Grad], given: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """(value, its gradient) of what a row reads; one that takes no bytes is what was given."""
+        made: list[tuple[int, int]] = []
+        for value, nbytes in grads:
+            if (number, value) in self._tape.handed:
+                made.append((value, self._handed(number, value)))
+            elif nbytes:
+                made.append((value, self._born(nbytes, self._tape.rows[number])))
+            else:
+                self._hold(given[0])
+                made.append((value, given[0]))
+        return made
 
     def _accumulate(self, value: int, storage: int, row: Row) -> None:
         known = self._grads.get(value)
@@ -373,25 +381,3 @@ class Player:
         """The storage, which turns out to be for something else."""
         self._storages[storage] = self._storages[storage]._replace(term=term)
         return storage
-
-
-def _spans(tape: Tape) -> Iterable[Span]:
-    """The tape's spans, and what lies between them."""
-    done = 0
-    for span in sorted(tape.spans, key=lambda s: s.start):
-        if span.start > done:
-            yield Span(done, span.start)
-        yield span
-        done = span.end
-    if done < len(tape.rows):
-        yield Span(done, len(tape.rows))
-
-
-def _inputs(tape: Tape, span: Span) -> dict[int, None]:
-    """The values, by their base, that a span begins with."""
-    made: set[int] = set()
-    out: dict[int, None] = {}
-    for row in tape.rows[span.start : span.end]:
-        out |= {tape.base[value]: None for value in row.reads if tape.base[value] not in made}
-        made |= {tape.base[value] for value in row.makes}
-    return out | {tape.base[value]: None for value in span.given}
