@@ -87,6 +87,7 @@ class State:
         is_of_row: Whether what answers held more is the same for all.
         sure_capacity: Where `capacity` rests on a guess, the one that does not.
         guesses: How many there were.
+        hoped: Seconds of its answer that waits.
         guessed: Bytes above the linear figures, by the last one.
         doubted: The same where that was too little to go by.
     """
@@ -101,6 +102,7 @@ class State:
     is_of_row: bool = True
     sure_capacity: float | None = None
     guesses: int = 0
+    hoped: float = float("inf")
     guessed: float = 0.0
     doubted: float | None = None
 

@@ -254,8 +254,10 @@ class _Held:
         least = value(self.least)
         total: Floats = least @ self.count
         if self.more is not None:
-            one = value(self.more)[:, self._block] - least[:, self._block]
-            total = total + self._usual * one
+            few = least[:, self._block]
+            with np.errstate(invalid="ignore"):  # Where there is no option, neither is finite.
+                more = np.where(np.isfinite(few), value(self.more)[:, self._block] - few, 0.0)
+            total = total + self._usual * more
         return total
 
     def priced(self, price: Floats) -> Floats:

@@ -10,32 +10,30 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshplan.planner.found import Found, Guess, Measured, RuledOut, State
 from meshplan.planner.numbers import (
     Numbers,
     by_bound,
     memory_bounds,
-    priced_bounds,
     time_bounds,
 )
 from meshplan.planner.row import Candidate, Row, solve_row
+from meshplan.planner.seeds import Seeds
 
 TOLERANCE: Final = 1e-4
 """How much faster than the answer something in the space may be, as a share."""
 _EPS: Final = 1e-12
 _FAILURES: Final = 6
 """Answers that may fail before something that surely fits is looked for."""
-_GUESSES: Final = 20
-"""Answers that a guess may pass over before that."""
-_SHARES: Final = (0.8, 0.65, 0.5, 0.35)
-_LOOKED_AT, _FEW, _ASKED = 40, 8, 3
-"""Rows that are tried at each share of the memory, and beside one that fits; those measured."""
+_GUESSES, _OFTEN = 20, 10
+"""Answers that a guess may pass over before that, and then before one that fits by it is tried."""
+_MUCH, _HOPES = 0.95, 8
+"""Share of the time of the best answer that is worth a look before its turn; rows looked at."""
 _MOST_TRIES: Final = 12
 """Answers of one row that are measured before it is given up, which `Found.given_up` tells."""
 _AHEAD: Final = (1.02, 1.25)
@@ -108,6 +106,10 @@ class _Search:
         """Seconds of the fastest row that was given up."""
         self._times, self._bytes = time_bounds(numbers), memory_bounds(numbers)
         self._out = RuledOut(numbers.grid)
+        self._seeds = Seeds(
+            numbers, capacity, self._times, self._bytes,
+            measure=self._measured, is_open=self._is_open, is_late=self._is_late,
+        )  # fmt: skip
 
     def run(self) -> Found:
         """Whatever may be the fastest is looked at closer, until what is has been measured.
@@ -170,62 +172,30 @@ class _Search:
         late = self._deadline is not None and time.monotonic() > self._deadline
         return late or self.is_stopped()
 
-    def _seed(self) -> None:
-        """Find any answer where the fastest rows fail: one that keeps well clear of the limit."""
-        for share in _SHARES:
-            if self._try(self._capacity * share):
-                return
-        self._seed_small()
+    def _seed(self, answers: Iterable[tuple[Candidate, Measured]]) -> None:
+        """Take what was found sooner than best first would come to it."""
+        for candidate, measured in answers:
+            self.found.excess[candidate.row] = max(measured.excess_bytes, 0.0)
+            self._take(candidate, measured)
 
-    def _seed_small(self) -> None:
-        """Find any answer: blocks in the most parts come and go the smallest.
+    def _explore(self) -> None:
+        """Measure what is fastest of all that rests on guesses, if that is much faster.
 
-        What has one stage is told soonest, and so is looked at first.
+        Best first comes to it last, and what is there until then may be far from it.
         """
-        grid = self._numbers.grid
-        there = np.flatnonzero(np.isfinite(self._times) & (self._bytes <= self._capacity))
-        least = there[np.argsort(self._bytes[there], kind="stable")]
-        for rows in (least[grid["pp"][least] == 1], least[grid["pp"][least] > 1]):
-            parts = grid["tp"][rows]
-            for row in (int(rows[parts == tp][0]) for tp in sorted(set(parts), reverse=True)):
-                if self._is_late():
-                    return
-                smallest = self._smallest(row)
-                measured = self._measured(smallest)
-                if measured.fits:
-                    self._take(smallest, measured)
-                    same = grid["tp"] == grid["tp"][row]
-                    self._try(self._capacity - max(measured.excess_bytes, 0.0), same, _FEW)
-                    return
-
-    def _try(
-        self, room: float, among: NDArray[np.bool_] | None = None, looks: int = _LOOKED_AT
-    ) -> bool:
-        """Measure the fastest answers of some rows within so much memory; whether one fits."""
-        can_be = (self._bytes <= room) & np.isfinite(self._times)
-        # The more stages there are, the longer it takes to tell, and the more is there beside.
-        for name in ("pp", "virtual"):
-            alone = can_be & (self._numbers.grid[name] == 1)
-            can_be = alone if alone.any() else can_be
-        rows = np.flatnonzero(can_be if among is None else can_be & among)
-        if not len(rows):
-            return False
-        order = np.argsort(priced_bounds(self._numbers, rows, room), kind="stable")
-        asked = 0
-        for row in map(int, rows[order[:looks]]):
-            if self._is_late() or asked == _ASKED:
-                break
-            if row in self._out:
-                continue
-            candidate = solve_row(self._numbers, row, room)
-            if candidate is None or self._likely_excess(candidate) is not None:
-                continue
-            measured, asked = self._measured(candidate), asked + 1
-            if measured.fits:
-                self.found.excess[row] = max(measured.excess_bytes, 0.0)
-                self._take(candidate, measured)
-                return True
-        return False
+        best = self.found.best
+        if best is None:
+            return
+        hopes = [row for row, s in self._states.items() if s.sure_capacity is not None]
+        for row in sorted(hopes, key=lambda row: self._states[row].hoped)[:_HOPES]:
+            state = self._states[row]
+            candidate = solve_row(self._numbers, row, state.capacity, _MUCH * best.seconds)
+            state.hoped = candidate.seconds if candidate is not None else np.inf
+            if candidate is not None and self._likely_fits(candidate):
+                state.hoped = np.inf
+                if (measured := self._measured(candidate)).fits:
+                    self._seed([(candidate, measured)])
+                return
 
     def _look_closer(self, bound: float, row: int, following: float = float("inf")) -> None:
         """Solve one row; measure its answer if no other row may be faster, else let it wait.
@@ -255,6 +225,7 @@ class _Search:
             return
         least = min(following, self._waiting[0][0] if self._waiting else following)
         if candidate.seconds > least:
+            state.hoped = candidate.seconds
             heapq.heappush(self._waiting, (candidate.seconds, row))
             return
         if state.tries == _MOST_TRIES:
@@ -264,8 +235,10 @@ class _Search:
         if self._is_likely_over(row, state, candidate):
             heapq.heappush(self._waiting, (candidate.seconds, row))
             self._passed_over += 1
-            if self._passed_over == _GUESSES and found.best is None:
-                self._seed_small()
+            if found.best is None and self._passed_over == _GUESSES:
+                self._seed(self._seeds.smallest())
+            elif self._passed_over % _OFTEN == 0:
+                self._explore()
             return
         if state.doubted is not None and not state.tries and self._is_out(row, state.doubted):
             return
@@ -293,7 +266,7 @@ class _Search:
         heapq.heappush(self._waiting, (candidate.seconds if not measured.fits else 0.0, row))
         if self._failures >= _FAILURES and found.best is None:
             self._failures = float("-inf")  # Once.
-            self._seed()
+            self._seed(self._seeds.any())
 
     def _is_likely_over(self, row: int, state: State, candidate: Candidate) -> bool:
         """Whether a guess says so; the row's next answer is then one that the guess lets fit."""
@@ -314,6 +287,10 @@ class _Search:
             heapq.heappush(self._guessed, (candidate.seconds, row))
         state.capacity, state.guessed = self._capacity - excess, excess
         return True
+
+    def _is_open(self, row: int, candidate: Candidate | None = None) -> bool:
+        """Whether nothing speaks against a row, or one of its answers."""
+        return row not in self._out and not (candidate and self._likely_excess(candidate))
 
     def _likely_fits(self, candidate: Candidate) -> bool:
         return self.guess(candidate) is not None and self._likely_excess(candidate) is None
