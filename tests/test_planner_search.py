@@ -519,6 +519,24 @@ def test_time_that_is_up_gives_the_best_so_far_and_its_gap():
     assert (found.best, found.is_whole, found.gap) == (None, False, 1.0)
 
 
+def test_a_gap_is_told_when_the_time_is_up_after_an_answer():
+    """A row that fits is looked at again at once; until then its bound counts, and not zero."""
+    for seed in range(20):
+        numbers, capacity = random_numbers(seed)
+        answers: list[Candidate] = []
+
+        def measure(candidate: Candidate, answers: Any = answers) -> Measured:
+            answers.append(candidate)
+            return Measured(fits=True, excess_bytes=0.2 * max(candidate.linear_bytes))
+
+        found = search(numbers, capacity, measure, is_stopped=lambda answers=answers: bool(answers))
+        if found.best is not None:
+            assert found.gap < 0.5, seed
+            assert found.lower_s <= min(
+                fastest(numbers, row, capacity) for row in range(len(numbers.grid))
+            ) * (1 + 1e-9)
+
+
 def test_an_answer_is_there_soon_though_all_that_is_fast_holds_too_much():
     """The last rows are far slower, and all that fits: nobody waits for those before them."""
     numbers, _ = random_numbers(1, num_rows=80)

@@ -146,7 +146,10 @@ class _Search:
             return not self._doubt()
         if self._is_late():
             found.is_whole = False
-            least = min([least, *(s for s, row in self._guessed if self._rests_on_guess(row))])
+            # What is to be looked at again at once waits with no time of its own.
+            waiting = (max(s, float(self._times[row])) for s, row in self._waiting)
+            guessed = (s for s, row in self._guessed if self._rests_on_guess(row))
+            least = min([bound, *waiting, *guessed])
             found.lower_s = min(least, found.best.seconds) if found.best else least
             return True
         return False
