@@ -16,12 +16,7 @@ from typing import Final
 import numpy as np
 
 from meshplan.planner.found import Found, Guess, Measured, RuledOut, State
-from meshplan.planner.numbers import (
-    Numbers,
-    by_bound,
-    memory_bounds,
-    time_bounds,
-)
+from meshplan.planner.numbers import Numbers, by_bound, memory_bounds, time_bounds
 from meshplan.planner.row import Candidate, Row, solve_row
 from meshplan.planner.seeds import Seeds
 
@@ -189,7 +184,8 @@ class _Search:
         best = self.found.best
         if best is None:
             return
-        hopes = [row for row, s in self._states.items() if s.sure_capacity is not None]
+        states = self._states.items()
+        hopes = [r for r, s in states if s.sure_capacity is not None and r not in self._out]
         for row in sorted(hopes, key=lambda row: self._states[row].hoped)[:_HOPES]:
             state = self._states[row]
             candidate = solve_row(self._numbers, row, state.capacity, _MUCH * best.seconds)
@@ -279,12 +275,9 @@ class _Search:
         excess = self._likely_excess(candidate)
         if excess is None:
             return False
-        smallest = self._smallest(row)
-        if state.guesses == 1 and max(smallest.linear_bytes) + excess > self._capacity:
-            guess = self.guess(smallest)
-            if guess is not None and guess.is_over:
-                self._out.add(row)
-                return True
+        if state.guesses == 1 and self._is_out(row, excess, is_sure=True):
+            self._out.add(row)
+            return True
         if state.sure_capacity is None:
             state.sure_capacity = state.capacity
             heapq.heappush(self._guessed, (candidate.seconds, row))
@@ -336,15 +329,19 @@ class _Search:
     def _smallest(self, row: int) -> Candidate:
         return Row(self._numbers, row, float("inf")).smallest()
 
-    def _is_out(self, row: int, excess: float) -> bool:
+    def _is_out(self, row: int, excess: float, *, is_sure: bool = False) -> bool:
         """Whether not even what holds the least fits, where a guess says so: the row is out.
 
         Args:
             excess: What another answer was guessed to hold above its linear figures.
+            is_sure: Go by what the guess is sure of, and measure nothing.
         """
         smallest = self._smallest(row)
         if max(smallest.linear_bytes) + excess <= self._capacity:
             return False
+        if is_sure:
+            guess = self.guess(smallest)
+            return guess is not None and guess.is_over
         return self._likely_excess(smallest) is not None and not self._can_fit(smallest)
 
     def _can_fit(self, smallest: Candidate, failed: Candidate | None = None) -> bool:

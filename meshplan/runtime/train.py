@@ -156,16 +156,10 @@ def loss_parallel(model: nn.Module) -> Iterator[None]:
     Raises:
         ApplyError: The plan does not say so.
     """
-    state = applied(model)
-    if not state.plan.assignment.loss_parallel:
-        raise ApplyError(
-            Problem(
-                "this model's plan does not say loss_parallel: true",
-                state.plan.spec.origin("loss_parallel"),
-                "add it, with a head that has the style vocab",
-            )
-        )
-    with loss_mode(state.plan):
+    plan = applied(model).plan
+    if not plan.assignment.loss_parallel:
+        raise _unsaid(plan, "loss_parallel: true", "add it, with a head that has the style vocab")
+    with loss_mode(plan):
         yield
 
 
@@ -183,17 +177,17 @@ def chunked_loss(model: nn.Module) -> Iterator[None]:
     Raises:
         ApplyError: The plan does not say so, or no cross-entropy was taken inside.
     """
-    state = applied(model)
-    if state.plan.assignment.chunked_loss is None:
-        raise ApplyError(
-            Problem(
-                "this model's plan does not say loss_chunks",
-                state.plan.spec.origin("loss_chunks"),
-                "add loss_chunks: 8",
-            )
-        )
-    with loss_mode(state.plan):
+    plan = applied(model).plan
+    if plan.assignment.chunked_loss is None:
+        raise _unsaid(plan, "loss_chunks", "add loss_chunks: 8")
+    with loss_mode(plan):
         yield
+
+
+def _unsaid(plan: Plan, statement: str, fix: str) -> ApplyError:
+    """A mode of the loss was asked for that the plan does not state."""
+    origin = plan.spec.origin(statement.partition(":")[0])
+    return ApplyError(Problem(f"this model's plan does not say {statement}", origin, fix))
 
 
 def _check_optimizer(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
