@@ -27,6 +27,7 @@ from meshplan.planner.whole import whole_spec
 from meshplan.planning import search_plan
 from meshplan.reader import load_spec
 from tests import models
+from tests.pooled import pooled_bytes
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512,
@@ -131,7 +132,7 @@ def test_bounds_on_memory_are_below_what_is_replayed(job, size, near):
             candidate = Candidate(int(row), one.seconds, one.ends, one.takes, one.linear_bytes)
             measured = at.measure(numbers, candidate)
             assert not measured.why
-            truth = max(group.peak.requested_bytes for group in measured.result.memory.groups)
+            truth = pooled_bytes(at, measured)
             assert max(one.linear_bytes) <= truth, (numbers.grid[row], OPTIONS[option])
             shares.append(max(one.linear_bytes) / truth)
     assert np.median(shares) > near

@@ -71,7 +71,7 @@ def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(write: Any) 
         plan = make_plan(job.question.read(overrides(stated)), job.question.graph)
         assert plan.mesh.size("cp") == job.grid["cp"][row]
         assert Costed(plan, job.question.cluster).seconds == pytest.approx(found.seconds)
-        live = told_rank(plan, 0, device=job.question.device).peak.live_bytes
+        live = told_rank(plan, 0, device=job.question.device).pooled_bytes
         assert found.linear_bytes[0] <= live
         shares.append(found.linear_bytes[0] / live)
     assert np.median(shares) > 0.6
@@ -110,7 +110,7 @@ def test_keys_and_values_are_gathered_where_a_plan_says_so(write: Any) -> None:
             rank = next(
                 r for r in range(plan.mesh.world_size) if plan.mesh.index(r, ("cp",)) == place
             )
-            live = told_rank(plan, rank, device=job.question.device).peak.live_bytes
+            live = told_rank(plan, rank, device=job.question.device).pooled_bytes
             assert found.linear_bytes[0] <= live
 
 

@@ -113,7 +113,7 @@ def test_a_frame_is_held_by_one_microbatch_alone(tmp_path: Path) -> None:
     smallest = Row(at.usual, row, float("inf")).smallest()
     plan = make_plan(question.read(overrides(at.stated(at.usual, smallest))), question.graph)
     log = told_rank(plan, 0, device=question.device)
-    assert smallest.linear_bytes[0] <= log.peak.live_bytes
+    assert smallest.linear_bytes[0] <= log.pooled_bytes
 
 
 def test_what_communicators_take_is_known_from_the_mesh(job: Job) -> None:

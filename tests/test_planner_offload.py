@@ -31,6 +31,7 @@ from meshplan.planner.row import solve_row
 from meshplan.planner.search import search
 from meshplan.planner.widened import searched
 from meshplan.reader import load_spec
+from tests.pooled import pooled_bytes
 from tests.test_planner import LARGE, LLAMA, job, job_of
 from tests.test_planner_search import always_fits, fastest
 
@@ -160,7 +161,7 @@ def test_bounds_on_memory_are_below_what_is_replayed(job):
         candidate = replace(one, row=int(row))
         measured = at.measure(numbers, candidate)
         assert not measured.why
-        truth = max(group.peak.requested_bytes for group in measured.result.memory.groups)
+        truth = pooled_bytes(at, measured)
         assert max(one.linear_bytes) <= truth, (grid[row], OPTIONS[option])
         assert measured.result.memory.worst.host_bytes > 0
         kinds.add(int(grid[row]["offload"]))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshplan.cost.grid import OPTIONS, SCHEDULE_WORDS
+from meshplan.cost.grid import MODES, OPTIONS, SCHEDULE_WORDS, in_halves
 from meshplan.cost.pipeline import pipeline_seconds
 from meshplan.cost.profile import profile_of
 from meshplan.cost.simulate import simulate
@@ -27,6 +27,7 @@ from meshplan.plan import Plan, make_plan
 from meshplan.planner.asking import question_of_file
 from meshplan.planner.costed import Costed
 from meshplan.planner.decide import decide_job
+from meshplan.planner.held import is_late
 from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Candidate, Row, solve_row
@@ -57,7 +58,8 @@ def some(job: Job, count: int) -> Iterator[tuple[Candidate, Plan]]:
     """Random rows with several stages a rank, in little memory or as little as can be."""
     rng, numbers = random.Random(0), job.usual
     several = np.flatnonzero(job.grid["virtual"] > 1)
-    scattered = np.flatnonzero(numbers.beside > 0)
+    scatters = is_late(job.grid) & (job.grid["mode"] == MODES.index("shard"))
+    scattered = np.flatnonzero(scatters & ~in_halves(job.grid))
     some_rows = rng.sample([int(each) for each in several], count - 3)
     for row in (*some_rows, *rng.sample([int(each) for each in scattered], 3)):
         smallest = Row(numbers, row, float("inf")).smallest()
@@ -92,7 +94,7 @@ def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(write: Any) 
         assert Costed(plan, job.question.cluster).seconds == pytest.approx(candidate.seconds)
         for place in (0, stages.num_ranks - 1):
             rank = place * (plan.mesh.world_size // stages.num_ranks)
-            live = told_rank(plan, rank, device=job.question.device).peak.live_bytes
+            live = told_rank(plan, rank, device=job.question.device).pooled_bytes
             assert candidate.linear_bytes[place] <= live
             shares.append(candidate.linear_bytes[place] / live)
     assert np.median(shares) > 0.6

@@ -67,6 +67,9 @@ def random_numbers(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
         seconds=np.where(offered, seconds, np.inf),
         saved=saved,
         resident=resident,
+        later=rng.uniform(0, 3, (num_rows, kinds)),
+        first=rng.uniform(0, 2, num_rows),
+        last=rng.uniform(0, 2, num_rows),
         top=rng.uniform(0, 5, num_rows),
         turn=rng.uniform(0, 3, num_rows),
         reducing=np.zeros(num_rows),
@@ -110,6 +113,7 @@ def random_rounds(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
         seconds=np.where(offered, seconds, np.inf),
         saved=saved,
         resident=resident,
+        later=rng.uniform(0, 3, (num_rows, 3)),
     )
     return rounds, float(rng.uniform(8, 12 * blocks))
 
@@ -154,14 +158,36 @@ def _kept_by(
     return tuple(out)
 
 
-def beside_blocks(numbers: Numbers, row: int, is_last: bool) -> float:
-    """Bytes of a rank's worst moment: a block's backward, or on the last rank the loss."""
-    moments = (numbers.turn, numbers.top) if is_last else (numbers.turn,)
-    return max(float(bytes_[row]) for bytes_ in moments)
+@functools.cache
+def began_by(schedule: str, ranks: int, virtual: int, count: int) -> tuple[bool, ...]:
+    """By rank, whether as much is in flight again once its last stage alone had a backward."""
+    out = []
+    for rank, order in enumerate(actions(SCHEDULES[schedule], ranks, virtual, count)):
+        steps = [step for step in order if step.kind in "FB"]
+        at = next(n for n, step in enumerate(steps) if step.kind == "B")
+        warm = [s.stage for s in steps[:at]]
+        is_again = at + 1 < len(steps) and steps[at + 1].kind == "F"
+        last = rank + ranks * (virtual - 1)
+        is_again = is_again and steps[at].stage == steps[at + 1].stage == last
+        others = [warm.count(rank + ranks * turn) for turn in range(virtual - 1)]
+        out.append(ranks > 1 and is_again and warm.count(last) not in others)
+    return tuple(out)
 
 
-def rank_value(numbers: Numbers, row: int, stages: Any, keeps: Any, room: float) -> float:
+def beside_blocks(numbers: Numbers, row: int, rank: int) -> float:
+    """Bytes of a rank whatever its blocks do: a block's pass, or on the last rank the loss."""
+    is_last = rank == int(numbers.grid[row]["pp"]) - 1
+    held = float((numbers.top if is_last else numbers.turn)[row] + numbers.beside[row])
+    held += float(numbers.first[row]) * (rank == 0) + float(numbers.last[row]) * is_last
+    return held
+
+
+def rank_value(
+    numbers: Numbers, row: int, stages: Any, keeps: Any, began: bool, room: float
+) -> float:
     """The least seconds of some stages' blocks on a rank, by trying all options of each."""
+    if began:
+        room -= sum(float(numbers.later[row, kind]) for kind in stages[-1])
     best = float("inf")
     ways = [
         itertools.combinations_with_replacement(
@@ -189,6 +215,7 @@ def fastest_rounds(numbers: Numbers, row: int, capacity: float) -> float:
     ranks, virtual = int(config["pp"]), int(config["virtual"])
     played = SCHEDULE_WORDS[config["schedule"]], ranks, virtual, int(config["microbatches"])
     kept, handed = kept_by(*played), handed_by(*played)
+    began = began_by(*played) if played[0] != HALVED else (False,) * ranks
     a, b = (float(each[row]) for each in weights(numbers.grid))
     best, known = float("inf"), {}
     for inner in itertools.combinations(range(1, blocks), ranks * virtual - 1):
@@ -203,15 +230,15 @@ def fastest_rounds(numbers: Numbers, row: int, capacity: float) -> float:
             stages = [(1,) * size for size in each]
             waiting = sum(handed[rank]) - (handed[rank][-1] if rank == ranks - 1 else 0.0)
             waiting -= handed[rank][0] if rank == 0 else 0.0
-            room = capacity - float(numbers.beside[row]) - waiting * float(numbers.sent[row])
+            room = capacity - waiting * float(numbers.sent[row])
             if rank == 0:
                 stages[0] = (0, *stages[0])
             if rank == ranks - 1:
                 stages[-1] = (*stages[-1], 2)
-            room -= beside_blocks(numbers, row, rank == ranks - 1)
+            room -= beside_blocks(numbers, row, rank)
             key = rank, sum(each)
             if key not in known:
-                known[key] = rank_value(numbers, row, stages, kept[rank], room)
+                known[key] = rank_value(numbers, row, stages, kept[rank], began[rank], room)
             times.append(known[key])
         best = min(best, a * max(times) + b * sum(times) + float(numbers.once_s[row]))
     return best
@@ -220,6 +247,10 @@ def fastest_rounds(numbers: Numbers, row: int, capacity: float) -> float:
 def stage_values(numbers: Numbers, row: int, stage: int, blocks: Any, room: float) -> float:
     """The least seconds of some blocks on a stage, by trying all options of each."""
     keeps = in_flight(numbers.grid[row], stage)
+    config = numbers.grid[row]
+    played = SCHEDULE_WORDS[config["schedule"]], int(config["pp"]), 1, int(config["microbatches"])
+    if played[1] > 1 and began_by(*played)[stage]:
+        room -= sum(float(numbers.later[row, kind]) for kind in blocks)
     best = float("inf")
     ways = itertools.combinations_with_replacement
     groups = [list(ways(range(NUM_OPTIONS), blocks.count(kind))) for kind in dict.fromkeys(blocks)]
@@ -253,8 +284,8 @@ def fastest(numbers: Numbers, row: int, capacity: float) -> float:
         for stage, (i, j) in enumerate(itertools.pairwise(ends)):
             is_last = stage == stages - 1
             waiting = 0.0 if is_last or not stage else in_flight(config, stage)
-            room = capacity - float(numbers.beside[row]) - waiting * float(numbers.sent[row])
-            room -= beside_blocks(numbers, row, is_last)
+            room = capacity - waiting * float(numbers.sent[row])
+            room -= beside_blocks(numbers, row, stage)
             key = (stage, i, j)
             if key not in known:
                 known[key] = stage_values(numbers, row, stage, numbers.order[i:j], room)
@@ -311,9 +342,10 @@ def test_what_is_dealt_out_to_stages_is_what_was_chosen():
                 kept = kept_by(word, ranks, virtual, count)
                 handed = handed_by(word, ranks, virtual, count)
                 assert len(one.ends) == ranks * virtual + 1
-                held, seconds = [float(numbers.beside[row])] * ranks, [0.0] * ranks
+                began = began_by(word, ranks, virtual, count) if word != HALVED else [False] * ranks
+                held, seconds = [0.0] * ranks, [0.0] * ranks
                 for rank in range(ranks):
-                    held[rank] += beside_blocks(numbers, row, rank == ranks - 1)
+                    held[rank] += beside_blocks(numbers, row, rank)
                 for stage, (i, j) in enumerate(itertools.pairwise(one.ends)):
                     table, turn = np.array(one.takes[stage]), stage // ranks
                     own = numbers.order[i:j]
@@ -321,6 +353,8 @@ def test_what_is_dealt_out_to_stages_is_what_was_chosen():
                     assert 1 in own
                     keeps = kept[stage % ranks][turn]
                     bytes_ = numbers.resident[row] + keeps * numbers.saved[row]
+                    if began[stage % ranks] and turn == virtual - 1:
+                        bytes_ = bytes_ + numbers.later[row][:, None]
                     held[stage % ranks] += float(bytes_[table > 0] @ table[table > 0])
                     hands_on = 0 < stage < ranks * virtual - 1
                     held[stage % ranks] += (

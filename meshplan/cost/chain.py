@@ -208,12 +208,12 @@ def _fold(kinds: Sequence[Kind], looks: Sequence[Hashable]) -> list[Kind]:
     for look, place in middles.items():
         same = [n for n, own in zip(blocks, looks, strict=True) if own == look]
         middle = kinds[place]
-        transient = _maximum([kinds[n].transient_bytes for n in same])
+        transient = _least([kinds[n].transient_bytes for n in same])
         as_one = replace(middle, name=kinds[same[0]].name, transient_bytes=transient)
         out = [as_one if kind == middle else kind for kind in out]
     return out
 
 
-def _maximum(triples: Sequence[Triple]) -> Triple:
-    a, b, c = (max(column) for column in zip(*triples, strict=True))
+def _least(triples: Sequence[Triple]) -> Triple:
+    a, b, c = (min(column) for column in zip(*triples, strict=True))
     return a, b, c

@@ -34,6 +34,21 @@ def flights(row: np.void, rank: int) -> tuple[float, ...]:
     return tuple(float(rounds * size + min(max(rest - c * size, 0), size)) for c in range(v))
 
 
+def had_backward(row: np.void, rank: int) -> bool:
+    """Whether the last stage of a rank has had a backward at such a moment, if no other one has.
+
+    Then as much is in flight at its next forward as there was before its first backward.
+    """
+    p, m, v = int(row["pp"]), int(row["microbatches"]), int(row["virtual"])
+    if p == 1 or in_halves(row) or SCHEDULE_WORDS[row["schedule"]] == "GPipe":
+        return False
+    if v == 1:
+        return m > p - rank
+    size = _round(p, m)
+    forwards = (v - 1) * size + 2 * (p - 1 - rank) + 1
+    return forwards < m * v and forwards % (size * v) >= (v - 1) * size
+
+
 def handed_on(row: np.void, rank: int) -> tuple[float, ...]:
     """By stage of a rank, of how many it then keeps what it handed on: to their first half."""
     each = flights(row, rank)

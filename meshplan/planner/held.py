@@ -84,29 +84,52 @@ def resident_bytes(
     numel = float(sum(kind.numels))
     mode = grid["mode"][:, None]
     held = np.where(mode == _DDP, numel, share(grid, kind)[:, None])
-    trained = held * _trained(kind)
+    trained = held * trained_share(kind)
     own = held * sizes.stored + trained * sizes.states
     # What is computed with is a copy, unless nothing is cut and nothing cast.
     is_copied = (mode != _DDP) | (sizes.computed != sizes.stored)
     is_freed = (mode == _SHARD) & kind.has_options & OPTION_RESHARD[None, :]
-    waits = has_gradients(grid)[:, None]
-    waits = waits & ((grid["virtual"] == 1) | late)[:, None]
+    waits = have_waited(grid, late)[:, None]
     copied = np.where(is_copied & ~is_freed, numel * sizes.computed, 0.0)
-    own_gradients = np.where(mode == _ZERO1, numel, held) * sizes.stored
-    # Whole, and as they were computed until they are added up.
-    whole = numel * min(sizes.computed, sizes.stored)
-    gradients = np.where(in_halves(grid)[:, None], whole, own_gradients)
-    gradients = np.where(waits, gradients, 0.0)
-    gradients = gradients * _trained(kind)
+    is_bucket = (mode == _DDP) & (grid["pp"] == 1)[:, None]
+    gradients = np.where(waits | is_bucket, whole_bytes(grid, kind, sizes)[:, None], 0.0)
+    gradients = gradients + reduced_bytes(grid, kind, sizes)[:, None]
     own = np.where(is_there(grid)[:, None], 0.0, own + gradients)
     return np.asarray(own + copied, dtype=np.float64)
+
+
+def have_waited(grid: NDArray[np.void], late: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """By row, whether every block had a backward before the moment when the most is there."""
+    return np.asarray(has_gradients(grid) & ((grid["virtual"] == 1) | late))
+
+
+def whole_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
+    """[rows] gradients of a block that wait whole, until they are reduced at the end.
+
+    Of backwards in halves they are as they were computed.
+    """
+    numel = float(sum(kind.numels)) * trained_share(kind)
+    whole = np.where(in_halves(grid), min(sizes.computed, sizes.stored), sizes.stored) * numel
+    is_whole = ((grid["mode"] != _SHARD) | in_halves(grid)) & ~is_there(grid)
+    return np.asarray(np.where(is_whole, whole, 0.0), dtype=np.float64)
+
+
+def reduced_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
+    """[rows] gradients of a block as its data ranks share them out, all there before the update.
+
+    Those of units lie in a pool of their own, which never shrinks; DDP has them in buckets.
+    """
+    are_units = ((grid["mode"] != _DDP) | (grid["pp"] > 1)) & ~is_there(grid)
+    held = np.where(grid["mode"] == _DDP, float(sum(kind.numels)), share(grid, kind))
+    reduced = held * trained_share(kind) * sizes.stored
+    return np.asarray(np.where(are_units, reduced, 0.0), dtype=np.float64)
 
 
 def step_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
     """[rows] what one block holds when the optimizer begins: states and gradients."""
     numel = float(sum(kind.numels))
     held = np.where(grid["mode"] == _DDP, numel, share(grid, kind))
-    trained = held * _trained(kind)
+    trained = held * trained_share(kind)
     held_bytes = held * sizes.stored + trained * (sizes.stored + sizes.states)
     return np.asarray(np.where(is_there(grid), 0.0, held_bytes), dtype=np.float64)
 
@@ -124,16 +147,27 @@ def reducing_bytes(
     """
     each = sizes.computed + max(sizes.computed, reduce_bytes)
     is_cut = (grid["mode"] == _SHARD) & (grid["dp_shard"] * grid["cp"] > 1) & ~in_halves(grid)
-    made = _unit(grid, kind) * each * _trained(kind)
+    made = _unit(grid, kind) * each * trained_share(kind)
     return np.asarray(np.where(is_cut, made, 0.0), dtype=np.float64)
 
 
+def passing_bytes(grid: NDArray[np.void], kind: Kind, offered: Options) -> Floats:
+    """[rows] what a rank holds more than before that block's pass, the last one that it begins.
+
+    Args:
+        offered: [rows, options] what the block may do.
+    """
+    samples = (grid["micro"] / grid["cp"])[:, None]
+    within = samples * np.array(kind.transient_bytes)[OPTION_RECOMPUTE][None, :]
+    passing = np.where(offered, within, np.inf).min(axis=1)
+    return np.asarray(np.where(in_halves(grid), 0.0, passing), dtype=np.float64)
+
+
 def turning_bytes(made: Floats, grid: NDArray[np.void], kind: Kind, offered: Options) -> Floats:
-    """[rows] what a rank holds more than before that block's backward, its first one of a pass.
+    """[rows] the same at the end of its backward, when what it kept is gone.
 
     Args:
         made: `reducing_bytes`.
-        offered: [rows, options] what the block may do: what it kept is gone by then.
     """
     kept = np.where(offered, saved_bytes(grid, kind), 0.0).max(axis=1)
     return np.asarray(np.maximum(made - kept, 0.0), dtype=np.float64)
@@ -142,7 +176,7 @@ def turning_bytes(made: Floats, grid: NDArray[np.void], kind: Kind, offered: Opt
 def always_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
     """[rows] what one block holds all the time: its share, and what the optimizer keeps."""
     held = np.where(grid["mode"] == _DDP, float(sum(kind.numels)), share(grid, kind))
-    own = held * sizes.stored + held * _trained(kind) * sizes.states
+    own = held * sizes.stored + held * trained_share(kind) * sizes.states
     return np.asarray(np.where(is_there(grid), 0.0, own), dtype=np.float64)
 
 
@@ -164,7 +198,7 @@ def _unit(grid: NDArray[np.void], kind: Kind) -> Floats:
     return np.asarray(np.where(grid["ep"] > 1, spread, numel), dtype=np.float64)
 
 
-def _trained(kind: Kind) -> float:
+def trained_share(kind: Kind) -> float:
     """The share of a block's elements that get a gradient."""
     numel = sum(kind.numels)
     return 1 - kind.frozen / numel if numel else 1.0
@@ -193,4 +227,7 @@ def saved_bytes(grid: NDArray[np.void], kind: Kind) -> Floats:
     samples = grid["micro"] / grid["cp"]
     if kind.has_options:
         samples = np.where(grid["offload"] & ACTIVATIONS_THERE, 0.0, samples)
+    else:
+        # The loss is behind its first half: of what is in flight one microbatch has it all.
+        samples = np.where(in_halves(grid), samples / grid["pp"], samples)
     return np.asarray(samples[:, None] * per_sample[None, :], dtype=np.float64)

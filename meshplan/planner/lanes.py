@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.planner.flights import flights, handed_on
+from meshplan.planner.flights import flights, had_backward, handed_on
 from meshplan.planner.knapsack import Counts, Menu
 from meshplan.planner.numbers import Numbers
 
@@ -38,15 +38,14 @@ class Lanes:
     def __init__(self, numbers: Numbers, row: int) -> None:
         self._numbers, config = numbers, numbers.grid[row]
         self.num = int(config["pp"])
-        kept = [flights(config, rank) for rank in range(self.num)]
-        self.menus = self._menus(row, kept)
+        self.menus = self._menus(row)
         handed = [handed_on(config, rank) for rank in range(self.num)]
         waiting = [sum(each) for each in handed]
         # The last stage hands on nothing; what the first one does is charged as its input.
         waiting[0] -= handed[0][0]
         waiting[-1] -= handed[-1][-1] * (self.num > 1)
         self.tops = [
-            numbers.on_top(row, is_last=rank == self.num - 1) + float(numbers.sent[row]) * many
+            numbers.on_top(row, rank) + float(numbers.sent[row]) * many
             for rank, many in enumerate(waiting)
         ]
         self.places = len(numbers.order) + 1
@@ -61,9 +60,13 @@ class Lanes:
             if stage is not None
         ]
 
-    def _menus(self, row: int, kept: Sequence[tuple[float, ...]]) -> list[Menu]:
-        known = {each: self._numbers.menu(row, each[0]) for each in dict.fromkeys(kept)}
-        return [known[each] for each in kept]
+    def _menus(self, row: int) -> list[Menu]:
+        config = self._numbers.grid[row]
+        keys = [(flights(config, rank)[0], had_backward(config, rank)) for rank in range(self.num)]
+        known = {
+            key: self._numbers.menu(row, key[0], had_backward=key[1]) for key in dict.fromkeys(keys)
+        }
+        return [known[key] for key in keys]
 
     def counts(self, rank: int, i: Counts | int, j: Counts | int) -> Counts:
         """Blocks of each kind of the menu on a rank with the stretch from i up to j."""
@@ -110,7 +113,7 @@ class Rounds(Lanes):
     is_even = True
 
     def __init__(self, numbers: Numbers, row: int) -> None:
-        config = numbers.grid[row]
+        self._config = config = numbers.grid[row]
         self._virtual, pp = int(config["virtual"]), int(config["pp"])
         self._kept = [flights(config, rank) for rank in range(pp)]
         self._groups = [sorted(set(each), reverse=True) for each in self._kept]
@@ -121,16 +124,24 @@ class Rounds(Lanes):
         self._kinds = len(numbers.counts)
         self._tables: dict[int, Counts] = {}
 
-    def _menus(self, row: int, kept: Sequence[tuple[float, ...]]) -> list[Menu]:
-        known: dict[tuple[float, ...], Menu] = {}
-        for groups in map(tuple, self._groups):
-            if groups not in known:
-                menus = [self._numbers.menu(row, each) for each in groups]
-                known[groups] = Menu(
+    def _menus(self, row: int) -> list[Menu]:
+        keys = [(tuple(each), self._had_backward(rank)) for rank, each in enumerate(self._groups)]
+        known: dict[tuple[tuple[float, ...], float], Menu] = {}
+        for groups, began in keys:
+            if (groups, began) not in known:
+                menus = [
+                    self._numbers.menu(row, each, had_backward=each == began) for each in groups
+                ]
+                known[groups, began] = Menu(
                     np.concatenate([m.seconds for m in menus]),
                     np.concatenate([m.memory for m in menus]),
                 )
-        return [known[tuple(groups)] for groups in self._groups]
+        return [known[key] for key in keys]
+
+    def _had_backward(self, rank: int) -> float:
+        """Microbatches of the group of stages that have had a backward; negative for none."""
+        *others, last = self._kept[rank]
+        return last if had_backward(self._config, rank) and last not in others else -1.0
 
     def sizes(self, rank: int, blocks: Counts) -> Counts:
         """[..., turn] blocks of each of a rank's stages, of so many that it has: [...]."""

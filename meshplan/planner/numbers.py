@@ -41,11 +41,14 @@ class Numbers:
             infinite where it does not have the option.
         saved: Bytes that it keeps for the backward of one microbatch.
         resident: Bytes that it has all the time.
-        top: [rows] bytes that the last stage holds in the loss, beside what is saved.
-        turn: [rows] bytes that every rank holds more than saved in its first block's backward.
+        later: [rows, kinds] bytes of the whole gradients of a block that `resident` leaves out: they
+            are there once its stage has had a backward.
+        top: [rows] bytes that the last stage holds at its worst moment, beside what is saved.
+        turn: [rows] bytes that every other rank holds more than saved in its last block's pass.
         sent: [rows] bytes of what a stage hands on of one microbatch, and keeps until its backward
             is done, beside what its blocks keep.
         beside: [rows] bytes that every rank holds whatever its blocks do.
+        first, last: [rows] bytes that the first, the last rank of a pipeline holds more than that.
         floor: [rows] bytes of all blocks together that the optimizer's step takes at least.
         reducing: [rows] bytes that some rank holds at least while a block's gradients are reduced.
         once_s: [rows] seconds of a step beside what blocks take: what stages hand on.
@@ -63,10 +66,13 @@ class Numbers:
     seconds: Floats
     saved: Floats
     resident: Floats
+    later: Floats
     top: Floats
     turn: Floats
     sent: Floats
     beside: Floats
+    first: Floats
+    last: Floats
     floor: Floats
     reducing: Floats
     once_s: Floats
@@ -132,24 +138,36 @@ class Numbers:
             seconds=np.where(offered, seconds, np.inf),
             saved=self.saved[at],
             resident=self.resident[at],
+            later=self.later[at],
             top=self.top[at],
             turn=self.turn[at],
             sent=self.sent[at],
             beside=self.beside[at],
+            first=self.first[at],
+            last=self.last[at],
             floor=self.floor[at],
             reducing=self.reducing[at],
             once_s=self.once_s[at],
             stages=self.stages,
         )
 
-    def on_top(self, row: int, *, is_last: bool) -> float:
+    def on_top(self, row: int, rank: int) -> float:
         """Bytes of a rank at its worst moment beside what its blocks hold and what it sent."""
-        turn, top = float(self.turn[row]), float(self.top[row])
-        return float(self.beside[row]) + (max(turn, top) if is_last else turn)
+        own = float(self.beside[row])
+        if rank == 0:
+            own += float(self.first[row])
+        if rank < int(self.grid[row]["pp"]) - 1:
+            return own + float(self.turn[row])
+        return own + float(self.last[row]) + float(self.top[row])
 
-    def menu(self, row: int, in_flight: float) -> Menu:
-        """What blocks may choose on a stage that keeps so many microbatches."""
-        return Menu(self.seconds[row], self.resident[row] + in_flight * self.saved[row])
+    def menu(self, row: int, in_flight: float, *, had_backward: bool = False) -> Menu:
+        """What blocks may choose on a stage that keeps so many microbatches.
+
+        Args:
+            had_backward: Whether it has had one by then.
+        """
+        held = self.resident[row] + in_flight * self.saved[row]
+        return Menu(self.seconds[row], held + had_backward * self.later[row][:, None])
 
 
 def weights(grid: NDArray[np.void]) -> tuple[Floats, Floats]:
@@ -175,7 +193,8 @@ def memory_bounds(numbers: Numbers) -> Floats:
     stages = numbers.grid["pp"].astype(float)
     held = _Held(numbers, np.arange(len(numbers.grid)))
     kept = held.total(lambda each: each.min(axis=2)) + numbers.sent * sent_in_flight(numbers.grid)
-    mean = np.maximum(kept / stages + numbers.beside + numbers.turn, numbers.floor / stages)
+    kept += numbers.first + numbers.last + numbers.top + (stages - 1) * numbers.turn
+    mean = np.maximum(kept / stages + numbers.beside, numbers.floor / stages)
     most = np.maximum(mean, held.least.min(axis=2).max(axis=1))
     return np.asarray(np.maximum(most, numbers.reducing), dtype=np.float64)
 
@@ -188,9 +207,10 @@ def priced_bounds(numbers: Numbers, rows: Counts, capacity: float, tries: int = 
     """
     held = _Held(numbers, rows)
     stages = numbers.grid[rows]["pp"].astype(float)
-    top, turn = numbers.top[rows], numbers.turn[rows]
-    whole = stages * (capacity - numbers.beside[rows] - turn) - np.maximum(top - turn, 0.0)
+    whole = stages * (capacity - numbers.beside[rows]) - (stages - 1) * numbers.turn[rows]
+    whole -= numbers.top[rows]
     whole -= numbers.sent[rows] * sent_in_flight(numbers.grid[rows])
+    whole -= numbers.first[rows] + numbers.last[rows]
     best = held.seconds.min(axis=2) @ held.count
     slowest = held.seconds.min(axis=2).max(axis=1)
     for number in range(tries if np.isfinite(capacity) else 0):

@@ -127,6 +127,6 @@ def _solve(
         label = int(before[label])
     chosen = takes > 0
     linear = float((takes[chosen] * numbers.menu(row, 1.0).memory[chosen]).sum())
-    linear += numbers.on_top(row, is_last=True)
+    linear += numbers.on_top(row, 0)
     rows = tuple(tuple(map(int, counts)) for counts in takes)
     return Candidate(row, step, (0, len(numbers.order)), (rows,), (float(linear),)), peak

@@ -13,12 +13,15 @@ from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, RECOMPUTE
 from meshplan.cost.pipeline import crossing_seconds, pipeline_seconds
 from meshplan.cost.profile import Profile
 from meshplan.cost.step import terms, widths_of
-from meshplan.cost.types import Chain
+from meshplan.cost.types import Chain, Kind
 from meshplan.planner.held import (
     ElementBytes,
     ahead_bytes,
     always_bytes,
+    have_waited,
     is_late,
+    passing_bytes,
+    reduced_bytes,
     reducing_bytes,
     resident_bytes,
     saved_bytes,
@@ -26,9 +29,12 @@ from meshplan.planner.held import (
     step_bytes,
     turning_bytes,
     waiting_bytes,
+    whole_bytes,
 )
+from meshplan.planner.knapsack import Floats
 from meshplan.planner.numbers import Numbers
 from meshplan.planner.pins import Pin, Pins
+from meshplan.planner.pools import pools_of
 from meshplan.spec import Precision
 
 Cut = tuple[int, int]
@@ -69,11 +75,12 @@ def numbers_of(
     chains, left = _aligned({cut: chain_of(*cut) for cut in cuts}, pins)
     first = chains[cuts[0]]
     shape = (len(grid), len(first.kinds), len(OPTIONS))
-    compute, tensor, host = (np.zeros(shape[:2]) for _ in range(3))
+    compute, tensor, host, later = (np.zeros(shape[:2]) for _ in range(4))
     repeated = np.zeros(shape)
     seconds, saved, resident = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
-    top, sent, floor, crossing, beside, reducing = (np.zeros(len(grid)) for _ in range(6))
-    turn = np.full(len(grid), np.inf)
+    top, sent, floor, crossing, reducing = (np.zeros(len(grid)) for _ in range(5))
+    # Of blocks of several kinds a rank may have any one.
+    turn, passes, beside, pooled, at_first, at_last = (np.full(len(grid), np.inf) for _ in range(6))
     reduce_bytes = widths_of(precision, dtype).reduce
     late = is_late(grid)
     for (tp, ep), chain in chains.items():
@@ -101,23 +108,38 @@ def numbers_of(
             repeated[rows, number] = there - there[:, _ONCE]
             saved[rows, number] = saved_bytes(part, kind)
             resident[rows, number] = resident_bytes(part, kind, sizes, late[rows])
+            is_counted = have_waited(part, late[rows]) | (part["pp"] == 1)
+            later[rows, number] = np.where(is_counted, 0.0, whole_bytes(part, kind, sizes))
             if kind.has_options:
                 own = scattering_bytes(part, kind, late[rows], reduce_bytes)
-                beside[rows] = np.where(beside[rows] > 0, np.minimum(beside[rows], own), own)
+                beside[rows] = np.minimum(beside[rows], own)
+                if are_units:
+                    pools = pools_of(part, kind, _ends(chain), sizes, reduce_bytes)
+                    pooled[rows] = np.minimum(pooled[rows], pools.every)
+                    at_first[rows] = np.minimum(at_first[rows], pools.first)
+                    at_last[rows] = np.minimum(at_last[rows], pools.last)
             if are_units:
                 made = reducing_bytes(part, kind, sizes, reduce_bytes) * kind.has_options
-                held = always_bytes(part, kind, sizes)
+                held = always_bytes(part, kind, sizes) + reduced_bytes(part, kind, sizes)
                 own = made + ahead_bytes(made, part, kind, int(counts[number]), sizes)
                 always, passing = always + counts[number] * held, np.maximum(passing, own)
                 reducing[rows] = np.maximum(reducing[rows], held + own)
                 if kind.has_options:
-                    turn[rows] = np.minimum(turn[rows], turning_bytes(made, part, kind, offered))
+                    own = turning_bytes(made, part, kind, offered)
+                    turn[rows] = np.minimum(turn[rows], own)
+                    own = passing_bytes(part, kind, offered)
+                    passes[rows] = np.minimum(passes[rows], own)
             floor[rows] += counts[number] * step_bytes(part, kind, sizes)
             boundary = max(boundary, kind.boundary_bytes)
         reducing[rows] = np.where(part["pp"] == 1, always + passing, reducing[rows])
+        reducing[rows] += _known(pooled[rows])
         ends = chain.kinds[chain.order[0]], chain.kinds[chain.order[-1]]
+        # When the last block runs, what comes after it has kept nothing, or no longer.
+        behind = sum(saved_bytes(part, kind)[:, 0] for kind in _ends(chain)[1])
         top[rows] = part["micro"] / part["cp"] * ends[1].transient_bytes[0]
+        top[rows] = np.maximum(top[rows], _known(passes[rows]) - behind)
         top[rows] += waiting_bytes(part, *ends, reduce_bytes)
+        top[rows] = np.maximum(top[rows], _known(turn[rows]) - behind)
         cut_at = [k.boundary_bytes for k in chain.kinds if k.has_options] or [0.0]
         sent[rows] = np.where(part["pp"] > 1, part["micro"] * min(cut_at), 0.0)
         crossing[rows] = crossing_seconds(part, boundary, profile, gpus_per_node)
@@ -133,9 +155,12 @@ def numbers_of(
         saved=saved,
         resident=resident,
         top=top,
-        turn=np.where(np.isfinite(turn), turn, 0.0),
+        turn=np.maximum(_known(turn), _known(passes)),
+        later=later,
         sent=sent,
-        beside=beside,
+        beside=_known(beside) + _known(pooled),
+        first=_known(at_first),
+        last=_known(at_last),
         floor=floor,
         reducing=reducing,
         once_s=once,
@@ -157,6 +182,17 @@ def _unhidden(
     sends = 2.0 * grid["microbatches"] * grid["virtual"] * crossing_s
     over = np.maximum(0.0, sends - grid["microbatches"] * compute_s / grid["pp"])
     return np.asarray(np.where(grid["virtual"] > 1, over, 0.0))
+
+
+def _known(least: Floats) -> Floats:
+    return np.where(np.isfinite(least), least, 0.0)
+
+
+def _ends(chain: Chain) -> tuple[list[Kind], list[Kind]]:
+    """What lies before the blocks, and after them."""
+    kinds = [chain.kinds[number] for number in chain.order]
+    blocks = [place for place, kind in enumerate(kinds) if kind.has_options] or [len(kinds)]
+    return kinds[: blocks[0]], kinds[blocks[-1] + 1 :]
 
 
 def _options(recompute: tuple[int, ...], reshard: tuple[int, ...]) -> NDArray[np.bool_]:
