@@ -1,7 +1,8 @@
-"""What is known of a row from the mesh alone: the same as its own plan tells.
+"""What is known of rows from their mesh alone: the same as their own plans tell.
 
 Which seeded bug would this catch? A mesh that keeps another row's sizes, of ep or of its lender; a
-kind of mesh that leaves out how data lie, or which axes are spread.
+kind of mesh that leaves out how data lie, or which axes are spread; a trial that takes rows along
+that could be, or leaves some that cannot.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
+
+from meshplan.cost.grid import ACTIVATIONS_THERE
 from meshplan.errors import MeshplanError
 from meshplan.plan import make_plan
 from meshplan.planner.brief import Brief
 from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Row
+from meshplan.planner.widened import _twins, widen
 from tests.test_planner_gauge import LLAMA, job_in
 
 MIXTRAL = LLAMA | {
@@ -45,3 +50,27 @@ def test_what_is_opened_is_known_from_the_mesh(tmp_path: Path) -> None:
         spread.add(own)
     assert len(brief._kinds) < len(brief._taken)
     assert len(spread) > 12
+
+
+def test_what_cannot_wait_on_the_host_where_experts_are_spread_is_not_searched(
+    tmp_path: Path,
+) -> None:
+    """One trial says what the memory room would say of each of those rows; others stay."""
+    job = job_in(tmp_path, MIXTRAL | {"num_hidden_layers": 3}, nodes=1)
+    numbers = job.usual
+    with_all = [_twins(numbers.grid, what, job)[1] for what in job.free.offload[1:]]
+    assert widen(job)
+    rows = job.grid[len(numbers.grid) :]
+    told = next(r for r in job.free.rejected if "experts are spread" in r.what)
+    assert "offload=activations " in told.what
+    for what, all_rows in zip(job.free.offload[1:], with_all, strict=True):
+        kept = rows[rows["offload"] == what]
+        assert set(all_rows["ep"]) == {1, 2, 4, 8}
+        assert set(kept["ep"]) == ({1} if what & ACTIVATIONS_THERE else {1, 2, 4, 8})
+        assert len(kept[kept["ep"] == 1]) == (all_rows["ep"] == 1).sum()
+        spread = all_rows[(all_rows["ep"] > 1) & (all_rows["micro"] == 1)][:3]
+        job.grid = np.concatenate([job.grid, spread])
+        again = job.numbers(job.profile)
+        for row in range(len(job.grid) - len(spread), len(job.grid)):
+            measured = job.measure(again, Row(again, row, float("inf")).smallest())
+            assert (measured.why == told.why) == bool(what & ACTIVATIONS_THERE)
