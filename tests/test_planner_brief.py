@@ -2,15 +2,17 @@
 
 Which seeded bug would this catch? A mesh that keeps another row's sizes, of ep or of its lender; a
 kind of mesh that leaves out how data lie, or which axes are spread; a trial that takes rows along
-that could be, or leaves some that cannot.
+that could be, or leaves some that cannot; a collector that stays as a search wants it.
 """
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from meshplan.cost.grid import ACTIVATIONS_THERE
 from meshplan.errors import MeshplanError
@@ -18,6 +20,7 @@ from meshplan.plan import make_plan
 from meshplan.planner.brief import Brief
 from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
+from meshplan.planner.objectives import answer
 from meshplan.planner.row import Row
 from meshplan.planner.widened import _twins, widen
 from tests.test_planner_gauge import LLAMA, job_in
@@ -74,3 +77,19 @@ def test_what_cannot_wait_on_the_host_where_experts_are_spread_is_not_searched(
         for row in range(len(job.grid) - len(spread), len(job.grid)):
             measured = job.measure(again, Row(again, row, float("inf")).smallest())
             assert (measured.why == told.why) == bool(what & ACTIVATIONS_THERE)
+
+
+def test_a_search_leaves_the_collector_as_it_was(tmp_path: Path) -> None:
+    """Whether it finds a plan or cannot ask."""
+    question = job_in(tmp_path, LLAMA, nodes=1).question
+    seen: list[int] = []
+    usual = gc.get_threshold()
+
+    def told(text: str) -> None:
+        seen.append(gc.get_threshold()[0])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        answer(question, told)
+    assert seen[0] > 10 * usual[0]
+    assert gc.get_threshold() == usual
