@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
+@cache
 def pattern_of(fqn: str) -> str:
     """A name with `*` for the numbers in it.
 
@@ -168,6 +170,10 @@ class ModelGraph:
         init=False, repr=False, compare=False, default_factory=list
     )
     """What `blocks` found, once it was asked."""
+    _inside: dict[str, tuple[TensorInfo, ...]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    """Likewise of `inside`, by module."""
 
     def __post_init__(self) -> None:
         aliases = {alias: m.fqn for m in self.modules.values() for alias in m.aliases}
@@ -200,6 +206,25 @@ class ModelGraph:
         """The tensors held by exactly this module, tied ones included."""
         return self._owned.get(module, ())
 
+    def inside(self, module: str) -> tuple[TensorInfo, ...]:
+        """The tensors of a module and of those below it, tied ones included."""
+        return self._all_inside().get(module, ())
+
+    def with_params(self) -> set[str]:
+        """The modules that hold a parameter, or lie around one that does."""
+        inside = self._all_inside().items()
+        return {module for module, held in inside if not all(t.is_buffer for t in held)}
+
+    def _all_inside(self) -> Mapping[str, tuple[TensorInfo, ...]]:
+        if not self._inside:
+            out: dict[str, list[TensorInfo]] = {}
+            for tensor in self.tensors.values():
+                holders = (name.rpartition(".")[0] for name in tensor.names)
+                for module in dict.fromkeys(m for holder in holders for m in around(holder)):
+                    out.setdefault(module, []).append(tensor)
+            self._inside.update({module: tuple(held) for module, held in out.items()})
+        return self._inside
+
     def children(self, module: str) -> tuple[ModuleInfo, ...]:
         """Direct children, in definition order."""
         return tuple(m for f, m in self.modules.items() if f and f.rpartition(".")[0] == module)
@@ -215,11 +240,7 @@ class ModelGraph:
         return self._blocks[0]
 
     def _find_blocks(self) -> tuple[str, ...]:
-        with_params = {""}
-        for tensor in self.parameters:
-            for name in tensor.names:
-                parts = name.split(".")[:-1]
-                with_params.update(".".join(parts[: i + 1]) for i in range(len(parts)))
+        with_params = self.with_params()
         out: list[str] = []
 
         def visit(fqn: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from meshplan.mesh import SHARD_AXES, Mesh
 
@@ -47,7 +48,7 @@ class Layout:
     @classmethod
     def whole(cls, ndim: int) -> Layout:
         """Nothing cut: every rank holds the full tensor."""
-        return cls(((),) * ndim)
+        return _whole(ndim)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -64,9 +65,7 @@ class Layout:
 
     def cut(self, axis: str, dim: int, pieces: int = 1) -> Layout:
         """This layout with `axis` cutting `dim`, or its pieces, after every cut already there."""
-        dim = range(len(self.cuts))[dim]
-        cuts = tuple(axes + (axis,) if d == dim else axes for d, axes in enumerate(self.cuts))
-        return Layout(cuts, self.partial, self.packed + (((axis, pieces),) if pieces > 1 else ()))
+        return _cut(self, axis, dim, pieces)
 
     def without(self, *axes: str) -> Layout:
         """This layout with the cuts of `axes` undone."""
@@ -165,6 +164,20 @@ class Layout:
 
     def __str__(self) -> str:
         return self.spell()
+
+
+@cache
+def _whole(ndim: int) -> Layout:
+    return Layout(((),) * ndim)
+
+
+@cache
+def _cut(layout: Layout, axis: str, dim: int, pieces: int) -> Layout:
+    # A model has thousands of tensors, and a handful of ways to lie.
+    dim = range(len(layout.cuts))[dim]
+    cuts = tuple(axes + (axis,) if d == dim else axes for d, axes in enumerate(layout.cuts))
+    packed = layout.packed + (((axis, pieces),) if pieces > 1 else ())
+    return Layout(cuts, layout.partial, packed)
 
 
 @dataclass(frozen=True, slots=True)

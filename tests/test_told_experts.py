@@ -20,7 +20,7 @@ from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError, SpecError
 from meshplan.memory.experts import Spread, most_arriving
 from meshplan.memory.shape import shape_of
-from meshplan.memory.told import told_estimate, told_log
+from meshplan.memory.told import told_estimate, told_log, with_worst
 from meshplan.reader import load_spec
 from meshplan.units import format_gib
 from tests.test_told import (
@@ -294,6 +294,9 @@ def test_spread_experts_say_what_they_are_taken_to_be_sent() -> None:
     most = told_log(plan, batch=1, seq_len=2048, spread=all_here).peak.live_bytes
     assert most > 1.2 * even
     assert said.endswith(f"would be {format_gib(most)}")
+    usual = told_estimate(plan, device="h100-sxm-80gb", limit_bytes=None)
+    assert usual != found
+    assert with_worst(usual, plan) == found
 
 
 def test_what_a_plan_states_of_the_routing_is_what_memory_is_told_for() -> None:

@@ -13,7 +13,7 @@ from meshplan.assign.cascade import Cascade, Stated
 from meshplan.assign.tensor_cuts import TensorParallel
 from meshplan.assign.types import ExpertUse, Reason
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph, TensorInfo, is_inside
+from meshplan.graph import ModelGraph, around, is_inside
 from meshplan.layout import Layout
 from meshplan.mesh import EXPERT_SHARD, Mesh
 from meshplan.spec import Spec
@@ -32,7 +32,7 @@ class ExpertParallel:
 
     def around(self, name: str) -> ExpertUse | None:
         """The experts that a module or tensor belongs to."""
-        return next((use for fqn, use in self.uses.items() if is_inside(name, fqn)), None)
+        return next((self.uses[fqn] for fqn in around(name) if fqn in self.uses), None)
 
     def reason(self, fqn: str) -> Reason | None:
         """Why ep cuts this parameter."""
@@ -69,7 +69,7 @@ def assign_ep(
             what, fix = found_wrong
             out.report(Problem(what, spec.origin(statement.path), fix))
         elif statement.value == EXPERT_STYLE:
-            tensors = _inside(graph, fqn)
+            tensors = graph.inside(fqn)
             reason = Reason(statement.text, spec.origin(statement.path))
             out.uses[fqn] = ExpertUse(tensors[0].shape[0], reason, spec.experts.capacity)
             for tensor in tensors:
@@ -98,14 +98,6 @@ def _beside(spec: Spec, mesh: Mesh, out: ExpertParallel, cuts_nothing: bool) -> 
     return problems
 
 
-def _inside(graph: ModelGraph, fqn: str) -> list[TensorInfo]:
-    return [
-        tensor
-        for tensor in graph.tensors.values()
-        if any(is_inside(name, fqn) for name in tensor.names)
-    ]
-
-
 def _problem(
     graph: ModelGraph, mesh: Mesh, tp: TensorParallel, fqn: str, statement: Stated,
     is_borrowed: bool,
@@ -122,7 +114,7 @@ def _problem(
     info = graph.modules[fqn]
     name = f"'{fqn}' ({info.type})"
     stack = "use a module that stacks its experts in parameters (E, out, in), as transformers does"
-    tensors = _inside(graph, fqn)
+    tensors = graph.inside(fqn)
     if not info.has_forward:
         what = f"{name} only lists its experts, and the code around it calls them one by one"
         return what + ": nothing says when tokens can be sent", stack

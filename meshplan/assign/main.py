@@ -282,8 +282,10 @@ def _data_cut(
     if not unit.is_sharded:
         return False, None, reason
     stated = own or around
-    sizes, ranks = used.local_shape(tensor.shape, mesh), mesh.size(*unit.shard_axes)
     asked = parse_placement(str(stated.value)) if stated and not stated.rule.data else None
+    if not asked and "ep" not in used.axes and not used.packed:
+        return False, 0, reason
+    sizes, ranks = used.local_shape(tensor.shape, mesh), mesh.size(*unit.shard_axes)
     dim = asked if asked is not None else _first_even(sizes, ranks) if "ep" in used.axes else 0
     if not -len(tensor.shape) <= dim < len(tensor.shape):
         if own is not None:

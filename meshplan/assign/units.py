@@ -23,6 +23,8 @@ from meshplan.strategies import Strategy
 PLACE = "place.dp_shard"
 _RESHARD = "reshard_after_forward"
 _DEFAULT_BLOCK = "repeated block"
+_STATED = (PLACE, _RESHARD, "precision", "offload.params", "offload.optimizer")
+"""Fields that decide how a module lies."""
 
 
 @dataclass(slots=True)
@@ -102,7 +104,8 @@ class _Builder:
         self.spec, self.graph, self.cascade = spec, graph, cascade
         self.mesh, self.strategy, self.experts, self.out = mesh, strategy, experts, out
         self.blocks = set(graph.blocks())
-        self.with_params = _modules_with_params(graph)
+        self.with_params = graph.with_params()
+        self._modes: dict[tuple[int, ...], tuple[_Mode, Reason]] = {}
         self.children: dict[str, list[str]] = {}
         for fqn in graph.modules:
             if fqn:
@@ -158,6 +161,15 @@ class _Builder:
         return Reason(_DEFAULT_BLOCK) if fqn in self.blocks else None
 
     def _mode(self, fqn: str) -> tuple[_Mode, Reason]:
+        """What is stated for a module, and whether experts are in it, tell all."""
+        holds_experts = self.experts.around(fqn) is not None
+        stated = (id(self.cascade.inherited(fqn, field)) for field in _STATED)
+        key = (holds_experts, *stated)
+        if key not in self._modes:
+            self._modes[key] = self._find_mode(fqn, holds_experts)
+        return self._modes[key]
+
+    def _find_mode(self, fqn: str, holds_experts: bool) -> tuple[_Mode, Reason]:
         placed = self.cascade.inherited(fqn, PLACE)
         reshard = self.cascade.inherited(fqn, _RESHARD)
         precision = self.cascade.inherited(fqn, "precision")
@@ -172,7 +184,6 @@ class _Builder:
             text = f"strategy: {self.strategy.name}" if stated else f"mesh ({self.strategy.name})"
             reason = Reason(text, self.spec.origin(where))
         # Experts are different ones along ep, so only the rest of the axis can share them.
-        holds_experts = self.experts.around(fqn) is not None
         axes = (EXPERT_SHARD,) if holds_experts else self.mesh.present(SHARD_AXES)
         if reshard is not None:
             self._check_reshard(reshard, is_sharded, axes)
@@ -284,15 +295,6 @@ def check_reshards(
             )
 
 
-def _modules_with_params(graph: ModelGraph) -> set[str]:
-    out: set[str] = set()
-    for tensor in graph.parameters:
-        for name in tensor.names:
-            parts = name.split(".")[:-1]
-            out.update(".".join(parts[: i + 1]) for i in range(len(parts)))
-    return out
-
-
 def _merge_tied(spec: Spec, graph: ModelGraph, out: Units) -> None:
     """Tied tensors must be of one unit: give up the default blocks that would split them."""
     for tensor in _split(graph, out):
@@ -325,7 +327,7 @@ def _merge_tied(spec: Spec, graph: ModelGraph, out: Units) -> None:
 
 def _split(graph: ModelGraph, out: Units) -> Iterator[TensorInfo]:
     for tensor in graph.parameters:
-        if len({out.of(name, graph) for name in tensor.names}) > 1:
+        if tensor.aliases and len({out.of(name, graph) for name in tensor.names}) > 1:
             yield tensor
 
 

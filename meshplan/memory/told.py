@@ -10,6 +10,7 @@ import gc
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Final
 
 from meshplan.errors import PlanError, Problem
@@ -149,6 +150,13 @@ def told_estimate(
     if tells_modules:
         found = with_modules(found, plan, [told[n] for n in range(len(groups))])
     return found
+
+
+def with_worst(found: MemoryEstimate, plan: Plan) -> MemoryEstimate:
+    """What `told_estimate` told of a plan, as `tells_worst` would have it."""
+    told = dict(_of_experts(plan, tells_worst=True))
+    assumed = ((what, told.get(what, value)) for what, value in found.assumed)
+    return replace(found, assumed=tuple(assumed))
 
 
 def told_rank(plan: Plan, rank: int, *, device: str) -> EventLog:

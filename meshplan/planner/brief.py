@@ -8,17 +8,18 @@ it says.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from meshplan.assign import Assignment
 from meshplan.cost.grid import SCHEDULE_WORDS
 from meshplan.errors import MeshplanError
 from meshplan.graph import ModelGraph
 from meshplan.memory.driver import communicators, driver_bytes
 from meshplan.memory.told import told_rank
-from meshplan.mesh import AXES
+from meshplan.mesh import AXES, Axis, Mesh
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.decision import Question
 from meshplan.planner.gauge import Blocks, Gauge, shorten
@@ -64,29 +65,43 @@ class Brief:
         self._looks = looks
         self._alone = driver_bytes(question.device, ()).high
         self._taken: dict[tuple[int, ...], float] = {}
+        self._kinds: dict[tuple[object, ...], Assignment] = {}
         self._seen: dict[tuple[object, ...], Glance | None] = {}
 
     def links(self, plan: Plan) -> float:
         """What a plan's communicators take of the capacity."""
+        return self._links(plan.assignment)
+
+    def _links(self, assignment: Assignment) -> float:
         per_node = self._question.cluster.gpus_per_node
-        opened = communicators(plan.assignment, gpus_per_node=per_node)
+        opened = communicators(assignment, gpus_per_node=per_node)
         return (driver_bytes(self._question.device, opened).high - self._alone) / self._widening
 
     def taken(self, row: np.void) -> float:
         """The same of a row of the grid, whatever its blocks do; 0 where nothing tells."""
-        key, shorter = (
-            tuple(int(row[name]) for name in (*AXES, "mode", "offload")),
-            self._question.shorter,
-        )
+        key = tuple(int(row[name]) for name in (*AXES, "mode", "offload"))
         if key not in self._taken:
-            try:
-                self._taken[key] = 0.0 if shorter is None else self.links(self._least(row, shorter))
-            except MeshplanError:
-                self._taken[key] = 0.0  # What is measured tells why.
+            self._taken[key] = self._least(row)
         return self._taken[key]
 
-    def _least(self, row: np.void, shorter: Callable[[Blocks], ModelGraph]) -> Plan:
-        """A plan of its mesh for a model with one block a stage, and one stage a rank, or two."""
+    def _least(self, row: np.void) -> float:
+        """What is opened follows from the axes that are spread; how much that is, from the mesh."""
+        shorter = self._question.shorter
+        kind = tuple(bool(row[axis] > 1) for axis in AXES), int(row["mode"]), int(row["offload"])
+        if shorter is None:
+            return 0.0
+        try:
+            if kind not in self._kinds:
+                self._kinds[kind] = self._like(row, shorter)
+        except MeshplanError:
+            return 0.0  # What is measured tells why.
+        found = self._kinds[kind]
+        axes = tuple(Axis(axis.name, int(row[axis.name])) for axis in found.mesh.axes)
+        loans = tuple(replace(loan, size=int(row[loan.name])) for loan in found.mesh.loans)
+        return self._links(replace(found, mesh=Mesh(axes, loans)))
+
+    def _like(self, row: np.void, shorter: Callable[[Blocks], ModelGraph]) -> Assignment:
+        """A row's for a model with one block a stage, and one stage a rank, or two."""
         pp, row = int(row["pp"]), row.copy()
         if row["virtual"] > 1:
             row["virtual"], row["schedule"] = 1, SCHEDULE_WORDS.index("1F1B")
@@ -95,7 +110,7 @@ class Brief:
         graph = shorter(tuple(range(every))[-max(2, pp) :])
         blocks = [Block(name, 0, 0) for name in graph.blocks()]
         stages = [blocks] if pp == 1 else [[block] for block in blocks]
-        return self._plan(row, stages, graph)
+        return self._plan(row, stages, graph).assignment
 
     def glance(
         self,

@@ -15,13 +15,15 @@ from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Counts = NDArray[np.int64]
+from meshplan.planner.ways import Counts as Counts
+from meshplan.planner.ways import Floats as Floats
+from meshplan.planner.ways import Way, undominated, ways_of
 
 _EPS: Final = 1e-12
 """Of seconds and bytes relative to their size: less than that is rounding."""
+_NEAR: Final = 1e-6
+"""Of the capacity: what rounding may take of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,21 @@ class Choice:
 NONE: Final = Choice(float("inf"))
 
 
+class _Step(NamedTuple):
+    """From one option of a kind to another that holds less.
+
+    Attributes:
+        slope: Seconds that a byte costs.
+    """
+
+    slope: float
+    lost: float
+    won: float
+    kind: int
+    source: int
+    target: int
+
+
 class Menu:
     """What the blocks of each kind may choose.
 
@@ -54,19 +71,25 @@ class Menu:
         """By kind, the options that no other one beats, fastest first."""
 
     @cached_property
-    def _steps(self) -> tuple[Floats, Floats, Counts]:
-        """(seconds lost, bytes won, kind) of each step along the convex hulls, cheapest first."""
+    def _hulls(self) -> list[_Step]:
+        """The steps along the convex hulls, cheapest first."""
         rows = []
         for kind, front in enumerate(self.fronts):
             t, m, at = self.seconds[kind, front], self.memory[kind, front], 0
             while at < len(front) - 1:
                 slopes = (t[at + 1 :] - t[at]) / (m[at] - m[at + 1 :])
                 to = at + 1 + int(np.argmin(slopes))
-                rows.append((slopes[to - at - 1], t[to] - t[at], m[at] - m[to], kind))
+                won = float(m[at] - m[to])
+                ends = int(front[at]), int(front[to])
+                rows.append(_Step(slopes[to - at - 1], float(t[to] - t[at]), won, kind, *ends))
                 at = to
-        rows.sort()
-        lost, won = np.array([r[1] for r in rows]), np.array([r[2] for r in rows])
-        return lost, won, np.array([r[3] for r in rows], dtype=np.int64)
+        return sorted(rows)
+
+    @cached_property
+    def _steps(self) -> tuple[Floats, Floats, Counts]:
+        """(seconds lost, bytes won, kind) of each."""
+        lost, won = (np.array([step[n] for step in self._hulls]) for n in (1, 2))
+        return lost, won, np.array([step.kind for step in self._hulls], dtype=np.int64)
 
     @cached_property
     def fastest(self) -> tuple[Floats, Floats]:
@@ -84,7 +107,7 @@ class Menu:
     def price(self, counts: Counts, capacity: float) -> float:
         """Seconds that a byte is worth where the relaxation ends.
 
-        Any number would do for `_ways`; this one leaves the least to decide.
+        Any number would do for `ways_of`; this one leaves the least to decide.
         """
         used = counts > 0
         over = float(counts[used] @ self.fastest[1][used]) - capacity
@@ -158,7 +181,7 @@ def _choice(menu: Menu, takes: Sequence[tuple[int, int, int]]) -> Choice:
 def _front(seconds: Floats, memory: Floats) -> Counts:
     """The options that are there and that no other beats, by increasing time."""
     there = np.flatnonzero(np.isfinite(seconds))
-    return there[_undominated(seconds[there], memory[there])]
+    return there[undominated(seconds[there], memory[there])]
 
 
 class _Labels:
@@ -185,16 +208,17 @@ class _Labels:
         limit = min(self._below, self._first()) * (1 + _EPS)
         slack = limit - float(menu.relaxed(counts, np.array([self._capacity]))[0])
         price = menu.price(counts, self._capacity)
+        held = self._held(slack / price if price > 0 else np.inf)
         seconds, memory = np.zeros(1), np.zeros(1)
-        layers: list[tuple[Counts, list[_Way]]] = []
+        layers: list[tuple[Counts, list[Way]]] = []
         for number, (kind, front, count) in enumerate(self._kinds):
             t, m = menu.seconds[kind, front], menu.memory[kind, front]
-            ways = _ways(t, m, count, price, slack)
+            ways = ways_of(t, m, count, price, slack, held[number])
             seconds = np.add.outer(seconds, [way.seconds for way in ways]).ravel()
             memory = np.add.outer(memory, [way.memory for way in ways]).ravel()
             bounds = seconds + menu.relaxed(self._suffixes[number + 1], self._capacity - memory)
             hopeful = np.flatnonzero(bounds <= limit)
-            kept = hopeful[_undominated(seconds[hopeful], memory[hopeful])]
+            kept = hopeful[undominated(seconds[hopeful], memory[hopeful])]
             if not len(kept):
                 return NONE
             seconds, memory = seconds[kept], memory[kept]
@@ -202,7 +226,22 @@ class _Labels:
         chosen = _choice(menu, self._trace(layers))
         return chosen if chosen.seconds < self._below else NONE
 
-    def _trace(self, layers: list[tuple[Counts, list[_Way]]]) -> list[tuple[int, int, int]]:
+    def _held(self, unused: float) -> list[tuple[float, float]]:
+        """By kind, bytes of its blocks at the least and at the most in an answer.
+
+        Args:
+            unused: Bytes of the capacity that may be left: at their price they cost the slack.
+        """
+        memory = [(self._menu.memory[kind, front], count) for kind, front, count in self._kinds]
+        least = [float(m.min()) * count for m, count in memory]
+        most = [float(m.max()) * count for m, count in memory]
+        low, high = (1 - _NEAR) * self._capacity - unused, (1 + _NEAR) * self._capacity
+        return [
+            (low - sum(most) + own_most, high - sum(least) + own_least)
+            for own_least, own_most in zip(least, most, strict=True)
+        ]
+
+    def _trace(self, layers: list[tuple[Counts, list[Way]]]) -> list[tuple[int, int, int]]:
         """(kind, option, how many) that the fastest last label is made of."""
         at, out = 0, []
         for (kind, front, _), (kept, ways) in reversed(list(zip(self._kinds, layers, strict=True))):
@@ -212,75 +251,57 @@ class _Labels:
         return out
 
     def _first(self) -> float:
-        """Seconds of a choice that fits, found greedily along the hulls."""
-        lost, won, kinds = self._menu._steps
-        counts = self._suffixes[0]
+        """Seconds of a choice that fits, found greedily along the hulls, then made better."""
+        menu, counts = self._menu, self._suffixes[0]
+        takes = np.zeros(menu.seconds.shape, dtype=np.int64)
+        for kind, front, count in self._kinds:
+            takes[kind, front[0]] = count
         used = counts > 0
-        seconds, memory = self._menu.fastest
-        total = float(counts[used] @ seconds[used])
-        over = float(counts[used] @ memory[used]) - self._capacity
-        for t, m, kind in zip(lost, won, kinds, strict=True):
+        over = float(counts[used] @ menu.fastest[1][used]) - self._capacity
+        for _, _, won, kind, source, target in menu._hulls:
             if over <= 0:
                 break
             # Steps of one kind come in the order of its hull, so whole steps stay options.
-            many = min(int(counts[kind]), int(np.ceil(over / m)))
-            total += many * float(t)
-            over -= many * float(m)
-        return total if over <= 0 else float("inf")
+            many = min(int(counts[kind]), int(np.ceil(over / won)))
+            takes[kind, source] -= many
+            takes[kind, target] += many
+            over -= many * won
+        if over > 0:
+            return float("inf")
+        while self._exchange(takes):
+            pass
+        chosen = takes > 0
+        return float((takes[chosen] * menu.seconds[chosen]).sum())
 
-
-class _Way(NamedTuple):
-    """What the blocks of one kind take together."""
-
-    seconds: float
-    memory: float
-    takes: tuple[int, ...]
-
-
-def _ways(seconds: Floats, memory: Floats, count: int, price: float, slack: float) -> list[_Way]:
-    """What so many alike blocks may take, without what others beat.
-
-    With memory at any price, the choice of each block costs at least what its cheapest option does.
-    All that is paid beyond comes on top of the relaxation's bound, so it is at most `slack`.
-    """
-    paid = seconds + price * memory
-    extra = paid - paid.min()
-    takes = np.zeros((1, 0), dtype=np.int64)
-    spent, left = np.zeros(1), np.array([count])
-    for option, each in enumerate(extra):
-        if option == len(extra) - 1:
-            takes = np.column_stack((takes, left))[spent + left * each <= slack]
-            break
-        within = np.floor((slack - spent) / each) if each > 0 else np.inf
-        most = np.where(each * left + spent <= slack, left, np.minimum(left, within))
-        repeats = np.maximum(most, -1).astype(np.int64) + 1
-        at = np.repeat(np.arange(len(left)), repeats)
-        many = np.arange(len(at)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-        takes = np.column_stack((takes[at], many))
-        spent, left = spent[at] + many * each, left[at] - many
-        t, m = (takes @ part[: option + 1] for part in (seconds, memory))
-        kept = _undominated_each(left, t, m)
-        takes, spent, left = takes[kept], spent[kept], left[kept]
-    t, m = takes @ seconds, takes @ memory
-    return [_Way(float(t[i]), float(m[i]), tuple(map(int, takes[i]))) for i in _undominated(t, m)]
-
-
-def _undominated_each(groups: Counts, seconds: Floats, memory: Floats) -> Counts:
-    """Those of each group that no other of the same group beats: what is left to add is alike."""
-    _, rank = np.unique(memory, return_inverse=True)
-    order = np.lexsort((rank, seconds, groups))
-    # Ranks of later groups lie below those of earlier ones, so that each begins anew.
-    own = rank[order] - groups[order] * (len(rank) + 1)
-    least = np.minimum.accumulate(own)
-    is_better = np.ones(len(order), dtype=bool)
-    is_better[1:] = own[1:] < least[:-1]
-    return np.asarray(order[is_better])
-
-
-def _undominated(seconds: Floats, memory: Floats) -> Counts:
-    """Those that no other beats in both, by increasing time."""
-    order = np.lexsort((memory, seconds))
-    least = np.minimum.accumulate(memory[order])
-    is_better = np.ones(len(order), dtype=bool)
-    is_better[1:] = memory[order][1:] < least[:-1]
-    return order[is_better]
+    def _exchange(self, takes: Counts) -> bool:
+        """Let one block, or two, choose otherwise, if that is faster and fits."""
+        menu, chosen = self._menu, takes > 0
+        room = self._capacity - float((takes[chosen] * menu.memory[chosen]).sum())
+        moves = [
+            (kind, source, target)
+            for kind, front, _ in self._kinds
+            for source in front
+            if takes[kind, source]
+            for target in front
+            if target != source
+        ]
+        kinds, sources, targets = np.array(moves).T
+        lost = menu.seconds[kinds, targets] - menu.seconds[kinds, sources]
+        more = menu.memory[kinds, targets] - menu.memory[kinds, sources]
+        # The last one is to leave all as it is.
+        lost, more = np.append(lost, 0.0), np.append(more, 0.0)
+        number = np.append(kinds * menu.seconds.shape[1] + sources, -1)
+        is_last = np.append(takes[kinds, sources] == 1, False)
+        both = np.add.outer(lost, lost)
+        is_open = np.add.outer(more, more) <= room
+        is_open &= ~((number[:, None] == number) & is_last)
+        both = np.where(is_open, both, np.inf)
+        at = int(both.argmin())
+        if not both.ravel()[at] < -_EPS * float(menu.seconds[chosen].max()):
+            return False
+        for move in divmod(at, len(lost)):
+            if move < len(moves):
+                kind, source, target = moves[move]
+                takes[kind, source] -= 1
+                takes[kind, target] += 1
+        return True

@@ -315,9 +315,13 @@ def with_axes(
     )
 
 
-def with_offload(spec: Spec, what: int, *, pp: int = 1) -> Spec:
+def with_offload(
+    spec: Spec, what: int, *, pp: int = 1, ep: int = 1, experts: tuple[str, ...] = ()
+) -> Spec:
     """A trial of whether the model allows that this lies on the host."""
-    trial = with_axes(spec, {"dp_shard": 2} | ({"pp": pp} if pp > 1 else {}))
+    sizes = {"dp_shard": 2, "pp": pp, "ep": ep}
+    spread = {axis: size for axis, size in sizes.items() if size > 1}
+    trial = with_axes(spec, spread, experts=experts)
     policy = trial.activation_checkpointing
     if what & ACTIVATIONS_THERE:
         policy = replace(policy, mode="full")

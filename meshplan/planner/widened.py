@@ -104,11 +104,7 @@ def widen(job: Job, seconds: float = float("inf")) -> bool:
             job.reject(why)
             count -= len(rows)
         elif hopeful.any():
-            kept = rows[hopeful]
-            if what & PARAMS_THERE and (kept["pp"] > 1).any() and (why := _refused(job, what, 2)):
-                job.reject(why)
-                kept = kept[kept["pp"] == 1]
-            added.append(kept)
+            added.append(_allowed(job, rows[hopeful], what))
     rows = np.concatenate(added) if added else numbers.grid[:0]
     job.extend(rows, num_base + count)
     return bool(len(rows))
@@ -189,10 +185,22 @@ def _more(job: Job, grid: NDArray[np.void], what: int, cut: tuple[int, int]) -> 
     return out
 
 
-def _refused(job: Job, what: int, pp: int = 1) -> Rejected | None:
+def _allowed(job: Job, rows: NDArray[np.void], what: int) -> NDArray[np.void]:
+    """Those of some rows whose axes go with it: what two ranks cannot do, more cannot."""
+    for axis, where in (("pp", " in a pipeline"), ("ep", " where experts are spread")):
+        spread = rows[axis] > 1
+        if not spread.any() or (axis == "pp" and not what & PARAMS_THERE):
+            continue
+        if why := _refused(job, what, where, **{axis: int(rows[axis][spread].min())}):
+            job.reject(why)
+            rows = rows[~spread]
+    return rows
+
+
+def _refused(job: Job, what: int, where: str = "", *, pp: int = 1, ep: int = 1) -> Rejected | None:
     """Why a trial of it cannot be; None if it can."""
-    why = job.refuses(with_offload(job.spec, what, pp=pp))
-    where = " in a pipeline" if pp > 1 else ""
+    trial = with_offload(job.spec, what, pp=min(pp, 2), ep=ep, experts=job.free.experts)
+    why = job.refuses(trial)
     return Rejected(f"offload={_words(what)}{where}", why) if why else None
 
 

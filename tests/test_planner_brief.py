@@ -1,0 +1,95 @@
+"""What is known of rows from their mesh alone: the same as their own plans tell.
+
+Which seeded bug would this catch? A mesh that keeps another row's sizes, of ep or of its lender; a
+kind of mesh that leaves out how data lie, or which axes are spread; a trial that takes rows along
+that could be, or leaves some that cannot; a collector that stays as a search wants it.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshplan.cost.grid import ACTIVATIONS_THERE
+from meshplan.errors import MeshplanError
+from meshplan.plan import make_plan
+from meshplan.planner.brief import Brief
+from meshplan.planner.job import Job
+from meshplan.planner.lock import overrides
+from meshplan.planner.objectives import answer
+from meshplan.planner.row import Row
+from meshplan.planner.widened import _twins, widen
+from tests.test_planner_gauge import LLAMA, job_in
+
+MIXTRAL = LLAMA | {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_hidden_layers": 8,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 704,
+}  # fmt: skip
+
+
+def opened(job: Job, brief: Brief, row: int) -> float:
+    """What the row's own plan opens."""
+    candidate = Row(job.usual, row, float("inf")).smallest()
+    stated = overrides(job.stated(job.usual, candidate))
+    return brief.links(make_plan(job.question.read(stated), job.question.graph))
+
+
+def test_what_is_opened_is_known_from_the_mesh(tmp_path: Path) -> None:
+    """Rows of one kind of mesh share a plan, and differ in the sizes of its axes."""
+    job = job_in(tmp_path, MIXTRAL, nodes=4)
+    brief, grid = job._brief, job.grid
+    assert {2, 4, 8} <= set(grid["ep"].tolist())
+    spread: set[float] = set()
+    for row in random.Random(0).sample(range(len(grid)), 60):
+        try:
+            own = opened(job, brief, row)
+        except MeshplanError:
+            continue
+        assert job.taken(row) == own
+        spread.add(own)
+    assert len(brief._kinds) < len(brief._taken)
+    assert len(spread) > 12
+
+
+def test_what_cannot_wait_on_the_host_where_experts_are_spread_is_not_searched(
+    tmp_path: Path,
+) -> None:
+    """One trial says what the memory room would say of each of those rows; others stay."""
+    job = job_in(tmp_path, MIXTRAL | {"num_hidden_layers": 3}, nodes=1)
+    numbers = job.usual
+    with_all = [_twins(numbers.grid, what, job)[1] for what in job.free.offload[1:]]
+    assert widen(job)
+    rows = job.grid[len(numbers.grid) :]
+    told = next(r for r in job.free.rejected if "experts are spread" in r.what)
+    assert "offload=activations " in told.what
+    for what, all_rows in zip(job.free.offload[1:], with_all, strict=True):
+        kept = rows[rows["offload"] == what]
+        assert set(all_rows["ep"]) == {1, 2, 4, 8}
+        assert set(kept["ep"]) == ({1} if what & ACTIVATIONS_THERE else {1, 2, 4, 8})
+        assert len(kept[kept["ep"] == 1]) == (all_rows["ep"] == 1).sum()
+        spread = all_rows[(all_rows["ep"] > 1) & (all_rows["micro"] == 1)][:3]
+        job.grid = np.concatenate([job.grid, spread])
+        again = job.numbers(job.profile)
+        for row in range(len(job.grid) - len(spread), len(job.grid)):
+            measured = job.measure(again, Row(again, row, float("inf")).smallest())
+            assert (measured.why == told.why) == bool(what & ACTIVATIONS_THERE)
+
+
+def test_a_search_leaves_the_collector_as_it_was(tmp_path: Path) -> None:
+    """Whether it finds a plan or cannot ask."""
+    question = job_in(tmp_path, LLAMA, nodes=1).question
+    seen: list[int] = []
+    usual = gc.get_threshold()
+
+    def told(text: str) -> None:
+        seen.append(gc.get_threshold()[0])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        answer(question, told)
+    assert seen[0] > 10 * usual[0]
+    assert gc.get_threshold() == usual
