@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -91,25 +92,18 @@ class EventLog:
     @cached_property
     def peak(self) -> Peak:
         """Of all phases."""
-        live = most = 0
-        where = -1
-        for number, (delta, _, _) in enumerate(self.events):
-            live += delta
-            if live > most:
-                most, where = live, number
-        return Peak(most, where)
+        live = [*accumulate(event[0] for event in self.events)]
+        most = max(live, default=0)
+        return Peak(most, live.index(most)) if most > 0 else Peak(0, -1)
 
     @cached_property
     def pooled_bytes(self) -> int:
         """What is reserved at the least: each stream has a pool of its own, which never shrinks."""
-        live: dict[int, int] = {}
-        most: dict[int, int] = {}
+        stream_of = [storage.stream for storage in self.storages]
+        deltas: dict[int, list[int]] = {stream: [] for stream in set(stream_of)}
         for delta, storage, _ in self.events:
-            stream = self.storages[storage].stream
-            live[stream] = held = live.get(stream, 0) + delta
-            if held > most.get(stream, 0):
-                most[stream] = held
-        return sum(most.values())
+            deltas[stream_of[storage]].append(delta)
+        return sum(max(accumulate(each, initial=0)) for each in deltas.values())
 
     @cached_property
     def by_phase(self) -> Mapping[str, tuple[int, int]]:
