@@ -120,7 +120,7 @@ class _Allocator:
         bits, mask, round_up, round_down = _ADDRESS_BITS, _ADDRESS, _ROUND - 1, -_ROUND
         find, put, most_small = bisect.bisect_left, bisect.insort, _SMALL
         allocated = most_allocated = 0
-        for delta, storage, _ in log.events:
+        for delta, storage, _ in log.changes:
             before = sizes[storage]
             sizes[storage] = asked = before + delta
             if before:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from meshplan.memory.log import Event, Storage, Term
+from meshplan.memory.log import Change, Storage, Term
 
 
 def settle(
     storages: Sequence[Storage],
-    events: Sequence[Event],
+    events: Sequence[Change],
     phases: Sequence[str],
     *,
     sent: Collection[int],
@@ -36,12 +36,12 @@ def settle(
     for number, (first, last) in spans.items():
         if out[number].term == Term.TEMPORARIES:
             is_known = number < num_before
-            term = _term(phases, first, last, is_sent=number in sent, is_known=is_known)
+            term = term_of(phases, first, last, is_sent=number in sent, is_known=is_known)
             out[number] = out[number]._replace(term=term)
     return tuple(out)
 
 
-def _term(phases: Sequence[str], first: int, last: int, *, is_sent: bool, is_known: bool) -> Term:
+def term_of(phases: Sequence[str], first: int, last: int, *, is_sent: bool, is_known: bool) -> Term:
     """Of a storage that lives from one phase to another, both by number."""
     if is_known and first:
         return Term.GATHERED  # It had shrunk to nothing, as only FSDP2's memory does.

@@ -154,7 +154,7 @@ class Gauge:
     @cached_property
     def _columns(self) -> tuple[Numbers, Numbers, Numbers]:
         """Of each event its delta, its storage and its phase."""
-        columns = np.array([*zip(*self._log.events, strict=True)], np.int64).reshape(3, -1)
+        columns = np.array([*zip(*self._log.changes, strict=True)], np.int64).reshape(3, -1)
         return columns[0], columns[1], columns[2]
 
     @property
