@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshplan.mesh import SHARD_AXES, Mesh
 
@@ -47,7 +48,7 @@ class Layout:
     @classmethod
     def whole(cls, ndim: int) -> Layout:
         """Nothing cut: every rank holds the full tensor."""
-        return cls(((),) * ndim)
+        return _whole(ndim)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -64,9 +65,7 @@ class Layout:
 
     def cut(self, axis: str, dim: int, pieces: int = 1) -> Layout:
         """This layout with `axis` cutting `dim`, or its pieces, after every cut already there."""
-        dim = range(len(self.cuts))[dim]
-        cuts = tuple(axes + (axis,) if d == dim else axes for d, axes in enumerate(self.cuts))
-        return Layout(cuts, self.partial, self.packed + (((axis, pieces),) if pieces > 1 else ()))
+        return _cut(self, axis, dim, pieces)
 
     def without(self, *axes: str) -> Layout:
         """This layout with the cuts of `axes` undone."""
@@ -114,10 +113,7 @@ class Layout:
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> tuple[int, ...]:
         """The shape that `rank` holds of a tensor of this global shape."""
-        if not self.packed:
-            return tuple(s.stop - s.start for s in self.slices(shape, mesh, rank))
-        ranges = self.ranges(shape, mesh, rank)
-        return tuple(sum(s.stop - s.start for s in each) for each in ranges)
+        return _local_shape(self, tuple(shape), mesh, rank)
 
     def local_numel(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> int:
         """The number of elements that `rank` holds."""
@@ -254,6 +250,30 @@ def changes(source: Layout, target: Layout) -> tuple[Collective, ...]:
     added = set(source.partial) - set(target.partial) - set(target.axes)
     sums = [Collective("all_reduce", axis) for axis in source.partial if axis in added]
     return (*moves, *gathers, *cuts, *sums)
+
+
+# The thousands of tensors of a model lie in a handful of ways.
+
+
+@lru_cache(maxsize=64)
+def _whole(ndim: int) -> Layout:
+    return Layout(((),) * ndim)
+
+
+@lru_cache(maxsize=1 << 10)
+def _cut(layout: Layout, axis: str, dim: int, pieces: int) -> Layout:
+    dim = range(len(layout.cuts))[dim]
+    cuts = tuple(axes + (axis,) if d == dim else axes for d, axes in enumerate(layout.cuts))
+    packed = layout.packed + (((axis, pieces),) if pieces > 1 else ())
+    return Layout(cuts, layout.partial, packed)
+
+
+@lru_cache(maxsize=1 << 12)
+def _local_shape(layout: Layout, shape: tuple[int, ...], mesh: Mesh, rank: int) -> tuple[int, ...]:
+    if not layout.packed:
+        return tuple(s.stop - s.start for s in layout.slices(shape, mesh, rank))
+    ranges = layout.ranges(shape, mesh, rank)
+    return tuple(sum(s.stop - s.start for s in each) for each in ranges)
 
 
 def _joint(axes: Sequence[str]) -> list[list[str]]:

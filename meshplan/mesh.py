@@ -95,6 +95,9 @@ class Mesh:
 
     def size(self, *names: str) -> int:
         """Ranks along these axes together; an axis the mesh does not have counts 1."""
+        if not self.loans:
+            found = (axis.size for name in names for axis in self.axes if axis.name == name)
+            return math.prod(found)
         sizes = self.sizes
         for loan in self.loans:
             sizes |= {loan.name: loan.size, loan.rest: sizes[loan.within] // loan.size}

@@ -20,7 +20,7 @@ from typing import Final
 from meshplan.memory.hosted import Hosted
 from meshplan.memory.log import Change, EventLog, Storage, Term
 from meshplan.memory.row import Grad, Row, Span, Tape
-from meshplan.memory.terms import term_of
+from meshplan.memory.terms import settled
 from meshplan.memory.work import Mark, Moment, Work
 
 __all__ = ["Grad", "Row", "Span", "Tape", "play"]
@@ -133,21 +133,14 @@ class Player:
             self._events.append((-size, storage, self._phase))
 
     def _settled(self, num_before: int) -> tuple[Storage, ...]:
-        """What was made, with the terms that `terms.settle` tells: nothing changes its size."""
-        known: dict[tuple[int, int, bool, bool], Term] = {}
-        terms, never = self._terms, len(_PHASES)
-        for number, term in enumerate(terms):
-            if term is not Term.TEMPORARIES or not self._sizes[number]:
-                continue
-            first, last = self._born_in[number], self._ended_in.get(number, never)
-            key = first, last, number in self._sent, number < num_before
-            if key not in known:
-                known[key] = term_of(_PHASES, first, last, is_sent=key[2], is_known=key[3])
-            terms[number] = known[key]
+        """What was made, with the terms that tell when it lived: nothing changes its size."""
+        sizes, ended, never = self._sizes, self._ended_in.get, len(_PHASES)
+        born = enumerate(self._born_in)
+        spans = [(phase, ended(n, never)) if sizes[n] else None for n, phase in born]
+        terms = settled(self._terms, spans, _PHASES, sent=self._sent, num_before=num_before)
         ops, modules = zip(*((row.op, row.module) for row in self._made_by), strict=True)
         phases = map(_PHASES.__getitem__, self._born_in)
-        made = zip(terms, ops, modules, phases, repeat(0), strict=False)
-        return tuple(map(Storage._make, made))
+        return tuple(map(Storage._make, zip(terms, ops, modules, phases, repeat(0), strict=False)))
 
     @property
     def _now(self) -> int:
