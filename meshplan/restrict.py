@@ -24,14 +24,29 @@ def restrict(plan: Plan, stage: int) -> Plan:
     stages = whole.stages
     assert stages is not None
     tensors = {f: p for f, p in whole.tensors.items() if stage in stages.tensors[f]}
+    places, outer = _places(stages.units)
+    owning = {placed.unit for placed in tensors.values()}
+
+    def is_here(fqn: str) -> bool:
+        return _runs(fqn, places, stage)
+
+    def is_whole(unit: str) -> bool:
+        """Whether a unit runs here, and not only modules inside it.
+
+        A unit gathers for its backward when a gradient comes to its output. Where modules inside
+        it are cut apart, or its forward is called by name so that only what it calls is known, what
+        is sent on is not its output; that of the stage always is.
+        """
+        return unit not in outer and is_here(unit)
+
     units = {
         fqn: _without_cast(unit) if not fqn and stage < stages.num - 1 else unit
         for fqn, unit in whole.units.items()
-        if not fqn or (_is_whole(fqn, stages, stage) and _owns(fqn, tensors))
+        if not fqn or (fqn in owning and is_whole(fqn))
     }
 
     def here(items: Any) -> Any:
-        return MappingProxyType({f: v for f, v in items.items() if runs(f, stages, stage)})
+        return MappingProxyType({f: v for f, v in items.items() if is_here(f)})
 
     part: Assignment = replace(
         whole,
@@ -40,8 +55,8 @@ def restrict(plan: Plan, stage: int) -> Plan:
         styles=here(whole.styles),
         recompute=here(whole.recompute),
         host_activations=here(whole.host_activations),
-        attributes=tuple(a for a in whole.attributes if runs(a.module, stages, stage)),
-        synchronized=tuple(f for f in whole.synchronized if runs(f, stages, stage)),
+        attributes=tuple(a for a in whole.attributes if is_here(a.module)),
+        synchronized=tuple(f for f in whole.synchronized if is_here(f)),
         apply=(),
     )
     return replace(plan, assignment=part, accumulate=plan.accumulate * stages.microbatches)
@@ -49,8 +64,11 @@ def restrict(plan: Plan, stage: int) -> Plan:
 
 def runs(fqn: str, stages: Stages, stage: int) -> bool:
     """Whether the forward of a module runs in a stage, rather than being stood in for."""
-    places, _ = _places(stages.units)
-    found = [stage for module in around(fqn) for stage in places.get(module, ())]
+    return _runs(fqn, _places(stages.units)[0], stage)
+
+
+def _runs(fqn: str, places: Mapping[str, tuple[int, ...]], stage: int) -> bool:
+    found = [at for module in around(fqn) if module in places for at in places[module]]
     return stage in found if found else True
 
 
@@ -66,20 +84,6 @@ def _places(
         if module:
             outer.update(around(module.rpartition(".")[0]))
     return places, frozenset(outer)
-
-
-def _is_whole(unit: str, stages: Stages, stage: int) -> bool:
-    """Whether a unit runs in a stage, and not only modules inside it.
-
-    A unit gathers for its backward when a gradient comes to its output. Where modules inside it
-    are cut apart, or its forward is called by name so that only what it calls is known, what is
-    sent on is not its output; that of the stage always is.
-    """
-    return runs(unit, stages, stage) and unit not in _places(stages.units)[1]
-
-
-def _owns(unit: str, tensors: dict[str, Placed]) -> bool:
-    return any(placed.unit == unit for placed in tensors.values())
 
 
 def _housed(placed: Placed, units: dict[str, Unit]) -> Placed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final, Literal
 
@@ -272,6 +273,7 @@ def forward_only(schedule: Schedule, ranks: int, virtual: int) -> tuple[tuple[Ac
     return _play(schedule, ranks, virtual, computes)
 
 
+@lru_cache(maxsize=16)
 def actions(
     schedule: Schedule, ranks: int, virtual: int, count: int
 ) -> tuple[tuple[Action, ...], ...]:

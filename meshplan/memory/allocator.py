@@ -65,25 +65,7 @@ def reserve(log: EventLog, *, limit_bytes: int | None = None, expandable: bool =
     Raises:
         OutOfMemoryError: The log does not fit into `limit_bytes`.
     """
-    allocator = _Allocator(limit_bytes, expandable)
-    sizes: dict[int, int] = {}
-    requested = most = 0
-    for delta, storage, _ in log.events:
-        before = sizes.get(storage, 0)
-        sizes[storage] = after = before + delta
-        if before:
-            allocator.free(storage)
-        if after:
-            allocator.take(storage, after, log.storages[storage].stream)
-        requested += delta
-        most = max(most, requested)
-    return Reserve(
-        most,
-        allocator.most_allocated,
-        allocator.most_reserved,
-        allocator.num_retries,
-        allocator.reserved,
-    )
+    return _Allocator(limit_bytes, expandable).play(log)
 
 
 @dataclass(slots=True, eq=False)
@@ -115,11 +97,11 @@ class _Allocator:
 
     def __init__(self, limit: int | None, expandable: bool) -> None:
         self.limit, self.expandable = limit, expandable
-        self.allocated = self.reserved = self.most_allocated = self.most_reserved = 0
+        self.reserved = self.most_reserved = 0
         self.num_retries = 0
-        self._pools: dict[tuple[bool, int], _Pool] = {}
-        self._taken: dict[int, tuple[int, int, _Pool]] = {}
-        """By key, (address, size, pool)."""
+        self._small: dict[int, _Pool] = {}
+        self._large: dict[int, _Pool] = {}
+        """By stream."""
         self._beginning: dict[int, int] = {}
         self._ending: dict[int, int] = {}
         """Sizes of free blocks."""
@@ -127,43 +109,72 @@ class _Allocator:
         """By address, sizes of those that do not grow."""
         self._next_address = 0
 
-    def take(self, key: int, asked: int, stream: int) -> None:
-        size = -(-asked // _ROUND) * _ROUND
-        is_small = size <= _SMALL
-        pool = self._pools.get((is_small, stream))
-        if pool is None:
-            pool = self._pools[is_small, stream] = _Pool(is_small)
-        at = bisect.bisect_left(pool.free, size << _ADDRESS_BITS)
-        if at < len(pool.free):
-            block = pool.free.pop(at)
-            length, address = block >> _ADDRESS_BITS, block & _ADDRESS
-            del self._beginning[address], self._ending[address + length]
-        elif self.expandable:
-            address, length = self._grow(pool, size)
-        else:
-            address, length = self._segment(pool, size)
-        rest = length - size
-        if rest >= _ROUND if is_small or self.expandable else rest > _SMALL:
-            self._add(pool, address + size, rest)
-            length = size
-        self._taken[key] = address, length, pool
-        self.allocated += length
-        if self.allocated > self.most_allocated:
-            self.most_allocated = self.allocated
+    def play(self, log: EventLog) -> Reserve:
+        """All events, in one loop: whoever plans plays millions."""
+        sizes = [0] * len(log.storages)
+        streams = [storage.stream for storage in log.storages]
+        taken: list[tuple[int, int, list[int]]] = [(0, 0, [])] * len(log.storages)
+        small, large = self._small, self._large
+        small_rest, large_rest = _ROUND, _ROUND if self.expandable else _SMALL + 1
+        beginning, ending = self._beginning, self._ending
+        bits, mask, round_up, round_down = _ADDRESS_BITS, _ADDRESS, _ROUND - 1, -_ROUND
+        find, put, most_small = bisect.bisect_left, bisect.insort, _SMALL
+        allocated = most_allocated = 0
+        for delta, storage, _ in log.changes:
+            before = sizes[storage]
+            sizes[storage] = asked = before + delta
+            if before:
+                address, length, free = taken[storage]
+                allocated -= length
+                # What is free beside it joins it.
+                if near := beginning.pop(address + length, 0):
+                    del free[find(free, near << bits | address + length)]
+                    length += near
+                if near := ending.pop(address, 0):
+                    address -= near
+                    del free[find(free, near << bits | address)]
+                    length += near
+                put(free, length << bits | address)
+                beginning[address] = ending[address + length] = length
+            if not asked:
+                continue
+            size = asked + round_up & round_down
+            if size <= most_small:
+                pools, least = small, small_rest
+            else:
+                pools, least = large, large_rest
+            pool = pools.get(streams[storage])
+            if pool is None:
+                pool = pools[streams[storage]] = _Pool(size <= most_small)
+            free = pool.free
+            at = find(free, size << bits)
+            if at < len(free):
+                block = free.pop(at)
+                address, length = block & mask, block >> bits
+                del beginning[address]
+            else:
+                address, length = self._more(pool, size)
+            rest = length - size
+            if rest >= least:
+                # Its end is known already.
+                end, begin = address + length, address + size
+                put(free, rest << bits | begin)
+                beginning[begin] = ending[end] = rest
+                length = size
+            else:
+                del ending[address + length]
+            taken[storage] = address, length, free
+            allocated += length
+            if allocated > most_allocated:
+                most_allocated = allocated
+        most = max(log.peak.live_bytes, 0)
+        return Reserve(most, most_allocated, self.most_reserved, self.num_retries, self.reserved)
 
-    def free(self, key: int) -> None:
-        address, size, pool = self._taken.pop(key)
-        self.allocated -= size
-        after = self._beginning.get(address + size)
-        if after is not None:
-            self._remove(pool, address + size, after)
-            size += after
-        before = self._ending.get(address)
-        if before is not None:
-            address -= before
-            self._remove(pool, address, before)
-            size += before
-        self._add(pool, address, size)
+    def _more(self, pool: _Pool, size: int) -> tuple[int, int]:
+        """(address, size) of a free block, known by its end alone, where none was large enough."""
+        address, length = self._grow(pool, size) if self.expandable else self._segment(pool, size)
+        self._ending[address + length] = length
+        return address, length
 
     def _add(self, pool: _Pool, address: int, size: int) -> None:
         bisect.insort(pool.free, size << _ADDRESS_BITS | address)
@@ -222,7 +233,7 @@ class _Allocator:
     def _give_back(self) -> None:
         """Free segments go back to the driver; of an expandable one, the free pages at its end."""
         self.num_retries += 1
-        for pool in self._pools.values():
+        for pool in (*self._small.values(), *self._large.values()):
             there = self._ending.get(pool.end, 0)
             if pages := there // pool.page:
                 address = pool.end - there

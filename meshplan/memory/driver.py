@@ -22,7 +22,7 @@ from meshplan.memory.generations import (
     Generation,
     generation_of,
 )
-from meshplan.memory.log import Event, EventLog, Storage, Term
+from meshplan.memory.log import EventLog, Storage, Term
 from meshplan.mesh import GRADIENT_AXES, SHARD_AXES, Mesh
 
 
@@ -182,6 +182,6 @@ def with_workspaces(log: EventLog, device: str) -> EventLog:
     """The log of a step on such a device: cuBLAS's workspaces are there before and after it."""
     size, first = workspace_bytes(device), len(log.storages)
     storage = Storage(Term.WORKSPACES, "cublas")
-    born = tuple(Event(size, first + thread, 0) for thread in range(_THREADS))
+    born = tuple((size, first + thread, 0) for thread in range(_THREADS))
     storages = (*log.storages, *[storage] * _THREADS)
-    return replace(log, storages=storages, events=(*born, *log.events))
+    return replace(log, storages=storages, changes=(*born, *log.changes))

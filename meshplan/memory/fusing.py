@@ -36,7 +36,7 @@ def least_of(log: EventLog, compiled: Collection[str]) -> EventLog:
     """
     kept = [not _may_go(storage, frozenset(compiled)) for storage in log.storages]
     events = tuple(event for event in log.events if kept[event.storage])
-    return replace(log, events=events)
+    return replace(log, changes=events)
 
 
 def _may_go(storage: Storage, compiled: frozenset[str]) -> bool:

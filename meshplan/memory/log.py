@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -56,6 +57,11 @@ class Event(NamedTuple):
     phase: int
 
 
+Change = tuple[int, int, int]
+"""An event without names for what it is made of: a step has tens of thousands, and whoever plans
+plays thousands of steps."""
+
+
 class Peak(NamedTuple):
     """The most bytes at once.
 
@@ -74,7 +80,7 @@ class EventLog:
 
     Args:
         storages: What each storage is, by its number.
-        events: In order. What was there before is born in the first phase.
+        changes: In order. What was there before is born in the first phase.
         phases: Names of the phases, in order: "before", then "forward", "loss", "backward" as
             often as they come, and "step".
         host_bytes: The most that tensors of the step hold in the host's memory at once; those are
@@ -84,39 +90,37 @@ class EventLog:
     """
 
     storages: tuple[Storage, ...]
-    events: tuple[Event, ...]
+    changes: tuple[Change, ...]
     phases: tuple[str, ...]
     host_bytes: int = 0
 
     @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """The changes, by name."""
+        return tuple(map(Event._make, self.changes))
+
+    @cached_property
     def peak(self) -> Peak:
         """Of all phases."""
-        live = most = 0
-        where = -1
-        for number, (delta, _, _) in enumerate(self.events):
-            live += delta
-            if live > most:
-                most, where = live, number
-        return Peak(most, where)
+        live = [*accumulate([delta for delta, _, _ in self.changes])]
+        most = max(live, default=0)
+        return Peak(most, live.index(most)) if most > 0 else Peak(0, -1)
 
     @cached_property
     def pooled_bytes(self) -> int:
         """What is reserved at the least: each stream has a pool of its own, which never shrinks."""
-        live: dict[int, int] = {}
-        most: dict[int, int] = {}
-        for delta, storage, _ in self.events:
-            stream = self.storages[storage].stream
-            live[stream] = held = live.get(stream, 0) + delta
-            if held > most.get(stream, 0):
-                most[stream] = held
-        return sum(most.values())
+        stream_of = [storage.stream for storage in self.storages]
+        deltas: dict[int, list[int]] = {stream: [] for stream in set(stream_of)}
+        for delta, storage, _ in self.changes:
+            deltas[stream_of[storage]].append(delta)
+        return sum(max(accumulate(each, initial=0)) for each in deltas.values())
 
     @cached_property
     def by_phase(self) -> Mapping[str, tuple[int, int]]:
         """(most bytes at once, bytes at its last end) of the phases of each name."""
         out: dict[str, tuple[int, int]] = {}
         live = most = running = 0
-        for delta, _, phase in (*self.events, Event(0, 0, len(self.phases))):
+        for delta, _, phase in (*self.changes, (0, 0, len(self.phases))):
             while running < phase:
                 name = self.phases[running]
                 out[name] = (max(most, out.get(name, (0, 0))[0]), live)
@@ -128,7 +132,7 @@ class EventLog:
     def live_after(self, event: int) -> dict[int, int]:
         """Bytes of every storage that lives right after an event."""
         live: dict[int, int] = {}
-        for delta, storage, _ in self.events[: event + 1]:
+        for delta, storage, _ in self.changes[: event + 1]:
             size = live.get(storage, 0) + delta
             if size:
                 live[storage] = size
@@ -152,18 +156,18 @@ class EventLog:
     @property
     def phase_at_peak(self) -> str:
         """When the peak is."""
-        return self.phases[self.events[self.peak.event].phase]
+        return self.phases[self.changes[self.peak.event][2]]
 
     @property
     def module_at_peak(self) -> str:
         """The module whose storage made the peak."""
-        return self.storages[self.events[self.peak.event].storage].module
+        return self.storages[self.changes[self.peak.event][1]].module
 
 
 def on_streams(log: EventLog, streams: Mapping[tuple[Term, int], int]) -> EventLog:
     """The log with what no operator made on the streams that its term and bytes at birth tell."""
     sizes: dict[int, int] = {}
-    for delta, storage, _ in log.events:
+    for delta, storage, _ in log.changes:
         sizes.setdefault(storage, delta)
     storages = tuple(
         each

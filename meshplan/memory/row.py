@@ -132,10 +132,12 @@ class Tape:
     def add(self, row: Row) -> None:
         """Run an operation next."""
         self.rows.append(row)
-        for value in row.reads:
-            self.touch(value)
-        for value in row.makes:
-            self.touch(value)
+        now = len(self.rows) - 1
+        base, last_use = self.base, self.last_use
+        for value in (*row.reads, *row.makes):
+            value = base[value]
+            if last_use[value] < now:
+                last_use[value] = now
 
     def lay(self, fqn: str, nbytes: int) -> None:
         """The last row lays out the gradient of this parameter otherwise than the parameter."""
@@ -144,7 +146,8 @@ class Tape:
     def touch(self, value: int) -> None:
         """A frame holds the value until here."""
         base = self.base[value]
-        self.last_use[base] = max(self.last_use[base], len(self.rows) - 1)
+        if self.last_use[base] < len(self.rows) - 1:
+            self.last_use[base] = len(self.rows) - 1
 
     def hold(self, value: int, *, outlives: bool = False) -> None:
         """The training loop holds the value until the last row has run, or backward has."""

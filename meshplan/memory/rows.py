@@ -10,7 +10,7 @@ aten/native/transformers/cuda/attention.cu and flash_attn/flash_api.cpp.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
@@ -56,7 +56,10 @@ class Writer:
 
     def at(self, module: str) -> Writer:
         """The same tape, in another module."""
-        return replace(self, module=module)
+        return Writer(
+            self.tape, self.element_bytes, self.parameter_bytes, self.is_cuda, module,
+            self.saves, self.tokens, self.in_place, self.runs_again,
+        )  # fmt: skip
 
     def row(
         self,

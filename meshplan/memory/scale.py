@@ -42,4 +42,4 @@ def scaled(one: Work, two: Work, extra: int) -> Work:
     for fqn, storage in one.gradients.items():
         if names.get(storage) != two.gradients.get(fqn) or one.ready.get(fqn) != two.ready.get(fqn):
             raise NotComposableError("one sample gives other gradients than two")
-    return replace(one, log=replace(one.log, events=tuple(events)))
+    return replace(one, log=replace(one.log, changes=tuple(events)))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshplan.assign.types import Stages
-from meshplan.memory.log import Event, EventLog, Storage, Term
+from meshplan.memory.log import Change, EventLog, Storage, Term
 from meshplan.memory.stage_work import StageWork
 from meshplan.memory.work import AT_STAGE, Mark, Moment, Work
 from meshplan.schedules import Action
@@ -61,7 +61,7 @@ class Pass:
         self._stages, self._takes = stages, takes_gradients
         self._whole = whole
         self._storages: list[Storage] = []
-        self._events: list[Event] = []
+        self._events: list[Change] = []
         self._phases = ["before"]
         self._sizes: dict[int, int] = {}
         self._marks: list[Mark] = []
@@ -87,7 +87,7 @@ class Pass:
             known = self._known[stage] = {}
             given: list[int] = []
             log = part.work.log
-            for delta, storage, phase in log.events:
+            for delta, storage, phase in log.changes:
                 if phase:
                     break
                 made = log.storages[storage]
@@ -154,7 +154,7 @@ class Pass:
             self._change_host(-part.host_bytes)
             return
         flight.known.update(zip(part.given, came, strict=True))
-        self._play(part, flight, part.split, len(part.work.log.events))
+        self._play(part, flight, part.split, len(part.work.log.changes))
         self._let_go(came)
         self._end_outputs(part, flight)
 
@@ -190,7 +190,7 @@ class Pass:
         if part.turn is None:
             self._whole_backward(stage, m)
         elif (stage, m) in self._whole:
-            self._play(part, flight, part.turn[0], len(part.work.log.events))
+            self._play(part, flight, part.turn[0], len(part.work.log.changes))
         else:
             self._let_go(flight[storage] for storage in part.waiting)
             for storage in part.names if self._takes else ():
@@ -276,13 +276,15 @@ class Pass:
 
     def _make(self, size: int, storage: Storage) -> int:
         number = len(self._storages)
-        self._storages.append(storage._replace(phase=self._phases[-1]))
+        if storage.phase != self._phases[-1]:
+            storage = Storage(*storage[:3], self._phases[-1], storage.stream)
+        self._storages.append(storage)
         self._sizes[number] = size
-        self._events.append(Event(size, number, len(self._phases) - 1))
+        self._events.append((size, number, len(self._phases) - 1))
         return number
 
     def _drop(self, number: int) -> None:
-        self._events.append(Event(-self._sizes[number], number, len(self._phases) - 1))
+        self._events.append((-self._sizes[number], number, len(self._phases) - 1))
 
     def _receive(self, stage: int, m: int, *, received: bool) -> list[int]:
         part = self._part_of(stage, m)
@@ -293,7 +295,7 @@ class Pass:
     def _let_go(self, storages: Iterable[int]) -> None:
         """One holder less; the last one's ends them."""
         for storage in storages:
-            if self._holders[storage]:
+            if self._holders.get(storage):
                 self._holders[storage] -= 1
             else:
                 self._drop(storage)
@@ -311,17 +313,15 @@ class Pass:
         host = deque(each for each in part.work.host or () if (each[1] > 0) is is_forward)
         added: list[tuple[int, str, str]] = []
         done = 0
-        plain, numbers = part.is_plain, flight.known
+        plain_until, numbers, events = part.plain_until, flight.known, log.changes
         number = first
         while number < end:
-            if plain[number]:
-                begun = number
-                while number < end and plain[number]:
-                    number += 1
+            if plain_until[number] > number:
+                begun, number = number, min(plain_until[number], end)
                 now, offset = len(self._phases) - 1, flight.first
                 self._events += [
-                    Event(delta, numbers.get(storage, offset + storage), now)
-                    for delta, storage, _ in log.events[begun:number]
+                    (delta, numbers.get(storage, offset + storage), now)
+                    for delta, storage, _ in events[begun:number]
                 ]
                 continue
             while host and host[0][0] <= number:
@@ -332,7 +332,7 @@ class Pass:
             for storage in ready.get(number, ()):
                 self._take(part, storage, flight[storage], at, added)
                 self._drop_added(added)
-            delta, storage, phase = log.events[number]
+            delta, storage, phase = events[number]
             number += 1
             if storage in (sent if delta < 0 else given):
                 continue  # The pass holds it.
@@ -345,14 +345,14 @@ class Pass:
                 if (made.op, made.module) != added[-1][1:]:
                     self._drop_added(added)
             own = flight[storage]
-            self._events.append(Event(delta, own, len(self._phases) - 1))
+            self._events.append((delta, own, len(self._phases) - 1))
             if delta > 0 and storage in crossing & returned:
                 self._holders[own] += 1
             if delta > 0 and storage in part.names:
                 self._sizes[own] = delta
                 if not is_split:
                     self._take(part, storage, own, at, added)
-        for storage in ready.get(end, ()) if end == len(log.events) else ():
+        for storage in ready.get(end, ()) if end == len(events) else ():
             self._take(part, storage, flight[storage], at, added)
         self._drop_added(added)
         for _, delta in host:

@@ -63,24 +63,44 @@ class Cutter:
         self.until: dict[int, int] = {}
         """By value, the last stage that uses it."""
         self._follow()
+        self._received: list[list[int]] = [[] for _ in range(stages.num)]
+        self._sent: list[list[int]] = [[] for _ in range(stages.num)]
+        """By stage, what comes from and goes to its neighbours."""
         for value, stage in self.maker.items():
-            if self.until.get(value, stage) > stage + 1:
+            until = self.until.get(value, stage)
+            if until == stage + 1:
+                self._sent[stage].append(value)
+                self._received[until].append(value)
+            elif until > stage:
                 what = "what a stage makes and a later one than the next uses is not told"
                 fix = "give the model itself (model: entry, with torch), or cut elsewhere"
                 raise PlanError(Problem(what, stages.reason.origin, fix))
+        self._rows_of: list[list[int]] = [[] for _ in range(stages.num)]
+        self._everywhere: list[int] = []
+        """By stage the rows that it runs, and those that all do."""
+        for number, owner in enumerate(self.owner):
+            (self._everywhere if owner is None else self._rows_of[owner]).append(number)
+        self._readers: dict[int, list[int]] = {}
+        """Of what is there before, the rows that read it."""
+        for number, row in enumerate(tape.rows):
+            for value in row.reads:
+                if value in tape.before:
+                    self._readers.setdefault(value, []).append(number)
 
     def _follow(self) -> None:
         """Whose modules' values each stage depends on, itself or through what is between them."""
         tape = self.tape
         behind: dict[int, set[int]] = {}
+        until = self.until
         for number, row in enumerate(tape.rows):
             owner = self.owner[number]
             reads = [tape.base[value] for value in row.reads]
             roots = {root for value in reads for root in behind.get(value, ())}
-            if owner is not None or (tape.loss_start >= 0 and number >= tape.loss_start):
+            if owner is not None or 0 <= tape.loss_start <= number:
                 stage = self.last if owner is None else owner
                 for root in roots:
-                    self.until[root] = max(self.until.get(root, 0), stage)
+                    if until.get(root, 0) <= stage:
+                        until[root] = stage
             for value in row.makes:
                 base = tape.base[value]
                 if base in behind:
@@ -99,24 +119,23 @@ class Cutter:
     def _part(self, stage: int) -> StageTape:
         whole = self.tape
         is_last = stage == self.last
-        received = tuple(v for v, m in self.maker.items() if m < stage <= self.until.get(v, m))
-        sent = tuple(v for v, m in self.maker.items() if m == stage < self.until.get(v, m))
-        own = {number for number, owner in enumerate(self.owner) if owner == stage}
-        end = len(whole.rows) if is_last else max(own) + 1
-        kept = [n for n in range(end) if self.owner[n] in (stage, None)]
-        out = Tape(nbytes=list(whole.nbytes), base=list(whole.base))
+        received, sent = tuple(self._received[stage]), tuple(self._sent[stage])
+        own = self._rows_of[stage]
+        end = len(whole.rows) if is_last else own[-1] + 1
+        kept = sorted((*own, *(number for number in self._everywhere if number < end)))
+        out = Tape(nbytes=list(whole.nbytes))
         out.before = self._before(kept) | dict.fromkeys(received, Term.COMMUNICATION)
         out.rows = list(self._rows(kept, received))
         made = {whole.base[v] for row in out.rows for v in row.makes} | out.before.keys()
-        for value, base in enumerate(out.base):
-            if base not in made:
-                out.base[value] = _ABSENT
-        places = self._places(kept)
-        out.last_use = [
-            len(out.rows) if use >= len(whole.rows) else places[use] for use in whole.last_use
-        ]
+        out.base = [base if base in made else _ABSENT for base in whole.base]
+        places = [*self._places(kept), len(out.rows)]
+        out.last_use = [places[use] for use in whole.last_use]
         out.loss_start = places[whole.loss_start - 1] + 1 if is_last else len(out.rows)
-        out.laid = {(places[n], fqn): size for (n, fqn), size in whole.laid.items() if n in own}
+        out.laid = {
+            (places[n], fqn): size
+            for (n, fqn), size in whole.laid.items()
+            if self.owner[n] == stage
+        }
         out.lays_itself, out.sums_apart = set(whole.lays_itself), set(whole.sums_apart)
         self._take_spans(out, stage, places)
         if not is_last:
@@ -131,16 +150,11 @@ class Cutter:
 
     def _before(self, kept: list[int]) -> dict[int, Term]:
         """What is there before: no buffers that other stages' modules alone read."""
-        whole = self.tape
-        readers: dict[int, set[int]] = {}
-        for number, row in enumerate(whole.rows):
-            for value in whole.before.keys() & set(row.reads):
-                readers.setdefault(value, set()).add(number)
-        here = set(kept)
+        whole, readers, here = self.tape, self._readers, set(kept)
         return {
             value: term
             for value, term in whole.before.items()
-            if term != Term.BUFFERS or value not in readers or readers[value] & here
+            if term != Term.BUFFERS or value not in readers or not here.isdisjoint(readers[value])
         }
 
     def _rows(self, kept: list[int], received: tuple[int, ...]) -> Iterator[Row]:
@@ -148,25 +162,22 @@ class Cutter:
         tape = self.tape
         flows = set(received)
         for number in kept:
-            row = tape.rows[number]
+            row, is_needed = tape.rows[number], True
             if self.owner[number] is None:
                 grads = tuple(grad for grad in row.grads if tape.base[grad.value] in flows)
                 is_needed = bool(grads or row.parameters)
                 row = row._replace(grads=grads, keeps=row.keeps if is_needed else ())
-            else:
-                is_needed = True
             if is_needed:
                 flows |= {tape.base[value] for value in row.makes}
             yield row
 
     def _places(self, kept: list[int]) -> list[int]:
         """By row of the whole, the last one of the part that has run by then."""
-        places, place = [], -1
-        own = set(kept)
-        for number in range(len(self.tape.rows)):
-            place += number in own
-            places.append(max(place, 0))
-        return places
+        places: list[int] = []
+        for place, number in enumerate(kept):
+            places += [max(place - 1, 0)] * (number - len(places))
+            places.append(place)
+        return places + [max(len(kept) - 1, 0)] * (len(self.tape.rows) - len(places))
 
     def _take_spans(self, out: Tape, stage: int, places: list[int]) -> None:
         whole = self.tape
@@ -187,10 +198,14 @@ def _widen(tape: Tape, free: Collection[str], times: int) -> None:
 
     What is computed from stand-ins alone is as wide as these.
     """
+    is_free = {
+        name: any(module in free for module in around(name))
+        for name in {row.module for row in tape.rows}
+    }
     wide = {
         value
         for row in tape.rows
-        if any(module in free for module in around(row.module))
+        if is_free[row.module]
         or (row.reads and all(tape.base[value] == _ABSENT for value in row.reads))
         for value in row.makes
     }
@@ -236,7 +251,7 @@ def _widen(tape: Tape, free: Collection[str], times: int) -> None:
 
 def _renamed(row: Row, names: Mapping[int, int]) -> Row:
     """The row, reading other values."""
-    if not names:
+    if not any(value in names for value in (*row.reads, *row.keeps)):
         return row
     return row._replace(
         reads=tuple(names.get(value, value) for value in row.reads),

@@ -40,7 +40,7 @@ class StageWork:
     @cached_property
     def num_before(self) -> int:
         """Events of what is there before."""
-        return sum(event.phase == 0 for event in self.work.log.events)
+        return sum(not phase for _, _, phase in self.work.log.changes)
 
     @cached_property
     def storages(self) -> tuple[Storage, ...]:
@@ -54,13 +54,13 @@ class StageWork:
     @cached_property
     def sizes(self) -> Mapping[int, int]:
         """Bytes of each storage."""
-        return {storage: delta for delta, storage, _ in self.work.log.events if delta > 0}
+        return {storage: delta for delta, storage, _ in self.work.log.changes if delta > 0}
 
     @cached_property
     def left(self) -> tuple[int, ...]:
         """Storages that forward leaves for backward, those apart that cross an edge."""
         live: dict[int, None] = {}
-        for delta, storage, _ in self.work.log.events[self.num_before : self.split]:
+        for delta, storage, _ in self.work.log.changes[self.num_before : self.split]:
             if delta > 0:
                 live[storage] = None
             else:
@@ -72,12 +72,14 @@ class StageWork:
         """Storages that live from the first half of backward, or before it, into the second."""
         assert self.turn is not None
         live: dict[int, None] = {}
-        for delta, storage, _ in self.work.log.events[self.num_before : self.turn[0]]:
+        for delta, storage, _ in self.work.log.changes[self.num_before : self.turn[0]]:
             if delta > 0:
                 live[storage] = None
             else:
                 live.pop(storage, None)
-        later = {each.storage for each in self.work.log.events[self.turn[0] :] if each.delta < 0}
+        later = {
+            storage for delta, storage, _ in self.work.log.changes[self.turn[0] :] if delta < 0
+        }
         return tuple(storage for storage in (*live, *self.received) if storage in later)
 
     @cached_property
@@ -122,30 +124,35 @@ class StageWork:
         }
 
     @cached_property
-    def is_plain(self) -> Sequence[bool]:
-        """Of each event, whether nothing has to be looked at when it is written again.
+    def plain_until(self) -> Sequence[int]:
+        """Of each event, the first from there on that has to be looked at when it is written again.
 
-        No mark stands there and no phase begins, nothing crosses an edge, no gradient is there,
+        At others no mark stands and no phase begins, nothing crosses an edge, no gradient is there,
         and none was there before that ends with its operation.
         """
-        events, storages = self.work.log.events, self.work.log.storages
+        events, storages, names = self.work.log.changes, self.work.log.storages, self.names
         marked = {mark.event for mark in self.work.marks}
         marked |= {event for event, _ in self.work.host or ()}
         looked_at = {*self.sent, *self.given, *self.names}
         if self.turn is not None:
             looked_at |= {*self.received, *self.returned}
             marked |= {*self.work.ready.values()}
-        out, phase, made_by = [], 0, None
+        phase = 0
+        made_by: Storage | None = None
         for number, (delta, storage, now) in enumerate(events):
-            plain = number not in marked and now == phase and storage not in looked_at
-            phase = now
-            if delta > 0:
-                own = storages[storage].op, storages[storage].module
-                if made_by is not None and own != made_by:
-                    plain, made_by = False, None
-                if storage in self.names:
+            if now != phase or storage in looked_at:
+                phase = now
+                marked.add(number)
+            if delta > 0 and (made_by is not None or storage in names):
+                own = storages[storage]
+                if made_by is not None and own[1:3] != made_by[1:3]:
+                    made_by = None
+                    marked.add(number)
+                if storage in names:
                     made_by = own
-            out.append(plain)
+        out: list[int] = []
+        for number in sorted(each for each in {*marked, len(events)} if each <= len(events)):
+            out += [number] * (number - len(out)) + [number]
         return out
 
     def marks_between(self, first: int) -> Sequence[Mark]:
@@ -180,9 +187,12 @@ def play_stage(part: StageTape, *, sums_in_place: bool) -> StageWork:
 def played(part: StageTape, player: StagePlayer) -> StageWork:
     """What a player plays."""
     work = player.work()
-    events, phases = work.log.events, work.log.phases
-    backward = phases.index("backward")
-    split = next(n for n, e in enumerate(events) if e.phase == backward and e.delta > 0)
+    backward = work.log.phases.index("backward")
+    split = next(
+        number
+        for number, (delta, _, phase) in enumerate(work.log.changes)
+        if phase == backward and delta > 0
+    )
     if part.sent:
         work = replace(work, marks=_inner_first(work.marks))
     return StageWork(

@@ -14,12 +14,13 @@ utils/checkpoint.py (recomputation stops at the last tensor that something keeps
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Final
 
 from meshplan.memory.hosted import Hosted
-from meshplan.memory.log import Event, EventLog, Storage, Term
+from meshplan.memory.log import Change, EventLog, Storage, Term
 from meshplan.memory.row import Grad, Row, Span, Tape
-from meshplan.memory.terms import settle
+from meshplan.memory.terms import settled
 from meshplan.memory.work import Mark, Moment, Work
 
 __all__ = ["Grad", "Row", "Span", "Tape", "play"]
@@ -43,8 +44,12 @@ class Player:
 
     def __init__(self, tape: Tape, sums_in_place: bool) -> None:
         self._tape, self._sums_in_place = tape, sums_in_place
-        self._storages: list[Storage] = []
-        self._events: list[Event] = []
+        self._terms: list[Term] = []
+        self._made_by: list[Row] = []
+        self._born_in: list[int] = []
+        self._ended_in: dict[int, int] = {}
+        """By storage: what it is for, the row that made it, and its phases, by number."""
+        self._events: list[Change] = []
         self._marks: list[Mark] = []
         self._gradients: dict[str, int] = {}
         self._ready: dict[str, int] = {}
@@ -80,7 +85,7 @@ class Player:
         tape = self._tape
         for value, term in tape.before.items():
             self._env[value] = self._born(tape.nbytes[value], Row("", "", ()), term)
-        num_before = len(self._storages)
+        num_before = len(self._terms)
         self._phase = _FORWARD
         self._mark(Moment.BEFORE_FORWARD, "")
         spans = list(tape.parts())
@@ -89,10 +94,7 @@ class Player:
         self._begin_backward()
         self._run_backward(spans)
         assert not self._grads, "a gradient reached no operation"
-        terms = settle(
-            self._storages, self._events, _PHASES, sent=self._sent, num_before=num_before
-        )
-        log = EventLog(terms, tuple(self._events), _PHASES)
+        log = EventLog(self._settled(num_before), tuple(self._events), _PHASES)
         loss = self._env[tape.rows[-1].makes[0]]
         # What a unit does once it has the whole: these storages are none of the log.
         settling = {
@@ -107,14 +109,16 @@ class Player:
 
     def _born(self, nbytes: int, row: Row, term: Term = Term.TEMPORARIES) -> int:
         """A new storage with one use."""
-        number = len(self._storages)
-        if self._is_loss and term == Term.TEMPORARIES:
+        number, phase = len(self._uses), self._phase
+        if self._is_loss and term is Term.TEMPORARIES:
             term = Term.LOSS
-        self._storages.append(Storage(term, row.op, row.module, _PHASES[self._phase]))
+        self._terms.append(term)
+        self._made_by.append(row)
+        self._born_in.append(phase)
         self._sizes.append(nbytes)
         self._uses.append(1)
         if nbytes:
-            self._events.append(Event(nbytes, number, self._phase))
+            self._events.append((nbytes, number, phase))
         if row.is_sent:
             self._sent.add(number)
         return number
@@ -123,9 +127,20 @@ class Player:
         self._uses[storage] += 1
 
     def _drop(self, storage: int) -> None:
-        self._uses[storage] -= 1
-        if not self._uses[storage] and self._sizes[storage]:
-            self._events.append(Event(-self._sizes[storage], storage, self._phase))
+        self._uses[storage] = left = self._uses[storage] - 1
+        if not left and (size := self._sizes[storage]):
+            self._ended_in[storage] = self._phase
+            self._events.append((-size, storage, self._phase))
+
+    def _settled(self, num_before: int) -> tuple[Storage, ...]:
+        """What was made, with the terms that tell when it lived: nothing changes its size."""
+        sizes, ended, never = self._sizes, self._ended_in.get, len(_PHASES)
+        born = enumerate(self._born_in)
+        spans = [(phase, ended(n, never)) if sizes[n] else None for n, phase in born]
+        terms = settled(self._terms, spans, _PHASES, sent=self._sent, num_before=num_before)
+        ops, modules = zip(*((row.op, row.module) for row in self._made_by), strict=True)
+        phases = map(_PHASES.__getitem__, self._born_in)
+        return tuple(map(Storage._make, zip(terms, ops, modules, phases, repeat(0), strict=False)))
 
     @property
     def _now(self) -> int:
@@ -165,13 +180,14 @@ class Player:
 
     def _run(self, row: Row, env: dict[int, int], cached: dict[int, int] | None = None) -> None:
         """Make the row's outputs, or take them from what is cached."""
+        tape = self._tape
         took = self._born(row.takes, row) if row.takes else None
         for value in row.makes:
-            if self._tape.base[value] == value:
+            if tape.base[value] == value:
                 known = cached.pop(value, None) if cached else None
                 if known is None:
-                    term = Term.LOSS if value == self._tape.logits else Term.TEMPORARIES
-                    known = self._born(self._tape.nbytes[value], row, term)
+                    term = Term.LOSS if value == tape.logits else Term.TEMPORARIES
+                    known = self._born(tape.nbytes[value], row, term)
                 env[value] = known
         if took is not None:
             self._drop(took)
@@ -301,7 +317,8 @@ class Player:
         for value, storage in made:
             self._accumulate(value, storage, row)
         for fqn, _ in row.parameters if given else ():
-            self._lay(fqn, number)
+            if fqn in self._unlaid:
+                self._lay(fqn, number)
             self._ready[fqn] = len(self._events)
 
     def _passed_on(
@@ -333,8 +350,8 @@ class Player:
 
     def _lay(self, fqn: str, number: int) -> None:
         """Where nobody does so later, and before it is added to one that is laid already."""
-        row, known, whole = self._tape.rows[number], self._gradients[fqn], self._unlaid.get(fqn)
-        if whole is None or (known == whole and fqn not in self._tape.lays_itself):
+        row, known, whole = self._tape.rows[number], self._gradients[fqn], self._unlaid[fqn]
+        if known == whole and fqn not in self._tape.lays_itself:
             return
         size = self._tape.laid[number, fqn]
         laid = self._born(size, row, Term.GRADIENTS)
@@ -374,10 +391,10 @@ class Player:
 
     def _as_addend(self, storage: int) -> int:
         """It never is the gradient of a parameter."""
-        of_loss = self._storages[storage].phase == _PHASES[_LOSS]
+        of_loss = self._born_in[storage] == _LOSS
         return self._as(Term.LOSS if of_loss else Term.TEMPORARIES, storage)
 
     def _as(self, term: Term, storage: int) -> int:
         """The storage, which turns out to be for something else."""
-        self._storages[storage] = self._storages[storage]._replace(term=term)
+        self._terms[storage] = term
         return storage

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from meshplan.memory.log import Event, Storage, Term
+from meshplan.memory.log import Change, Storage, Term
 
 
 def settle(
     storages: Sequence[Storage],
-    events: Sequence[Event],
+    events: Sequence[Change],
     phases: Sequence[str],
     *,
     sent: Collection[int],
@@ -32,13 +32,40 @@ def settle(
         sizes[number] = size = sizes.get(number, 0) + delta
         first, _ = spans.get(number, (phase, phase))
         spans[number] = (first, phase if not size else len(phases))
-    out = list(storages)
-    for number, (first, last) in spans.items():
-        if out[number].term == Term.TEMPORARIES:
-            is_known = number < num_before
-            term = _term(phases, first, last, is_sent=number in sent, is_known=is_known)
-            out[number] = out[number]._replace(term=term)
-    return tuple(out)
+    known = [spans.get(number) for number in range(len(storages))]
+    terms = [storage.term for storage in storages]
+    found = settled(terms, known, phases, sent=sent, num_before=num_before)
+    return tuple(
+        storage if storage.term == term else storage._replace(term=term)
+        for storage, term in zip(storages, found, strict=True)
+    )
+
+
+def settled(
+    terms: Sequence[Term],
+    spans: Sequence[tuple[int, int] | None],
+    phases: Sequence[str],
+    *,
+    sent: Collection[int],
+    num_before: int,
+) -> list[Term]:
+    """By storage, its term; what is left out and returned as in `settle`.
+
+    Args:
+        spans: By storage, the numbers of its first phase, and of that in which it ended or of none;
+            None where nothing tells.
+    """
+    out = list(terms)
+    known: dict[tuple[int, int, bool, bool], Term] = {}
+    for number, term in enumerate(terms):
+        span = spans[number]
+        if term is not Term.TEMPORARIES or span is None:
+            continue
+        key = (*span, number in sent, number < num_before)
+        if key not in known:
+            known[key] = _term(phases, *span, is_sent=key[2], is_known=key[3])
+        out[number] = known[key]
+    return out
 
 
 def _term(phases: Sequence[str], first: int, last: int, *, is_sent: bool, is_known: bool) -> Term:

@@ -11,18 +11,22 @@ where to look first.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from meshplan.graph import ModelGraph, around
 from meshplan.memory.allocator import reserve
 from meshplan.memory.driver import with_workspaces
-from meshplan.memory.log import Event, EventLog
+from meshplan.memory.log import EventLog
 from meshplan.planner.settle import Block
 
+Numbers = NDArray[np.int64]
 Blocks = int | tuple[int, ...]
 """How many there are, or which of a model's own."""
 
@@ -104,24 +108,33 @@ class Gauge:
     """
 
     def __init__(self, log: EventLog, short: Short) -> None:
-        self._log, self._short = log, short
-        self._block_of = _Blocks(log, {block.name for stage in short.stages for block in stage})
+        self._log, self._times = log, short.times
+        order = [block.name for stage in short.stages for block in stage]
+        # Whatever is of no block has the number 0.
+        self._numbers = {name: number for number, name in enumerate(("", *order))}
+        self._near = {
+            self._numbers[name]: tuple(
+                self._numbers[each] for each in order[max(at - 1, 0) : at + 2]
+            )
+            for at, name in enumerate(order)
+            if name in short.times
+        }
 
     @cached_property
     def least_bytes(self) -> int:
         """What is reserved at the least."""
-        log, times, block_of = self._log, self._short.times, self._block_of
-        if not times:
-            return log.pooled_bytes
-        live: dict[int, int] = {}
-        most: dict[int, int] = {}
-        for (delta, storage, _), (before, after) in zip(log.events, block_of.running, strict=True):
-            many = times.get(block_of[storage], 1) if storage in self._lasting else 1
-            stream = log.storages[storage].stream
-            live[stream] = held = live.get(stream, 0) + delta * many
-            if before not in times and after not in times and held > most.get(stream, 0):
-                most[stream] = held
-        return sum(most.values())
+        if not self._times:
+            return self._log.pooled_bytes
+        is_near = np.zeros(len(self._numbers), bool)
+        is_near[list(self._near)] = True
+        before, after = self._running
+        counts = ~(is_near[before] | is_near[after])
+        deltas = self._delta * (1 + self._left_out)[self._storage]
+        stream = np.array([each.stream for each in self._log.storages], np.int64)[self._storage]
+        most = 0
+        for own in (stream == number for number in np.unique(stream)):
+            most += int(np.cumsum(deltas[own])[counts[own]].max(initial=0))
+        return most
 
     def likely_bytes(self, device: str) -> int:
         """What may be reserved: a guess, above the truth or below it.
@@ -129,78 +142,87 @@ class Gauge:
         What blocks that were left out hold when the most is there, beside what the allocator makes
         of the short log. How memory falls to pieces over many blocks, few do not tell.
         """
-        live = left_out = most = then = 0
-        for delta, storage, _ in self._log.events:
-            live += delta
-            if storage in self._lasting:
-                left_out += delta * (self._short.times[self._block_of[storage]] - 1)
-            if live + left_out > most:
-                most, then = live + left_out, left_out
-        return reserve(with_workspaces(self._log, device)).reserved_bytes + then
+        reserved = reserve(with_workspaces(self._log, device)).reserved_bytes
+        if not self._times:
+            return reserved
+        left_out = np.cumsum(self._delta * self._left_out[self._storage])
+        held = np.cumsum(self._delta) + left_out
+        fullest = int(np.argmax(held)) if held.size else 0
+        then = int(left_out[fullest]) if held.size and held[fullest] > 0 else 0
+        return reserved + then
 
     @cached_property
-    def _lasting(self) -> set[int]:
-        """Storages of blocks that stand for many, which are there when none near them runs.
+    def _columns(self) -> tuple[Numbers, Numbers, Numbers]:
+        """Of each event its delta, its storage and its phase."""
+        columns = np.array([*zip(*self._log.changes, strict=True)], np.int64).reshape(3, -1)
+        return columns[0], columns[1], columns[2]
+
+    @property
+    def _delta(self) -> Numbers:
+        return self._columns[0]
+
+    @property
+    def _storage(self) -> Numbers:
+        return self._columns[1]
+
+    @cached_property
+    def _left_out(self) -> Numbers:
+        """By storage, how many more blocks hold one like it while it lasts."""
+        many = np.ones(len(self._numbers), np.int64)
+        for name, times in self._times.items():
+            many[self._numbers[name]] = times
+        return np.where(self._lasting, many[self._block] - 1, 0)
+
+    @cached_property
+    def _lasting(self) -> NDArray[np.bool_]:
+        """By storage, whether it is of a block that stands for many, and there when none near runs.
 
         What a unit gathers before its turn, or reduces after it, is there once, however many there
         are.
         """
-        block_of, times = self._block_of, self._short.times
-        order = [block.name for stage in self._short.stages for block in stage]
-        near = {
-            name: {*order[max(at - 1, 0) : at + 2]}
-            for at, name in enumerate(order)
-            if name in times
-        }
-        waiting: set[int] = set()
-        lasting: set[int] = set()
-        sizes: dict[int, int] = {}
-        ran: tuple[str, str] | None = None
-        for (delta, storage, _), running in zip(self._log.events, block_of.running, strict=True):
-            name = block_of[storage]
-            looked_at: Iterable[int] = waiting if running != ran else ()
-            if name in near:
-                sizes[storage] = size = sizes.get(storage, 0) + delta
-                if not size:
-                    waiting.discard(storage)
-                elif storage not in waiting:
-                    waiting.add(storage)
-                    looked_at = looked_at or (storage,)
-            done = [each for each in looked_at if near[block_of[each]].isdisjoint(running)]
-            lasting.update(done)
-            waiting.difference_update(done)
-            ran = running
-        return lasting
-
-
-class _Blocks:
-    """Which block each storage is of, and which one runs."""
-
-    def __init__(self, log: EventLog, blocks: set[str]) -> None:
-        self._log = log
-        known: dict[str, str] = {}
-        self._of: list[str] = []
-        for each in log.storages:
-            if each.module not in known:
-                known[each.module] = next((m for m in around(each.module) if m in blocks), "")
-            self._of.append(known[each.module])
-
-    def __getitem__(self, storage: int) -> str:
-        return self._of[storage]
+        out = np.zeros(len(self._log.storages), bool)
+        if not self._near:
+            return out
+        # By storage, and of each in order: from one event to the next it is there, or not.
+        order = np.argsort(self._storage, kind="stable")
+        storage, total = self._storage[order], np.cumsum(self._delta[order])
+        is_last = np.append(storage[1:] != storage[:-1], True)
+        others = np.append(0, total[:-1])[np.searchsorted(storage, storage)]
+        until = np.where(is_last, len(order), np.append(order[1:], 0))
+        of, is_there = self._block[storage], total != others
+        before, after = self._running
+        for block, near in self._near.items():
+            own = is_there & (of == block)
+            is_apart = ~(np.isin(before, near) | np.isin(after, near))
+            so_far = np.append(0, np.cumsum(is_apart))
+            out[storage[own][so_far[until[own]] > so_far[order[own]]]] = True
+        return out
 
     @cached_property
-    def running(self) -> Sequence[tuple[str, str]]:
-        """By event, the blocks whose operators made something last, and will next; "" for none."""
-        events = self._log.events
-        after = [*self._last(events[::-1])]
-        return [*zip(self._last(events), reversed(after), strict=True)]
+    def _block(self) -> Numbers:
+        """By storage, the number of the block that it is of."""
+        modules = [each.module for each in self._log.storages]
+        known = {
+            module: next((self._numbers[m] for m in around(module) if m in self._numbers), 0)
+            for module in set(modules)
+        }
+        return np.array([known[module] for module in modules], np.int64)
 
-    def _last(self, events: Sequence[Event]) -> Iterator[str]:
-        """By event, the block whose operator was the last of its phase to make something."""
-        running, now = "", -1
-        for delta, storage, phase in events:
-            if phase != now:
-                running, now = "", phase
-            if delta > 0 and self._log.storages[storage].op:
-                running = self._of[storage]
-            yield running
+    @cached_property
+    def _running(self) -> tuple[Numbers, Numbers]:
+        """By event, the blocks whose operators made something last, and will next; 0 for none."""
+        has_op = np.array([bool(each.op) for each in self._log.storages], bool)
+        makes = (self._delta > 0) & has_op[self._storage]
+        block, phase = self._block[self._storage], self._columns[2]
+        before = _last(makes, block, phase)
+        return before, _last(makes[::-1], block[::-1], phase[::-1])[::-1]
+
+
+def _last(makes: NDArray[np.bool_], block: Numbers, phase: Numbers) -> Numbers:
+    """By event, the block whose operator was the last of its phase to make something."""
+    if not block.size:
+        return block
+    places = np.arange(len(block))
+    begun = np.maximum.accumulate(np.where(np.append(True, phase[1:] != phase[:-1]), places, 0))
+    made = np.maximum.accumulate(np.where(makes, places, -1))
+    return np.where(made >= begun, block[made], 0)

@@ -41,8 +41,8 @@ class Numbers:
             infinite where it does not have the option.
         saved: Bytes that it keeps for the backward of one microbatch.
         resident: Bytes that it has all the time.
-        later: [rows, kinds] bytes of the whole gradients of a block that `resident` leaves out: they
-            are there once its stage has had a backward.
+        later: [rows, kinds] bytes of the whole gradients of a block that `resident` leaves out:
+            they are there once its stage has had a backward.
         top: [rows] bytes that the last stage holds at its worst moment, beside what is saved.
         turn: [rows] bytes that every other rank holds more than saved in its last block's pass.
         sent: [rows] bytes of what a stage hands on of one microbatch, and keeps until its backward

@@ -263,7 +263,7 @@ def work_of(
     num_left_out = sum(event.storage in held for event in log.events)
     assert not any(event.storage in held for event in log.events if event.phase)
     return Work(
-        log=replace(log, events=tuple(e for e in log.events if e.storage not in held)),
+        log=replace(log, changes=tuple(e for e in log.events if e.storage not in held)),
         marks=tuple(m._replace(event=m.event - num_left_out) for m in markings[0].marks),
         gradients={name: n for m in markings for name, n in m.gradients.items()},
         ready={name: event - num_left_out for m in markings for name, event in m.ready.items()},

@@ -171,7 +171,7 @@ class _Step:
         """What the next microbatch finds, by the numbers that the work gives it."""
         work = self._work
         work.check_repeats()
-        return {e.storage: e.storage for e in work.before} | dict(
+        return {storage: storage for _, storage, _ in work.before} | dict(
             zip(work.forgotten, self._carried, strict=True)
         )
 

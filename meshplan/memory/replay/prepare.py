@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from meshplan.errors import PlanError, Problem
-from meshplan.memory.log import Event, EventLog
+from meshplan.memory.log import Change, EventLog
 from meshplan.memory.work import Mark, Work
 
 
@@ -28,23 +28,27 @@ class Prepared:
     def __init__(self, work: Work) -> None:
         self.log: EventLog = work.log
         self.marks: tuple[Mark, ...] = work.marks
+        changes = work.log.changes
         live: dict[int, int] = {}
-        births: dict[int, int] = {}
         ended: list[int] = []
-        num_before = 0
-        for number, (delta, storage, phase) in enumerate(work.log.events):
-            num_before += not phase
-            size = live.get(storage, 0) + delta
-            if size:
+        for delta, storage, _ in changes:
+            if storage not in live:
+                live[storage] = delta
+            elif size := live[storage] + delta:
                 live[storage] = size
-                births.setdefault(storage, number)
             else:
                 ended.append(storage)
                 del live[storage]
-        if work.num_before is not None:
-            num_before = work.num_before
-        self.before: tuple[Event, ...] = work.log.events[:num_before]
-        held = {event.storage for event in self.before}
+        num_before = work.num_before
+        if num_before is None:
+            num_before = sum(not phase for _, _, phase in changes)
+        self.before: tuple[Change, ...] = changes[:num_before]
+        held = {storage for _, storage, _ in self.before}
+        unsaid = {storage for fqn, storage in work.gradients.items() if fqn not in work.ready}
+        births: dict[int, int] = {}
+        for number, (_, storage, _) in enumerate(changes if unsaid else ()):
+            if storage in unsaid:
+                births.setdefault(storage, number)
         self.gradients = work.gradients
         self.arrivals = [
             (work.ready.get(fqn, births.get(s, 0) + 1), fqn, s, live.get(s, 0))
@@ -57,7 +61,7 @@ class Prepared:
         self.forgotten = tuple(s for s in ended if s in held)
         own = {s for _, _, s, _ in self.arrivals} | self.losses.keys() | held
         self.kept = tuple(s for s in live if s not in own)
-        sizes = {event.storage: event.delta for event in self.before}
+        sizes = {storage: delta for delta, storage, _ in self.before}
         self._is_steady = [sizes[s] for s in self.forgotten] == [live[s] for s in self.kept]
 
     def check_repeats(self) -> None:
@@ -73,18 +77,18 @@ class Prepared:
     @property
     def num_events(self) -> int:
         """Of the work."""
-        return len(self.log.events)
+        return len(self.log.changes)
 
     @cached_property
     def first_made_in_backward(self) -> int:
         """The event of the first storage that backward makes."""
         backward = self.log.phases.index("backward")
         return next(
-            n for n, event in enumerate(self.log.events)
-            if event.phase == backward and event.delta > 0
+            number for number, (delta, _, phase) in enumerate(self.log.changes)
+            if phase == backward and delta > 0
         )  # fmt: skip
 
     def is_in_backward(self, mark: Mark) -> bool:
         """Whether backward runs at a mark that ends something."""
-        phase = self.log.events[mark.event - 1].phase if mark.event else 0
+        phase = self.log.changes[mark.event - 1][2] if mark.event else 0
         return self.log.phases[phase] == "backward"

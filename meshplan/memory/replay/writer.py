@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from meshplan.memory.log import Event, EventLog, Storage, Term
+from meshplan.memory.log import Change, EventLog, Storage, Term
 
 
 class Writer:
@@ -20,7 +20,7 @@ class Writer:
         self._hosted: set[int] = set()
         self._host_live = self._host_most = 0
         self._storages: list[Storage] = []
-        self._events: list[Event] = []
+        self._events: list[Change] = []
         self._phases: list[str] = ["before"]
         self._sizes: dict[int, int] = {}
         self._holders: Counter[int] = Counter()
@@ -59,7 +59,7 @@ class Writer:
             self._host_live += size
             self._host_most = max(self._host_most, self._host_live)
         elif size:
-            self._events.append(Event(size, number, len(self._phases) - 1))
+            self._events.append((size, number, len(self._phases) - 1))
         return number
 
     def change_host(self, delta: int) -> None:
@@ -92,7 +92,7 @@ class Writer:
             if number in self._hosted:
                 self._host_live -= size
             elif size:
-                self._events.append(Event(-size, number, len(self._phases) - 1))
+                self._events.append((-size, number, len(self._phases) - 1))
 
     def _settle(self, number: int) -> None:
         born, term = self._passing.pop(number, (0, None))
@@ -118,15 +118,15 @@ class Writer:
         self._storages.extend(storages)
         return first
 
-    def add_events(self, events: Sequence[Event], first: int, known: Mapping[int, int]) -> None:
+    def add_events(self, events: Sequence[Change], first: int, known: Mapping[int, int]) -> None:
         """Events of work, all of one phase, whose storages begin at `first`."""
         if not events:
             return
         now = len(self._phases) - 1
-        if not first and not known and events[0].phase == now:
+        if not first and not known and events[0][2] == now:
             self._events.extend(events)
         else:
-            self._events.extend(Event(d, known.get(s, first + s), now) for d, s, _ in events)
+            self._events += [(d, known.get(s, first + s), now) for d, s, _ in events]
 
 
 class Copy:
@@ -158,16 +158,15 @@ class Copy:
         """What the written log calls a storage of the work."""
         return self._known.get(storage, self._first + storage)
 
-    def be_there(self, before: Sequence[Event], times: Mapping[Term, int]) -> None:
+    def be_there(self, before: Sequence[Change], times: Mapping[Term, int]) -> None:
         """What is there before the work; of some terms, so many times as much."""
         for delta, storage, phase in before:
             many = times.get(self._log.storages[storage].term, 1)
-            event = Event(delta * many, storage, phase)
-            self._writer.add_events([event], self._first, self._known)
+            self._writer.add_events([(delta * many, storage, phase)], self._first, self._known)
 
     def until(self, event: int, *, enters: bool = False) -> None:
         """Do the work up to this event, and enter the phase of the next one or not."""
-        events = self._log.events
+        events = self._log.changes
         at, self._at = self._at, max(self._at, event)
         while at < event:
             end = self._end_of_phase(at, event)
@@ -181,12 +180,12 @@ class Copy:
             self._begin(min(event, len(events) - 1))
 
     def _begin(self, event: int) -> None:
-        phase = self._log.events[event].phase
+        phase = self._log.changes[event][2]
         if phase:  # Work that begins before its first phase does so in the phase that runs.
             self._writer.begin(self._log.phases[phase])
 
     def _end_of_phase(self, at: int, event: int) -> int:
-        events = self._log.events
-        if events[event - 1].phase == events[at].phase:
+        events = self._log.changes
+        if events[event - 1][2] == events[at][2]:
             return event
-        return next(n for n in range(at, event) if events[n].phase != events[at].phase)
+        return next(n for n in range(at, event) if events[n][2] != events[at][2])
