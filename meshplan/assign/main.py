@@ -147,6 +147,7 @@ def assign(
         compiled=compiled,
         synchronized=batchnorm.synchronized,
         sequence_parallel=spec.sequence_parallel,
+        crossings=derived.crossings,
         loss_parallel=spec.loss_parallel,
         chunked_loss=chunked_loss,
         context=context,
