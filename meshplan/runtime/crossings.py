@@ -70,9 +70,7 @@ def _part(x: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
     return whole.redistribute(placements=[Shard(1)]).to_local()
 
 
-def _gathered(
-    x: torch.Tensor, tp: DeviceMesh, gradient: Replicate | Partial
-) -> torch.Tensor:
+def _gathered(x: torch.Tensor, tp: DeviceMesh, gradient: Replicate | Partial) -> torch.Tensor:
     """All positions.
 
     Args:

@@ -77,9 +77,7 @@ def _at_the_border(recorder: Recorder, module: nn.Module, fqn: str, what: Rehear
         module.register_forward_hook(leave)
 
 
-def _along_the_sequence(
-    recorder: Recorder, module: nn.Module, fqn: str, what: Rehearsal
-) -> None:
+def _along_the_sequence(recorder: Recorder, module: nn.Module, fqn: str, what: Rehearsal) -> None:
     """A part of the sequence in place of all of it, or the other way round."""
 
     def turned(x: torch.Tensor, is_cut: bool) -> torch.Tensor:

@@ -203,7 +203,7 @@ def _as_dtensor(
     """
     gradient = [Partial()] if leaves_addends else None
 
-    def whole() -> DTensor:
+    def as_it_is() -> DTensor:
         return DTensor.from_local(x, tp, [arrives], run_check=False, grad_placements=gradient)
 
     if isinstance(x, DTensor):
@@ -215,12 +215,12 @@ def _as_dtensor(
     # Compiled code is traced once: nothing may be remembered of its tensors. An inference tensor
     # has no version, and no gradients to add up.
     if torch.compiler.is_compiling() or x.is_inference():
-        return whole()
+        return as_it_is()
     key = (id(x), tp, arrives, x._version, torch.is_grad_enabled())
     if key not in _entered:
         while len(_entered) >= _MOST_ENTERED:  # Where the module around is never called.
             del _entered[next(iter(_entered))]
-        _entered[key] = (x, whole())
+        _entered[key] = (x, as_it_is())
     return _entered[key][1]
 
 

@@ -67,7 +67,7 @@ def derive(
         return Derived(problems=(Problem(what, origin, fix),))
     if origin is None or mesh.size("tp") == 1:
         return Derived()
-    if spec.sequence_parallel and (other := _stated_otherwise(spec)):
+    if spec.sequence_parallel and (other := _stated_otherwise(spec, mesh)):
         return Derived(problems=(_no_stream(spec, other),))
 
     def may_cut(module: str) -> bool:
@@ -85,7 +85,7 @@ def derive(
         if not spec.sequence_parallel or found.problems:
             return found
         try:
-            return _with_stream(found, known_stream(graph, found.preset))
+            return _with_stream(spec, graph, found, known_stream(graph, found.preset))
         except Refuted as error:
             return Derived(problems=(_no_stream(spec, str(error)),))
     if graph.flow is None or rehearse is None:
@@ -108,19 +108,28 @@ def derive(
     if not spec.sequence_parallel:
         return out
     try:
-        return _with_stream(out, find_stream(places, choice, rehearsals))
+        return _with_stream(spec, graph, out, find_stream(places, choice, rehearsals))
     except Refuted as error:
         return Derived(problems=(_no_stream(spec, str(error)),))
 
 
-def _with_stream(found: Derived, stream: Stream) -> Derived:
-    """The same, with the sequence cut between the regions."""
-    uses = found.uses | {fqn: LocalUse(None, PARTS) for fqn in stream.summed}
+def _with_stream(spec: Spec, graph: ModelGraph, found: Derived, stream: Stream) -> Derived:
+    """The same, with the sequence cut between the regions.
+
+    Raises:
+        Refuted: Logits are to stay cut, and parts of the sequence end before the head.
+    """
+    heads = [fqn for fqn in stream.whole if graph.modules[fqn].kind == "linear"]
+    if spec.loss_parallel and heads:
+        raise Refuted(f"{heads[0]} takes whole sequences, which loss_parallel does not know")
+    uses = dict(found.uses) | {fqn: LocalUse(None, PARTS) for fqn in stream.summed}
     return replace(found, uses=MappingProxyType(uses), stream=stream)
 
 
-def _stated_otherwise(spec: Spec) -> str:
-    """What of the plan states styles beside auto, "" if nothing does."""
+def _stated_otherwise(spec: Spec, mesh: Mesh) -> str:
+    """What of the plan decides beside auto what lies between modules, "" if nothing does."""
+    if mesh.size("pp") > 1:
+        return "stages of a pipeline hand on whole sequences"
     if spec.tp_plan != AUTO:
         return f"tp_plan is '{spec.tp_plan}', and auto for some modules only"
     words = (rule.place.get("tp") for rule in spec.rules)

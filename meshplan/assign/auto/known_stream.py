@@ -13,10 +13,13 @@ from meshplan.assign.auto.stream import Stream
 from meshplan.assign.types import Preset
 from meshplan.graph import ModelGraph
 
-_ARGUMENTS: Final[Mapping[str, str]] = {"self_attn": "hidden_states", "mlp": "0", "attn": "0"}
-"""Modules that work on whole sequences, and how a block hands it to them."""
+_ARGUMENTS: Final[Mapping[str, Mapping[str, str]]] = {
+    "self_attn": {"self_attn": "hidden_states", "mlp": "0"},
+    "attn": {"attn": "0", "mlp": "0"},
+}
+"""By how a family calls attention: what works on whole sequences, and how blocks hand it on."""
 
-_DROPOUTS: Final = ("embd_pdrop", "resid_pdrop", "attn_pdrop")
+_OPENING: Final = ("colwise", "packed_colwise")
 
 
 def known_stream(graph: ModelGraph, preset: Mapping[str, Preset]) -> Stream:
@@ -28,23 +31,48 @@ def known_stream(graph: ModelGraph, preset: Mapping[str, Preset]) -> Stream:
     Raises:
         Refuted: Something of the model does not, or is not known to.
     """
-    blocks = graph.blocks()
     cut = {fqn: said.word for fqn, said in preset.items() if said.word != "R"}
+    blocks = graph.blocks()
+    depth = blocks[0].count(".") + 1
+    of_block: dict[str, list[str]] = {block: [] for block in blocks}
+    around: list[str] = []
+    for fqn in graph.modules:
+        block = ".".join(fqn.split(".")[:depth])
+        if block not in of_block:
+            around.append(fqn)
+        elif fqn != block:
+            of_block[block].append(fqn)
     gathers: list[tuple[str, str]] = []
-    summed: list[str] = []
-    for block in blocks:
-        for fqn, info in graph.modules.items():
-            if fqn.rpartition(".")[0] != block:
+    norms: list[str] = []
+    counts = False
+    for block, inner in of_block.items():
+        leaves = [fqn[len(block) + 1 :] for fqn in inner]
+        arguments = next((_ARGUMENTS[leaf] for leaf in leaves if leaf in _ARGUMENTS), {})
+        counts |= "attn" in arguments
+        gathers += [(f"{block}.{leaf}", arguments[leaf]) for leaf in leaves if leaf in arguments]
+        for fqn, leaf in zip(inner, leaves, strict=True):
+            is_norm = graph.modules[fqn].kind == "norm"
+            if not graph.owned(fqn):
                 continue
-            if info.kind == "norm":
-                summed += [t.fqn for t in graph.owned(fqn) if not t.is_buffer]
-                continue
-            inner = [m for m in graph.modules if m.startswith(f"{fqn}.") and graph.owned(m)]
-            leaf = fqn.rpartition(".")[2]
-            plain = [m for m in inner if graph.modules[m].kind != "norm" and m not in cut]
-            if leaf not in _ARGUMENTS or plain:
-                raise Refuted(f"{plain[0] if plain else fqn} works on whole sequences, uncut")
-            gathers.append((fqn, _ARGUMENTS[leaf]))
-    if any(graph.config.get(name) for name in _DROPOUTS):
+            if "." not in leaf and is_norm:
+                norms.append(fqn)
+            elif leaf.partition(".")[0] not in arguments:
+                raise Refuted(f"{fqn} is not known to work on parts of a sequence")
+            elif fqn not in cut and not is_norm:
+                raise Refuted(f"{fqn} takes whole sequences and is not cut")
+    if graph.config.get("resid_pdrop"):
         raise Refuted("dropout draws random numbers for a part of the sequence")
-    return Stream()
+    heads = {fqn for fqn in around if fqn in cut and graph.modules[fqn].kind == "linear"}
+    tables = {fqn for fqn in around if fqn in cut} - heads
+    # What counts the tokens lays out by that number what leaves its last norm.
+    ends = counts or not heads
+    if not ends:
+        norms += [fqn for fqn in around if graph.modules[fqn].kind == "norm"]
+    return Stream(
+        cuts=((blocks[0], "0"),),
+        gathers=tuple(sorted(gathers)),
+        ends=(blocks[-1],) if ends else (),
+        inside=frozenset(fqn for fqn, word in cut.items() if word in _OPENING),
+        whole=frozenset(tables | heads if ends else tables),
+        summed=tuple(t.fqn for fqn in norms for t in graph.owned(fqn) if not t.is_buffer),
+    )

@@ -115,9 +115,7 @@ class Rehearsals:
                 parts={fqn: dim for r in regions for fqn, dim in r.parts.items()},
                 attributes=numbers,
                 cut=frozenset((*stream.cuts, *((m, None) for m in closing))),
-                gathered=frozenset(
-                    (*stream.gathers, *gathered, *((m, None) for m in stream.ends))
-                ),
+                gathered=frozenset((*stream.gathers, *gathered, *((m, None) for m in stream.ends))),
             )
         )
         return compare(self.places, regions, self.size, twin, stream.ops)

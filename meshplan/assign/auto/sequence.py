@@ -67,6 +67,8 @@ def _shown(places: Places, choice: Choice, rehearsals: Rehearsals, end: Call | N
 def _last_block(places: Places, choice: Choice) -> Call | None:
     """The call around the last row-wise product, beside those around the others."""
     closing = [c for c, word in _styled_calls(places, choice) if word == "rowwise"]
+    if not closing:
+        return None
     common = _common(places, closing)
     inner = list(takewhile(lambda c: c is not common, places.flow.around(closing[-1].id)))
     return inner[-1] if inner and inner[-1] is not closing[-1] else None
@@ -122,7 +124,7 @@ class _Walk:
                 self._add(value)
         while self.waiting or self.missing:
             while self.waiting:
-                self._follow(self.waiting.pop())
+                self._follow(self.waiting.pop(0))
             # What comes first may lead to what comes later.
             for number, value, what in sorted(self.missing)[:1]:
                 self.missing.remove((number, value, what))

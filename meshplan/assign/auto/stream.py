@@ -10,6 +10,7 @@ from meshplan.assign.types import Crossing, Reason
 
 PARTS: Final = Reason("auto: whole, and used on parts of the sequence, so its gradient is added up")
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
     """What works on parts of the sequence.
