@@ -41,6 +41,7 @@ def restrict(plan: Plan, stage: int) -> Plan:
         recompute=here(whole.recompute),
         host_activations=here(whole.host_activations),
         attributes=tuple(a for a in whole.attributes if runs(a.module, stages, stage)),
+        crossings=tuple(c for c in whole.crossings if runs(c.module, stages, stage)),
         synchronized=tuple(f for f in whole.synchronized if runs(f, stages, stage)),
         apply=(),
     )

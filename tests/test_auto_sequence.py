@@ -7,6 +7,7 @@ of another.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from meshplan.runtime.rehearse import rehearser
 from meshplan.runtime.trace import graph_of
 from meshplan.traffic import differences
 from tests import models, parity
+from tests import test_together as together
 from tests.counted import told_and_counted
 from tests.test_auto import TOKENS
 from tests.test_parity import assert_same
@@ -31,6 +33,7 @@ SEQUENCE: dict[str, Any] = {
     "version": 1, "tp_plan": "auto", "mesh": {"tp": 2}, "sequence_parallel": True,
 }  # fmt: skip
 MIXED = SEQUENCE | {"mesh": {"dp_shard": 2, "tp": 2}}
+STAGES = SEQUENCE | {"mesh": {"pp": 2, "tp": 2}, "pipeline": {"microbatches": 2}}
 FULL = {"rules": [{"match": "**.layers.*", "activation_checkpointing": "full"}]}
 SELECTIVE = {"rules": [{"match": "**.layers.*", "activation_checkpointing": "selective"}]}
 LOGITS = {"loss_parallel": True}
@@ -94,6 +97,13 @@ CASES = {
     "bert": ("bert", MIXED),
     "hf_llama on four": ("hf_llama", SEQUENCE | {"mesh": {"tp": 4}}),
     "qwen3 on replicas": ("qwen3", SEQUENCE | {"mesh": {"dp_replicate": 2, "tp": 2}}),
+    "pp, hf_llama": ("hf_llama", STAGES | FULL),
+    "cp, hf_llama": (
+        "hf_llama",
+        SEQUENCE | {"mesh": {"cp": 2, "tp": 2}, "batch": {"seq_len": models.SEQ_LEN}},
+    ),
+    "compiled": ("gpt2", MIXED | {"compile": True}),
+    "pp, gpt2 on eight": ("gpt2", STAGES | {"mesh": {"pp": 2, "dp_shard": 2, "tp": 2}}),
 }
 DEFAULT = ("hf_llama", "gpt2")
 
@@ -103,8 +113,8 @@ DEFAULT = ("hf_llama", "gpt2")
 )
 def test_trains_as_one_process(pool: Any, case: str) -> None:
     name, plan = CASES[case]
-    ranks = 4 if len(plan["mesh"]) == 2 or plan["mesh"]["tp"] == 4 else 2
-    assert_same(pool(ranks).run(parity.train, name, plan)[0])
+    ranks = math.prod(plan["mesh"].values())
+    assert_same(pool(ranks).run(together.train, name, plan)[0])
 
 
 class Attention(nn.Module):
@@ -227,8 +237,9 @@ def test_what_does_not_go_with_it_is_said() -> None:
     assert decided(blocks(""), torch.randn(2, 12, 8)).assignment.crossings
     rules = [{"match": "first", "place": {"tp": "colwise_gather_output"}}]
     assert "a rule states tp: colwise_gather_output" in refusal(rules=rules)
-    pipeline = {"mesh": {"pp": 2, "tp": 2}, "batch": {"micro": 2}}
-    assert "a pipeline hand on whole sequences" in refusal(**pipeline)
+    inside = {"split": [["first", "blocks.0.attn"], ["blocks.0.up"]], "microbatches": 2}
+    pipeline = {"mesh": {"pp": 2, "tp": 2}, "batch": {"micro": 2}, "pipeline": inside}
+    assert "stages are cut inside blocks.0, where parts" in refusal(**pipeline)
     assert "of 10 that was recorded does not divide by tp 4" in refusal(10, mesh={"tp": 4})
 
 
@@ -243,6 +254,7 @@ SENT = {
     "gpt2": ("gpt2", MIXED | {"precision": "bf16-mixed"}),
     "bert, recomputed in part": (
         "bert", SEQUENCE | {"mesh": {"tp": 4}, "activation_checkpointing": "selective"}),
+    "pp, hf_llama": ("hf_llama", STAGES),
     "hf_llama, logits cut": ("hf_llama", MIXED | LOGITS | {"batch": {"accumulate": 2}}),
 }  # fmt: skip
 

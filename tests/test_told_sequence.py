@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import test_told_stages as stages
 from tests.test_told import AUTO, BF16, BOTH, GPT2, GRANITE, LLAMA, QWEN3, TWICE, Case, told, traced
 
 SEQUENCE: dict[str, Any] = AUTO | {"sequence_parallel": True}
@@ -52,3 +53,18 @@ def test_a_told_step_is_the_traced_one(case: str, apart: ProcessPoolExecutor) ->
     assert mine[:2] == theirs[:2]
     if case in CALLED_ALIKE:
         assert mine[2] == theirs[2]
+
+
+PARTS = {"tp_plan": "auto", "sequence_parallel": True, "mesh": {"dp_shard": 2, "tp": 2}}
+STAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": (stages.LLAMA, stages.plan_of("1F1B", **PARTS, **stages.MIXED, **stages.AGAIN)),
+    "gpt2": (stages.GPT2, stages.plan_of("1F1B", **PARTS)),
+    "llama, interleaved": (stages.LLAMA, stages.plan_of("Interleaved1F1B", virtual=2, **PARTS)),
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("case", STAGES)
+def test_every_stage_is_the_traced_one(case: str, apart: ProcessPoolExecutor) -> None:
+    config, spec = STAGES[case]
+    stages.check_ranks(apart, config, spec, None)

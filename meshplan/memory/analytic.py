@@ -55,6 +55,8 @@ class Run:
         gathered: As in `blocks.Part`.
         loss_chunks: Parts of the tokens over which head and loss are computed one by one.
         hosted: The numbers of the blocks whose kept activations wait on the host.
+        is_chain: Whether blocks should be alike, so that where parts of the sequence begin and end
+            is beside them, although their units are gathered before.
     """
 
     batch: int
@@ -76,6 +78,7 @@ class Run:
     saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
     loss_chunks: int = 1
     hosted: frozenset[int] = frozenset()
+    is_chain: bool = False
 
     def saved(self, number: int) -> frozenset[str]:
         """The words of `save:` that a block is spared when it runs again."""
@@ -119,6 +122,7 @@ def tape_of(shape: Shape, run: Run) -> Tape:
         embedded, on_host = x, number in run.hosted
         if part.styled.has_stream and number == 0:
             x = cut(w.at(fqn), x, part.styled.tp)
+            start = len(tape.rows) if run.is_chain else start
         entered, begun = x, len(tape.rows)
         at = replace(w.at(fqn), saves=saved or PRODUCTS, runs_again=runs_again)
         x = block(at, shape, x, part)
@@ -130,9 +134,11 @@ def tape_of(shape: Shape, run: Run) -> Tape:
             w.offloaded(begun)
         if part.styled.has_stream and number == 0:
             w.touch(embedded)
+        last_row = len(tape.rows)
         if part.styled.ends and number == shape.layers - 1:
             x = end(w.at(fqn), x, part.styled.tp)
-        tape.units.append((fqn, start, len(tape.rows)))
+            last_row = last_row if run.is_chain else len(tape.rows)
+        tape.units.append((fqn, start, last_row))
     last = x
     if is_llama:
         x = head_norm(body, part, x, shape.hidden, "norm")

@@ -204,9 +204,7 @@ def _tensor_parallel(
         if size == 1:
             continue
         whys = []
-        # Beside auto stages of a pipeline hand on whole sequences, and the search has pp in it.
-        by_auto = spec.tp_plan in (AUTO, "none")
-        for cuts in (spec.sequence_parallel,) if is_stated or by_auto else (True, False):
+        for cuts in (spec.sequence_parallel,) if is_stated else (True, False):
             trial = with_axes(spec, {"tp": size}, sequence_parallel=cuts)
             why = refuses(trial)
             if not why:

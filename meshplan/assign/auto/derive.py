@@ -15,7 +15,7 @@ from meshplan.assign.auto.regions import NO_PAIR, Places, Region
 from meshplan.assign.auto.sequence import find_stream
 from meshplan.assign.auto.stream import PARTS, Stream, crossings
 from meshplan.assign.cascade import Cascade
-from meshplan.assign.types import Crossing, LocalUse, Preset, Reason
+from meshplan.assign.types import Crossing, LocalUse, Preset, Reason, Stages
 from meshplan.dims import classify
 from meshplan.errors import Origin, Problem
 from meshplan.graph import ModelGraph
@@ -67,7 +67,7 @@ def derive(
         return Derived(problems=(Problem(what, origin, fix),))
     if origin is None or mesh.size("tp") == 1:
         return Derived()
-    if spec.sequence_parallel and (other := _stated_otherwise(spec, mesh)):
+    if spec.sequence_parallel and (other := _stated_otherwise(spec)):
         return Derived(problems=(_no_stream(spec, other),))
 
     def may_cut(module: str) -> bool:
@@ -126,10 +126,17 @@ def _with_stream(spec: Spec, graph: ModelGraph, found: Derived, stream: Stream) 
     return replace(found, uses=MappingProxyType(uses), stream=stream)
 
 
-def _stated_otherwise(spec: Spec, mesh: Mesh) -> str:
-    """What of the plan decides beside auto what lies between modules, "" if nothing does."""
-    if mesh.size("pp") > 1:
-        return "stages of a pipeline hand on whole sequences"
+def cut_inside(spec: Spec, derived: Derived, stages: Stages | None) -> list[Problem]:
+    """Why stages cannot be cut where they are: a module runs in one, or parts of it do."""
+    opened = set(stages.opened) if stages is not None else set()
+    found = next((c.module for c in derived.crossings if c.module in opened), None)
+    if found is None:
+        return []
+    return [_no_stream(spec, f"stages are cut inside {found}, where parts of it begin or end")]
+
+
+def _stated_otherwise(spec: Spec) -> str:
+    """What of the plan states styles beside auto, "" if nothing does."""
     if spec.tp_plan != AUTO:
         return f"tp_plan is '{spec.tp_plan}', and auto for some modules only"
     words = (rule.place.get("tp") for rule in spec.rules)
