@@ -83,6 +83,7 @@ class Plan:
             "mesh": [(axis.name, axis.size) for axis in a.mesh],
             "loans": [[loan.name, loan.size, loan.within, loan.rest] for loan in a.mesh.loans],
             "wrapper": [a.wrapper, sorted(a.strategy.cuts), a.sequence_parallel],
+            "crossings": [[c.module, c.path, c.change] for c in a.crossings],
             "context": [a.context.attention, a.context.balance] if a.context else None,
             "tensors": {
                 fqn: [list(p.info.shape), p.info.dtype, list(p.info.aliases), p.info.trainable,
@@ -96,7 +97,8 @@ class Plan:
                 for fqn, u in a.units.items()
             },
             "styles": {
-                fqn: [u.style.name, u.axis, [(p.size, p.parts) for p in u.pieces], u.is_written]
+                fqn: [u.style.name, u.style.input[0], u.style.output[1], u.axis,
+                      [(p.size, p.parts) for p in u.pieces], u.is_written]
                 for fqn, u in a.styles.items()
             },
             "attributes": [[x.module, x.name, x.whole, x.local] for x in a.attributes],

@@ -22,6 +22,9 @@ class Rehearsal:
         leaves_part: Modules whose output is.
         parts: Parameters of which the rank holds a part, by fqn: the dim that is cut.
         attributes: Numbers that a module's code reads, by (module, attribute): their local value.
+        cut: (module, path of an argument) where a part of the sequence, the second dim, enters in
+            place of all of it; without a path, where what leaves is cut.
+        gathered: The same where all of it takes the place of a part.
     """
 
     size: int
@@ -29,6 +32,8 @@ class Rehearsal:
     leaves_part: frozenset[str] = frozenset()
     parts: Mapping[str, int] = field(default_factory=dict)
     attributes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    cut: frozenset[tuple[str, str | None]] = frozenset()
+    gathered: frozenset[tuple[str, str | None]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

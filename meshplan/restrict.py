@@ -56,6 +56,7 @@ def restrict(plan: Plan, stage: int) -> Plan:
         recompute=here(whole.recompute),
         host_activations=here(whole.host_activations),
         attributes=tuple(a for a in whole.attributes if is_here(a.module)),
+        crossings=tuple(c for c in whole.crossings if is_here(c.module)),
         synchronized=tuple(f for f in whole.synchronized if is_here(f)),
         apply=(),
     )

@@ -6,7 +6,8 @@ the parameter side, `runtime.shard` the activation side. To add a style, add row
 
 Activation layouts are written as placements of one axis: "R" (replicas), "S(-1)" (cut along
 the last dim), "P" (addends), and "outside": what activations look like between styled modules,
-"R" usually and "S(1)" (cut along the sequence) under `sequence_parallel: true`.
+"R" usually and "S(1)" (cut along the sequence) under `sequence_parallel: true`. "gathered" is
+"R" that was put together for a module around, which adds up the addends of the gradient as well.
 
 Source: Megatron-LM (Shoeybi et al. 2019, section 3) for colwise and rowwise; Korthikanti et al.
 2022, section 4.2 for sequence_parallel; the names are those of transformers' tp plans.
@@ -75,6 +76,9 @@ def _rows() -> dict[tuple[str, str], Style]:
 
 STYLES: Final[Mapping[tuple[str, str], Style]] = MappingProxyType(_rows())
 """Every style by (name, module kind)."""
+
+GATHERED: Final = "gathered"
+"""What arrives is whole, and each rank leaves an addend of its gradient to who put it together."""
 
 LOGITS: Final = Style(
     name="logits",

@@ -200,7 +200,6 @@ def refusal(**more: Any) -> str:
 
 def test_what_auto_needs_is_said():
     assert "'tp_plan' has no effect without a tp axis" in refusal(mesh={"dp_shard": 2})
-    assert "sequence_parallel beside auto is not available yet" in refusal(sequence_parallel=True)
     spec = load_spec(AUTO)
     with pytest.raises(PlanError, match="there is no live model"):
         make_plan(spec, graph_of(odd_flows.build("Mlp")))

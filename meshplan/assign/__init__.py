@@ -13,6 +13,7 @@ from meshplan.assign.pairs import around_pair, leaves_cut
 from meshplan.assign.types import (
     Assignment,
     ContextParallel,
+    Crossing,
     ExpertUse,
     Placed,
     Reason,
@@ -24,6 +25,7 @@ from meshplan.assign.types import (
 __all__ = [
     "Assignment",
     "ContextParallel",
+    "Crossing",
     "ExpertUse",
     "Placed",
     "Reason",

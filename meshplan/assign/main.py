@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
-from meshplan.assign.auto import apply_derived, derive
+from meshplan.assign.auto import apply_derived, cut_inside, derive
 from meshplan.assign.batchnorm import assign_batchnorm
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.chunked_loss import assign_chunked_loss
@@ -77,6 +77,7 @@ def assign(
     recompute, recompute_problems = assign_recompute(spec, graph, cascade)
     on_host, offload_problems = assign_host_activations(spec, graph, cascade, units.by_fqn)
     stages, stage_problems = assign_stages(spec, graph, cascade, mesh, recompute)
+    stage_problems += cut_inside(spec, derived, stages)
     wrapper = _wrapper(graph, mesh, units, tp, strategy)
     tensors = {
         tensor.fqn: _place(spec, graph, cascade, mesh, strategy, tp, ep, units, wrapper, tensor)
@@ -147,6 +148,7 @@ def assign(
         compiled=compiled,
         synchronized=batchnorm.synchronized,
         sequence_parallel=spec.sequence_parallel,
+        crossings=derived.crossings,
         loss_parallel=spec.loss_parallel,
         chunked_loss=chunked_loss,
         context=context,

@@ -168,6 +168,23 @@ class LocalAttribute:
     local: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A place where activations are cut along the sequence over tp, or put together again.
+
+    Args:
+        module: The fqn of the module that is entered or left.
+        path: The argument that is changed, by place ("0") or name; None: what the module leaves.
+        change: "cut" or "gather".
+        reason: Why here.
+    """
+
+    module: str
+    path: str | None
+    change: Literal["cut", "gather"]
+    reason: Reason
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertUse:
     """A module whose experts are spread over ep, and to which tokens are sent.
@@ -300,6 +317,7 @@ class Assignment:
         compiled: Fqns of the modules that `torch.compile` gets, one by one.
         synchronized: Fqns of the BatchNorms whose statistics are over all data ranks.
         sequence_parallel: Activations between styled modules are cut along the sequence.
+        crossings: Where that cut begins and ends, if not at the styled modules alone.
         loss_parallel: Logits stay cut over the vocabulary while the loss is computed.
         chunked_loss: How head and loss are computed in parts; None where they are as one.
         context: How attention over parts of the sequence is computed; None without cp.
@@ -326,6 +344,7 @@ class Assignment:
     warnings: tuple[Problem, ...] = field(default=())
     host_activations: Mapping[str, Reason] = field(default_factory=dict)
     experts: Mapping[str, ExpertUse] = field(default_factory=dict)
+    crossings: tuple[Crossing, ...] = ()
 
     def is_on_host(self, placed: Placed) -> bool:
         """Whether a tensor lies in the host's memory."""

@@ -34,6 +34,10 @@ _SENT: Final = {
     "reduce_scatter": ("gather", "gather"),
     "all_reduce": ("all_reduce", ""),
     "all_reduce_back": ("", "all_reduce"),
+    "gather_sequence": ("gather", "gather"),
+    "scatter_sequence": ("gather", "gather"),
+    "cut_sequence": ("", "gather"),
+    "end_sequence": ("gather", ""),
 }
 """By operation, the collective of its forward and of its backward."""
 _SUMMED: Final = frozenset({"amax", "stack"})
@@ -276,7 +280,7 @@ class Reading:
         if self._is_made(number):  # Each is multiplied by a number, in place.
             new, weights = self._size(row.keeps[0]), self._size(row.keeps[1])
             return Numbers(2, moved_bytes=2 * new, weight_bytes=2 * weights).plus(added)
-        if row.is_sent:
+        if row.is_sent or row.op in _SENT:
             return self._sent(row, 1).plus(added)
         given, new = self._size(row.makes[-1]), sum(grad.nbytes for grad in row.grads)
         weights = sum(nbytes for _, nbytes in row.parameters)

@@ -16,7 +16,7 @@ from meshplan.flow import UPDATE, Op
 
 Handler = Callable[[Linker, int, Op], None]
 
-_ALONG: Final = frozenset(
+ALONG: Final = frozenset(
     (
         "_to_copy", "alias", "detach", "clone", "copy_", "lift_fresh", "native_dropout",
         "bernoulli", "bernoulli_", "masked_fill", "masked_fill_", "fill_", "zero_",
@@ -34,7 +34,7 @@ UNIFORM: Final = frozenset(
 )  # fmt: skip
 """Makes a tensor that is the same everywhere."""
 
-_REDUCED: Final[Mapping[str, int]] = MappingProxyType(
+REDUCED: Final[Mapping[str, int]] = MappingProxyType(
     dict.fromkeys(
         (
             "sum", "mean", "amax", "amin", "argmax", "argmin", "var", "std", "var_mean",
@@ -46,7 +46,7 @@ _REDUCED: Final[Mapping[str, int]] = MappingProxyType(
 )  # fmt: skip
 """Takes many elements together along dims: the place of the argument that names them."""
 
-_LOOKS_ALONG: Final[Mapping[str, int]] = MappingProxyType(
+LOOKS_ALONG: Final[Mapping[str, int]] = MappingProxyType(
     {
         "_softmax": 1, "_log_softmax": 1, "softmax": 1, "log_softmax": 1, "_safe_softmax": 1,
         "cumsum": 1, "cumprod": 1, "cummax": 1, "cummin": 1, "logcumsumexp": 1, "sort": 1,
@@ -72,11 +72,11 @@ def link(linker: Linker, number: int, op: Op) -> None:
         _attention(linker, number, op)
     elif name in _TABLE:
         _TABLE[name](linker, number, op)
-    elif name in _REDUCED:
+    elif name in REDUCED:
         _reduce(linker, op, name)
-    elif name in _LOOKS_ALONG:
+    elif name in LOOKS_ALONG:
         _looks_along(linker, op, name)
-    elif (op.is_pointwise or name in _ALONG) and op.inputs:
+    elif (op.is_pointwise or name in ALONG) and op.inputs:
         _along(linker, op, name)
     else:
         linker.block_all(op, f"{name} is not known to keep it apart")
@@ -166,7 +166,7 @@ def _attention(linker: Linker, number: int, op: Op) -> None:
 
 def _reduce(linker: Linker, op: Op, name: str) -> None:
     dims, shape = linker.of_shape(op.args[0])
-    which = argument(op, _REDUCED[name], "dim")
+    which = argument(op, REDUCED[name], "dim")
     if name in ("max", "min") and len(op.args) > 1 and not isinstance(op.args[1], int):
         linker.block_all(op, f"{name} is not known to keep it apart")
         return
@@ -184,7 +184,7 @@ def _reduce(linker: Linker, op: Op, name: str) -> None:
 
 def _looks_along(linker: Linker, op: Op, name: str) -> None:
     dims, shape = linker.of_shape(op.args[0])
-    which = argument(op, _LOOKS_ALONG[name], "dim", _NO_DEFAULT_DIM.get(name))
+    which = argument(op, LOOKS_ALONG[name], "dim", _NO_DEFAULT_DIM.get(name))
     which = op.kwargs.get("dims", which)
     mixed = positions(which if not isinstance(which, bool) else None, len(shape))
     reason = f"{name} looks along it"

@@ -11,14 +11,15 @@ from typing import Final
 
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
-from meshplan.memory.blocks import gpt2_block, llama_block
+from meshplan.memory.blocks import gpt2_block, head_norm, llama_block
 from meshplan.memory.chunked_loss import chunked_cross_entropy
-from meshplan.memory.common import Part, rms_norm
+from meshplan.memory.common import Part
 from meshplan.memory.cut_loss import cross_entropy_of_parts
 from meshplan.memory.experts import ONE_RANK, Spread
 from meshplan.memory.gathered import Gathered
 from meshplan.memory.log import Term
 from meshplan.memory.rows import PRODUCTS, Writer
+from meshplan.memory.sequence import cut, end
 from meshplan.memory.shape import Shape, shape_of
 from meshplan.memory.styled import Entered, Styled, look_up, project
 from meshplan.memory.tape import Grad, Tape, play
@@ -54,6 +55,8 @@ class Run:
         gathered: As in `blocks.Part`.
         loss_chunks: Parts of the tokens over which head and loss are computed one by one.
         hosted: The numbers of the blocks whose kept activations wait on the host.
+        is_chain: Whether blocks should be alike, so that where parts of the sequence begin and end
+            is beside them, although their units are gathered before.
     """
 
     batch: int
@@ -75,6 +78,7 @@ class Run:
     saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
     loss_chunks: int = 1
     hosted: frozenset[int] = frozenset()
+    is_chain: bool = False
 
     def saved(self, number: int) -> frozenset[str]:
         """The words of `save:` that a block is spared when it runs again."""
@@ -102,7 +106,9 @@ def tape_of(shape: Shape, run: Run) -> Tape:
     tape = Tape()
     tokens = run.batch * run.seq_len
     size = run.element_bytes
-    w = Writer(tape, size, size, run.is_cuda, tokens=tokens, in_place=run.in_place)
+    w = Writer(
+        tape, size, size, run.is_cuda, tokens=tokens, samples=run.batch, in_place=run.in_place
+    )
     ids, targets = tape.value(tokens * _ID), tape.value(tokens * _ID)
     tape.before |= {ids: Term.INPUTS, targets: Term.INPUTS}
     is_llama = not shape.positions
@@ -113,19 +119,29 @@ def tape_of(shape: Shape, run: Run) -> Tape:
     for number in range(shape.layers):
         start, fqn = len(tape.rows), f"{body.module}.{blocks}.{number}"
         saved, runs_again = run.saved(number), number in run.recomputed
-        entered, on_host = x, number in run.hosted
+        embedded, on_host = x, number in run.hosted
+        if part.styled.has_stream and number == 0:
+            x = cut(w.at(fqn), x, part.styled.tp)
+            start = len(tape.rows) if run.is_chain else start
+        entered, begun = x, len(tape.rows)
         at = replace(w.at(fqn), saves=saved or PRODUCTS, runs_again=runs_again)
         x = block(at, shape, x, part)
-        tape.units.append((fqn, start, len(tape.rows)))
         if runs_again:
             w.recomputed(
-                start, keeps_chosen=bool(saved), given=part.given, on_host=on_host, enters=entered
+                begun, keeps_chosen=bool(saved), given=part.given, on_host=on_host, enters=entered
             )
         elif on_host:
-            w.offloaded(start)
+            w.offloaded(begun)
+        if part.styled.has_stream and number == 0:
+            w.touch(embedded)
+        last_row = len(tape.rows)
+        if part.styled.ends and number == shape.layers - 1:
+            x = end(w.at(fqn), x, part.styled.tp)
+            last_row = last_row if run.is_chain else len(tape.rows)
+        tape.units.append((fqn, start, last_row))
     last = x
     if is_llama:
-        x = rms_norm(body, x, shape.hidden, "norm")
+        x = head_norm(body, part, x, shape.hidden, "norm")
     else:
         x = body.layer_norm(x, shape.hidden, "ln_f")
     w.touch(last, *held)
@@ -142,6 +158,7 @@ def tape_of(shape: Shape, run: Run) -> Tape:
     logits = project(
         w, part.styled, Entered(), x, shape.hidden, shape.vocab, "lm_head", weight=tied
     )
+    w.touch(x)  # What the model's body gave back, of which the head may have gathered more.
     logits = w.scale(logits, "div") if shape.scales else logits
     if run.cp > 1:  # What is given is held as long as the call.
         w.touch(*part.given, *part.told)

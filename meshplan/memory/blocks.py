@@ -8,6 +8,7 @@ Source: transformers 5.23, models/<family>/modeling_*.py, activations.py, cache_
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from meshplan.memory.activations import activate
@@ -17,6 +18,7 @@ from meshplan.memory.experts import sparse_mlp
 from meshplan.memory.gathered import attend_to_gathered, lay
 from meshplan.memory.latent import latent_attention
 from meshplan.memory.rows import Writer
+from meshplan.memory.sequence import gather
 from meshplan.memory.shape import Shape
 from meshplan.memory.styled import Entered, cut_otherwise, project
 
@@ -86,9 +88,16 @@ def llama_attention(w: Writer, shape: Shape, x: int, part: Part) -> int:
 
 def head_norm(w: Writer, part: Part, x: int, width: int, name: str) -> int:
     """Of every head. Where ranks have parts of the heads, its gradients are added up over them."""
-    out = rms_norm(w, x, width, name)
+    return norm_of_part(w, part, rms_norm(w, x, width, name), width, name)
+
+
+def norm_of_part(
+    w: Writer, part: Part, out: int, width: int, name: str, leaves: tuple[str, ...] = ("weight",)
+) -> int:
+    """What a norm made. Of its gradients every rank has an addend where it is of a part."""
     if part.styled.adds_up(f"{w.module}.{name}"):
-        w.tape.lay(f"{w.module}.{name}.weight", width * w.parameter_bytes)
+        for leaf in leaves:
+            w.tape.lay(f"{w.module}.{name}.{leaf}", width * w.parameter_bytes)
     return out
 
 
@@ -141,8 +150,8 @@ def llama_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     halves = ((attention, "self_attn"), (feed, "mlp"))
     first = x
     for norm, (half, name) in zip(names, halves, strict=True):
-        normed = rms_norm(w, x, shape.hidden, norm)
-        out = half(w.at(f"{w.module}.{name}"), shape, normed, part)
+        normed = head_norm(w, part, x, shape.hidden, norm)
+        out = _whole_inside(w.at(f"{w.module}.{name}"), shape, normed, part, half)
         w.touch(normed)
         scaled = w.scale(out) if shape.scales else out
         residual, x = x, w.add(x, scaled)
@@ -152,6 +161,18 @@ def llama_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     return x
 
 
+def _whole_inside(
+    w: Writer, shape: Shape, x: int, part: Part, half: Callable[[Writer, Shape, int, Part], int]
+) -> int:
+    """A half of a block, which works on whole sequences."""
+    if not part.styled.has_stream:
+        return half(w, shape, x, part)
+    whole = gather(w, x, part.styled.tp)
+    out = half(w, shape, whole, part)
+    w.touch(whole)
+    return out
+
+
 def gpt2_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     """`GPT2Block`: one projection for queries, keys and values, LayerNorm, two dropouts."""
     first, hidden = x, shape.hidden
@@ -159,9 +180,38 @@ def gpt2_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     def conv(at: Writer, entered: Entered, x: int, into: int, out: int, name: str) -> int:
         return project(at, part.styled, entered, x, into, out, name, bias=True)
 
-    normed = w.layer_norm(x, hidden, "ln_1")
-    at, entered = w.at(f"{w.module}.attn"), Entered()
-    fused = conv(at, entered, normed, hidden, 3 * shape.q_width, "c_attn")
+    def norm(x: int, name: str) -> int:
+        out = w.layer_norm(x, hidden, name)
+        return norm_of_part(w, part, out, hidden, name, ("weight", "bias"))
+
+    def attention(at: Writer, shape: Shape, x: int, part: Part) -> int:
+        return _gpt2_attention(at, shape, x, part, conv)
+
+    def mlp(at: Writer, shape: Shape, x: int, part: Part) -> int:
+        entered = Entered()
+        inner = conv(at, entered, x, hidden, shape.mlp, "c_fc")
+        bent = activate(at.at(f"{at.module}.act"), inner, shape.activation)
+        out = conv(at, entered, bent, shape.mlp, hidden, "c_proj")
+        return at.dropout(out, shape.dropout)
+
+    normed = norm(x, "ln_1")
+    out = _whole_inside(w.at(f"{w.module}.attn"), shape, normed, part, attention)
+    x, attended = w.add(out, x), out
+    w.touch(normed)
+    normed = norm(x, "ln_2")
+    out = _whole_inside(w.at(f"{w.module}.mlp"), shape, normed, part, mlp)
+    w.touch(normed)
+    x = w.add(x, out)
+    w.touch(first, attended)
+    return x
+
+
+def _gpt2_attention(
+    at: Writer, shape: Shape, x: int, part: Part, conv: Callable[..., int]
+) -> int:
+    """`GPT2Attention`."""
+    entered, hidden = Entered(), shape.hidden
+    fused = conv(at, entered, x, hidden, 3 * shape.q_width, "c_attn")
     size = at.size(fused) // 3
     q, k, v = at.chunk(fused, size, size, size)
     if part.gathered is not None:
@@ -169,16 +219,5 @@ def gpt2_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     out = _attend(at, shape, q, k, v, part)
     out = conv(at, entered, out, shape.q_width, hidden, "c_proj")
     out = at.dropout(out, shape.dropout)
-    w.touch(fused)
-    x, attended = w.add(out, x), out
-    w.touch(normed)
-    normed = w.layer_norm(x, hidden, "ln_2")
-    at, entered = w.at(f"{w.module}.mlp"), Entered()
-    inner = conv(at, entered, normed, hidden, shape.mlp, "c_fc")
-    bent = activate(at.at(f"{at.module}.act"), inner, shape.activation)
-    out = conv(at, entered, bent, shape.mlp, hidden, "c_proj")
-    out = at.dropout(out, shape.dropout)
-    w.touch(normed)
-    x = w.add(x, out)
-    w.touch(first, attended)
-    return x
+    at.touch(fused)
+    return out

@@ -40,6 +40,7 @@ class Writer:
         module: The fqn of the module that runs.
         saves: Words of `save:`; the rows that they stand for are `Row.is_kept`.
         tokens: That this rank computes at once.
+        samples: Sequences that they are of.
         runs_again: Whether backward runs these rows once more before it needs what they keep.
         in_place: Whether what torch writes in place is written so; see `tape.play`.
     """
@@ -51,6 +52,7 @@ class Writer:
     module: str = ""
     saves: frozenset[str] = KERNELS
     tokens: int = 0
+    samples: int = 1
     in_place: bool = True
     runs_again: bool = False
 

@@ -19,10 +19,16 @@ from meshplan.graph import pattern_of
 from meshplan.layout import Piece
 from meshplan.memory.row import Grad
 from meshplan.memory.rows import Writer
-from meshplan.styles import LOGITS, Style
+from meshplan.memory.sequence import gather, scatter
+from meshplan.styles import GATHERED, LOGITS, Style
 
 _ID: Final = 8
 _WHOLE: Final = "R"
+_PARTS: Final = "S(1)"
+STREAM_NORMS: Final = (
+    "input_layernorm", "post_attention_layernorm", "norm", "ln_1", "ln_2", "ln_f",
+)  # fmt: skip
+"""Of every token: parts of a sequence are normalised as the whole is."""
 HEAD_NORMS: Final = ("q_norm", "k_norm")
 """Of every head: parts of the heads are normalised as the whole is."""
 
@@ -37,6 +43,8 @@ class Styled:
         pieces: Of modules whose output falls into several, by fqn.
         whole: Parameters of these that every rank holds whole, and takes its parts of.
         added: Parameters that plain code computes with beside parts: their gradients are addends.
+        has_stream: Whether what lies between styled modules of blocks is cut along the sequence.
+        ends: Whether that ends with the last block, rather than where the head is entered.
     """
 
     tp: int = 1
@@ -44,6 +52,8 @@ class Styled:
     pieces: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
     added: frozenset[str] = frozenset()
+    has_stream: bool = False
+    ends: bool = False
 
     def of(self, fqn: str) -> Style | None:
         """The style of a module, if it has one that cuts something."""
@@ -55,15 +65,16 @@ class Styled:
         """What no row stands for."""
         told: set[str] = set()
         for fqn, style in self.styles.items() if self.tp > 1 else ():
-            known = _spelled(style.input) in _ENTERS and _spelled(style.output) in _LEAVES
+            known = self.spelled(style.input) in _ENTERS and self.spelled(style.output) in _LEAVES
             known = known and not style.gradient and style.kind != "mha"
             if style.kind == "norm":
                 known = known and fqn.rpartition(".")[2] in HEAD_NORMS
             if not known and style != LOGITS and style.name not in told:
                 told.add(style.name)
                 yield Problem(f"the style '{style.name}' (of {fqn})")
+        norms = (*HEAD_NORMS, *STREAM_NORMS) if self.has_stream else HEAD_NORMS
         for fqn in self.added if self.tp > 1 else ():
-            if fqn.split(".")[-2] not in HEAD_NORMS:
+            if fqn.split(".")[-2] not in norms:
                 yield Problem(f"{fqn}, which plain code computes with beside parts")
                 return
 
@@ -71,11 +82,11 @@ class Styled:
         """Whether every rank has an addend of the gradients of a norm."""
         return self.of(fqn) is not None or f"{fqn}.weight" in self.added
 
-
-def _spelled(flow: tuple[str, str]) -> tuple[str, str]:
-    """With what activations look like between modules: whole."""
-    first, second = (_WHOLE if word == "outside" else word for word in flow)
-    return first, second
+    def spelled(self, flow: tuple[str, str]) -> tuple[str, str]:
+        """With what activations look like between modules: whole, or parts of the sequence."""
+        outside = _PARTS if self.has_stream else _WHOLE
+        first, second = (outside if word == "outside" else word for word in flow)
+        return first, second
 
 
 @dataclass(slots=True)
@@ -110,13 +121,16 @@ def _all_reduce(w: Writer, x: int, tp: int) -> int:
     return w.all_reduce(x, tp)
 
 
-_ENTERS: Final = frozenset({("R", "R"), ("S(-1)", "S(-1)"), ("S(-2)", "S(-2)")})
+_ENTERS: Final = frozenset(
+    {("R", "R"), (GATHERED, "R"), (_PARTS, "R"), ("S(-1)", "S(-1)"), ("S(-2)", "S(-2)")}
+)
 _LEAVES: Final[Mapping[tuple[str, str], Callable[[Writer, int, int], int]]] = MappingProxyType(
     {
         ("S(-1)", "S(-1)"): _as_it_is,
         ("S(-2)", "S(-2)"): _as_it_is,
         ("S(-1)", "R"): _all_gather,
         ("P", "R"): _all_reduce,
+        ("P", _PARTS): scatter,
     }
 )
 
@@ -148,8 +162,11 @@ def project(
         into = _part(into, tp, fqn)
     if style.output[0] == "S(-1)":
         out = sum(piece.part for piece in pieces) or _part(out, tp, fqn)
+    enters = styled.spelled(style.input)
+    if enters[0] == _PARTS:
+        x = gather(w, x, tp)
     x = _of_width(w, x, into, fqn)
-    if _spelled(style.input) == ("R", "R"):
+    if enters == ("R", "R"):
         x = entered.all_reduced(w, x, tp)
     parts = {}
     for leaf, size in (("weight", into * out), ("bias", out)):
@@ -159,7 +176,7 @@ def project(
     share = out * w.parameter_bytes if bias and style.output[0] == "P" else 0
     y = w.linear(x, into, out, name, bias=bias, weight=weight, parts=parts, takes=share)
     if style != LOGITS:
-        y = _LEAVES[_spelled(style.output)](w, y, tp)
+        y = _LEAVES[styled.spelled(style.output)](w, y, tp)
         w.touch(x)  # The call that made y holds it until its hooks are done.
     return y
 
@@ -187,13 +204,13 @@ def look_up(w: Writer, styled: Styled, ids: int, vocab: int, width: int, name: s
         return w.embedding(ids, vocab, width, name)
     if style.cut_dim != "vocab":
         own = w.embedding(ids, vocab, _part(width, tp, fqn), name)
-        return _LEAVES[_spelled(style.output)](w.at(fqn), own, tp)
+        return _LEAVES[styled.spelled(style.output)](w.at(fqn), own, tp)
     tokens = w.size(ids) // _ID
     # Which ids are other ranks', and the places of the others.
     out = w.embedding(ids, vocab, width, name, takes=tokens * (1 + _ID))
     # Backward fills a table of all rows, of which a rank then takes its own.
     w.tape.lay(f"{fqn}.weight", _part(vocab, tp, fqn) * width * w.parameter_bytes)
-    return _LEAVES[_spelled(style.output)](w.at(fqn), out, tp)
+    return _LEAVES[styled.spelled(style.output)](w.at(fqn), out, tp)
 
 
 def _part(size: int, tp: int, fqn: str) -> int:

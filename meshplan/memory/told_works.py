@@ -161,8 +161,9 @@ def refusals(plan: Plan) -> Iterator[Problem]:
     saved = {word for r in a.recompute.values() for word in r.policy.save}
     for is_there, what in (
         *((True, problem.what) for problem in styled_of(plan).check()),
-        # Their code takes the length of a sequence, and positions, from the part that a rank has.
-        (a.sequence_parallel, "sequence_parallel, with which transformers' own code does not run"),
+        # Their code takes the length of a sequence, and positions, from what it is given.
+        (a.sequence_parallel and not a.crossings,
+         "sequence_parallel by rule, with which transformers' own code does not run"),
         (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
         (_exchanges_latents(plan), "context parallelism of attention by narrow vectors"),
         (_scores_scaled(plan), "loss_chunks over logits that the model divides"),
@@ -220,6 +221,8 @@ def styled_of(plan: Plan) -> Styled:
             if not a.tensors[tensor.fqn].computed.axes
         ),
         frozenset(fqn for fqn, p in a.tensors.items() if p.is_local),
+        has_stream=bool(a.crossings),
+        ends=any(crossing.path is None for crossing in a.crossings),
     )
 
 

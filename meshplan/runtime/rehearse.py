@@ -13,6 +13,7 @@ from torch import nn
 
 from meshplan.flow import Flow
 from meshplan.rehearsal import Rehearsal, Rehearse, Stopped
+from meshplan.runtime.crossings import with_argument
 from meshplan.runtime.leftovers import Trace, nothing_left
 from meshplan.runtime.private_fakes import fake_mode, quiet_fakes
 from meshplan.runtime.record import Recorder, twin_of
@@ -41,6 +42,7 @@ def _run_copy(model: nn.Module, inputs: Any, what: Rehearsal, trace: Trace) -> F
         recorder = Recorder(twin, trace)
         for fqn, module in twin.named_modules():
             _at_the_border(recorder, module, fqn, what)
+            _along_the_sequence(recorder, module, fqn, what)
         for fqn, dim in what.parts.items():
             _part_inside(recorder, twin, fqn, dim, what.size)
         try:
@@ -73,6 +75,28 @@ def _at_the_border(recorder: Recorder, module: nn.Module, fqn: str, what: Rehear
         module.register_forward_pre_hook(enter, with_kwargs=True)
     if fqn in what.leaves_part:
         module.register_forward_hook(leave)
+
+
+def _along_the_sequence(recorder: Recorder, module: nn.Module, fqn: str, what: Rehearsal) -> None:
+    """A part of the sequence in place of all of it, or the other way round."""
+
+    def turned(x: torch.Tensor, is_cut: bool) -> torch.Tensor:
+        if is_cut and x.shape[1] % what.size:
+            raise ValueError(f"a sequence of {x.shape[1]} does not divide by {what.size}")
+        length = x.shape[1] // what.size if is_cut else x.shape[1] * what.size
+        return recorder.stand_in(x, (x.shape[0], length, *x.shape[2:]))
+
+    def enter(path: str, is_cut: bool) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return with_argument(args, kwargs, path, lambda x: turned(x, is_cut))
+
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    for group, is_cut in ((what.cut, True), (what.gathered, False)):
+        for path in sorted(path for name, path in group if name == fqn and path is not None):
+            enter(path, is_cut)
+        if (fqn, None) in group:
+            module.register_forward_hook(lambda m, args, out, is_cut=is_cut: turned(out, is_cut))
 
 
 def _part_inside(recorder: Recorder, twin: nn.Module, fqn: str, dim: int, size: int) -> None:

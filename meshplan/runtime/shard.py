@@ -19,12 +19,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distrib
 from meshplan.assign import Placed, StyleUse
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
+from meshplan.runtime.crossings import cross
 from meshplan.runtime.local_compute import compute_locally, set_local_attributes
 from meshplan.runtime.loss import leave_logits
 from meshplan.runtime.mesh import activation_placement, placement, submesh
 from meshplan.runtime.multihead import attend_by_heads
 from meshplan.runtime.pretend import is_pretending
-from meshplan.styles import LOGITS
+from meshplan.styles import GATHERED, LOGITS
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -50,6 +51,8 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
                 _gather_at_use(model, name)
         if placed.is_local:
             _local_at_use(model, placed)
+    for crossing in plan.assignment.crossings:
+        cross(model.get_submodule(crossing.module), crossing, tp)
     outside = "S(1)" if plan.assignment.sequence_parallel else "R"
     for fqn, use in plan.assignment.styles.items():
         module = model.get_submodule(fqn)
@@ -113,7 +116,8 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
         first, second = (activation_placement(outside if w == "outside" else w) for w in words)
         return first, second
 
-    arrives, wanted = spell(use.style.input)
+    is_gathered = use.style.input[0] == GATHERED
+    arrives, wanted = spell(("R", use.style.input[1]) if is_gathered else use.style.input)
     is_checked = use.style.input[0] != "outside" or arrives != Shard(1) or is_pretending()
     _, leaves = spell(use.style.output)
     gradient = [activation_placement(use.style.gradient)] if use.style.gradient else None
@@ -126,9 +130,10 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
             is_checked = True
             _check_part(args[0] if args else next(iter(kwargs.values())), tp)
         if args:
-            return (_as_dtensor(args[0], tp, arrives, wanted), *args[1:]), kwargs
+            return (_as_dtensor(args[0], tp, arrives, wanted, is_gathered), *args[1:]), kwargs
         first = next(iter(kwargs))
-        return args, {**kwargs, first: _as_dtensor(kwargs[first], tp, arrives, wanted)}
+        x = _as_dtensor(kwargs[first], tp, arrives, wanted, is_gathered)
+        return args, {**kwargs, first: x}
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: DTensor) -> torch.Tensor:
         if use.style == LOGITS:
@@ -182,13 +187,25 @@ def _check_part(x: torch.Tensor, tp: DeviceMesh) -> None:
 
 
 def _as_dtensor(
-    x: torch.Tensor, tp: DeviceMesh, arrives: Placement, wanted: Placement
+    x: torch.Tensor,
+    tp: DeviceMesh,
+    arrives: Placement,
+    wanted: Placement,
+    leaves_addends: bool = False,
 ) -> torch.Tensor:
     """A local activation as a DTensor in the layout that the module computes with.
 
     q, k and v read the same tensor: they are given the same DTensor, so that their gradients
     are added before the one all-reduce, not after one each.
+
+    Args:
+        leaves_addends: Whether who gave it adds up the ranks' gradients.
     """
+    gradient = [Partial()] if leaves_addends else None
+
+    def as_it_is() -> DTensor:
+        return DTensor.from_local(x, tp, [arrives], run_check=False, grad_placements=gradient)
+
     if isinstance(x, DTensor):
         return x.redistribute(placements=[wanted])
     if arrives != wanted:
@@ -198,12 +215,12 @@ def _as_dtensor(
     # Compiled code is traced once: nothing may be remembered of its tensors. An inference tensor
     # has no version, and no gradients to add up.
     if torch.compiler.is_compiling() or x.is_inference():
-        return DTensor.from_local(x, tp, [arrives], run_check=False)
+        return as_it_is()
     key = (id(x), tp, arrives, x._version, torch.is_grad_enabled())
     if key not in _entered:
         while len(_entered) >= _MOST_ENTERED:  # Where the module around is never called.
             del _entered[next(iter(_entered))]
-        _entered[key] = (x, DTensor.from_local(x, tp, [arrives], run_check=False))
+        _entered[key] = (x, as_it_is())
     return _entered[key][1]
 
 

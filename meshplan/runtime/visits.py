@@ -191,17 +191,18 @@ class _Recorder(TorchFunctionMode):
             self._watch(fqn, module, stack)
 
     def _watch(self, fqn: str, module: nn.Module, stack: ExitStack) -> None:
-        begun: list[tuple[int, list[torch.Tensor]]] = []
+        begun: list[tuple[int, list[tuple[str, torch.Tensor]]]] = []
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = [tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs))]
-            self._alive += given
+            found = [*tensors_in(args), *tensors_in(kwargs)]
+            self._alive += [tensor for _, tensor in found]
             self._running.append(fqn)
-            begun.append((self._now(), given))
+            begun.append((self._now(), found))
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._running.pop()
-            begin, given = begun.pop()
+            begin, found = begun.pop()
+            given = [tensor for _, tensor in found]
             made = [tensor for _, tensor in tensors_in(output)]
             if fqn in self._heads:
                 self._logits |= {id(tensor): tensor for tensor in made}
@@ -214,6 +215,7 @@ class _Recorder(TorchFunctionMode):
                     begin=begin,
                     end=self._now(),
                     is_training=fqn in self._training,
+                    paths=tuple(path for path, _ in found),
                 )
             )
 

@@ -14,6 +14,7 @@ from meshplan.mesh import DATA_AXES, EXPERT_SHARD, GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.restrict import restrict
 from meshplan.schedules import SCHEDULES
+from meshplan.styles import GATHERED
 from meshplan.traffic.batchnorm import statistics
 from meshplan.traffic.context import attention, unknown_heads
 from meshplan.traffic.data import agreement, ddp, unit_traffic
@@ -146,7 +147,7 @@ def _unknown(plan: Plan, forward: Forward | None) -> list[str]:
     out += [
         f"what the style {name} sends to lay activations as '{word}'"
         for word, name in words.items()
-        if not _WORD.fullmatch(word)
+        if word != GATHERED and not _WORD.fullmatch(word)
     ]
     out += [
         *unknown_losses(plan, forward), *unknown_heads(plan, forward),

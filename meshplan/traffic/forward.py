@@ -34,6 +34,7 @@ class Visit:
         begin: When it began, in events of the forward.
         end: When it ended.
         is_training: Whether the module was in training mode.
+        paths: Of each input, its place ("0") or name among the arguments.
     """
 
     fqn: str
@@ -43,6 +44,7 @@ class Visit:
     begin: int
     end: int
     is_training: bool = True
+    paths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from meshplan.plan import Plan
 from meshplan.relay import Cut, stages_of, unit_calls
 from meshplan.schedules import SCHEDULES, Action, actions
 from meshplan.traffic.forward import Forward, Seen, Visit
+from meshplan.traffic.sequence import SequenceCuts
 from meshplan.traffic.types import Traffic, one
 
 FLAGS_BYTES = 2 * 4
@@ -65,7 +66,7 @@ def stretches(plan: Plan, forward: Forward | None) -> tuple[Stretch, ...] | str:
         for call, visit in zip(calls, visits, strict=True)
         for (_, value), tensor in zip(call.outputs, visit.outputs, strict=True)
     }
-    cuts = _Sequence(plan, flow)
+    cuts = SequenceCuts(plan, flow)
     out = []
     for stage, values in enumerate((*Cut(flow, calls).relay(places, stages.num).crossing, ())):
         sends = [cuts.local(value, seen[value]) for value in values]
@@ -100,43 +101,6 @@ def _without(forward: Forward, visits: Sequence[Visit]) -> Forward:
         saves=tuple(save for save in forward.saves if is_left(save, save)),
         attentions=tuple(call for call in forward.attentions if is_left(call.begin, call.end)),
     )
-
-
-class _Sequence:
-    """Which values are cut along the sequence under `sequence_parallel`."""
-
-    def __init__(self, plan: Plan, flow: Flow) -> None:
-        self.flow, self.tp = flow, plan.mesh.size("tp")
-        self.is_on = plan.assignment.sequence_parallel and self.tp > 1
-        self._known: dict[int, bool | None] = {}
-        for call in flow.calls if self.is_on else ():
-            use = plan.assignment.styles.get(call.module)
-            if use is not None:
-                is_cut = use.style.output[1] == "outside"
-                self._known |= {value: is_cut or None for _, value in call.outputs}
-
-    def local(self, value: int, whole: Seen) -> Seen | None:
-        """A value as each rank of tp holds it; None where that cannot be told."""
-        if not self.is_on:
-            return whole
-        if self._is_cut(value) is not True:
-            return None
-        before, length, *after = whole.shape
-        return Seen((before, -(-length // self.tp), *after), whole.dtype, whole.needs_grad)
-
-    def _is_cut(self, value: int) -> bool | None:
-        """Sums and products of what is cut are cut; of anything else it cannot be told."""
-        if value not in self._known:
-            place = self.flow.producer(value)
-            op = None if place is None else self.flow.ops[place]
-            self._known[value] = None
-            if op is not None and op.is_pointwise:
-                found = [self._is_cut(v) for v in op.inputs if self._is_activation(v)]
-                self._known[value] = True if found and all(found) else None
-        return self._known[value]
-
-    def _is_activation(self, value: int) -> bool:
-        return self.flow.values[value].origin in ("op", "input")
 
 
 def pipeline(plan: Plan, rank: int, cut: Sequence[Stretch]) -> Iterator[Traffic]:

@@ -10,11 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from meshplan.assign import Placed, StyleUse
+from meshplan.assign import Crossing, Placed, StyleUse
 from meshplan.graph import DTYPE_BYTES, is_inside
 from meshplan.plan import Plan
-from meshplan.styles import dims_of
-from meshplan.traffic.forward import Forward, Visit
+from meshplan.styles import GATHERED, dims_of
+from meshplan.traffic.forward import Forward, Seen, Visit
 from meshplan.traffic.types import Route, Traffic, one, trainable
 from meshplan.traffic.units import Passes, Use
 
@@ -127,6 +127,9 @@ class _Activations:
             for placed in plan.assignment.tensors.values()
             for name in placed.info.names
         }
+        self.crossings: dict[str, list[Crossing]] = {}
+        for crossing in plan.assignment.crossings:
+            self.crossings.setdefault(crossing.module, []).append(crossing)
         owners = {placed.unit for placed in plan.assignment.tensors.values()}
         self.units = [call for call in forward.calls if call.fqn in owners]
         self.counted: Counter[tuple[Route, str]] = Counter()
@@ -138,6 +141,8 @@ class _Activations:
             if use is not None and call.inputs and call.outputs:
                 self._input(call, use, seen)
                 self._output(call, use)
+            for crossing in self.crossings.get(call.fqn, ()):
+                self._cross(call, crossing)
         for (route, what), count in self.counted.items():
             yield Traffic(route=route, count=count * self.plan.accumulate, what=what)
 
@@ -151,6 +156,8 @@ class _Activations:
         return first, second
 
     def _input(self, call: Visit, use: StyleUse, seen: set[tuple[int, int]]) -> None:
+        if use.style.input[0] == GATHERED:
+            return  # Whoever put it together adds up its gradient.
         given = call.inputs[0]
         arrives, wanted = self._words(use.style.input)
         self._send(call, given.shape, arrives, wanted, call.begin)
@@ -181,6 +188,25 @@ class _Activations:
         self._send(call, made.shape, computed, leaves, call.end)
         if made.needs_grad:
             self._send(call, made.shape, leaves, "R" if computed == "P" else computed)
+
+    def _cross(self, call: Visit, crossing: Crossing) -> None:
+        """What putting the sequence together sends, there or back."""
+        if crossing.path is None:
+            self._count(call, call.outputs[0], "all_gather", call.end)
+            return
+        given = call.inputs[call.paths.index(crossing.path)]
+        if crossing.change == "gather":
+            self._count(call, given, "all_gather", call.begin)
+        if given.needs_grad:
+            kind = "reduce_scatter" if crossing.change == "gather" else "all_gather"
+            self._count(call, given, kind, None)
+
+    def _count(self, call: Visit, whole: Seen, kind: str, event: int | None) -> None:
+        is_twice = event is not None and call.fqn not in self.plan.assignment.recompute
+        times = 1 + (is_twice and is_repeated(self.plan, self.forward, call.fqn, event or 0))
+        num_bytes = math.prod(whole.shape) * DTYPE_BYTES[whole.dtype]
+        direction = "gradients" if event is None else "activations"
+        self.counted[Route(kind, ("tp",), num_bytes), f"{direction} of {call.fqn}"] += times
 
     def _send(
         self,

@@ -6,6 +6,6 @@ holds, `derive` puts it into words.
 """
 
 from meshplan.assign.auto.apply import apply_derived
-from meshplan.assign.auto.derive import Derived, derive
+from meshplan.assign.auto.derive import Derived, cut_inside, derive
 
-__all__ = ["Derived", "apply_derived", "derive"]
+__all__ = ["Derived", "apply_derived", "cut_inside", "derive"]

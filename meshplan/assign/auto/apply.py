@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshplan.assign.auto.derive import Derived
+from meshplan.assign.auto.stream import Stream
 from meshplan.assign.tensor_cuts import TensorCut, TensorParallel
 from meshplan.assign.types import LocalAttribute, StyleUse
 from meshplan.flow import Flow
 from meshplan.graph import ModelGraph
 from meshplan.layout import Layout
-from meshplan.styles import GRADIENTS_ADDED
+from meshplan.styles import GATHERED, GRADIENTS_ADDED
 
 
 def apply_derived(graph: ModelGraph, derived: Derived, out: TensorParallel) -> None:
@@ -23,6 +24,8 @@ def apply_derived(graph: ModelGraph, derived: Derived, out: TensorParallel) -> N
             if not tensor.is_buffer:
                 whole = Layout.whole(len(tensor.shape))
                 out.cuts[tensor.fqn] = TensorCut(whole, False, reason)
+    if derived.stream is not None:
+        _along_the_sequence(derived.stream, out)
     for fqn, use in derived.uses.items():
         layout = Layout.whole(len(graph.tensors[fqn].shape))
         if use.dim is not None:
@@ -40,6 +43,26 @@ def apply_derived(graph: ModelGraph, derived: Derived, out: TensorParallel) -> N
         info = graph.modules[module]
         number = info.numbers[name] if name in info.numbers else info.sizes[name]
         out.attributes.append(LocalAttribute(module, name, number, local))
+
+
+def _along_the_sequence(stream: Stream, out: TensorParallel) -> None:
+    """Say of styled modules what arrives and what leaves, where that is no part of it."""
+    for fqn, use in out.styles.items():
+        style = use.style
+        if fqn in stream.inside:
+            style = replace(style, input=(GATHERED, style.input[1]))
+        elif fqn in stream.whole:
+            style = replace(
+                style, input=_whole(style.input), output=(style.output[0], _whole(style.output)[1])
+            )
+        elif style == GRADIENTS_ADDED:
+            style = replace(style, input=("outside", style.input[1]))
+        out.styles[fqn] = replace(use, style=style)
+
+
+def _whole(flow: tuple[str, str]) -> tuple[str, str]:
+    first, second = ("R" if word == "outside" else word for word in flow)
+    return first, second
 
 
 def _written(flow: Flow) -> set[str]:

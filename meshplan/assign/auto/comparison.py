@@ -48,21 +48,30 @@ class Difference:
 
 
 def compare(
-    places: Places, regions: tuple[Region, ...], size: int, twin: Flow | Stopped
+    places: Places,
+    regions: tuple[Region, ...],
+    size: int,
+    twin: Flow | Stopped,
+    on_parts: frozenset[int] = frozenset(),
 ) -> Difference | None:
     """The first difference between the recorded flow and a rehearsal of these regions.
 
     Args:
         size: Ranks of tp.
+        on_parts: Operations, by number, that work on a part of the sequence, the second dim.
     """
-    return _Comparison(places, regions, size).run(twin)
+    return _Comparison(places, regions, size, on_parts).run(twin)
 
 
 class _Comparison:
-    def __init__(self, places: Places, regions: tuple[Region, ...], size: int) -> None:
+    def __init__(
+        self, places: Places, regions: tuple[Region, ...], size: int, on_parts: frozenset[int]
+    ) -> None:
         self.places, self.flow, self.size = places, places.flow, size
         self.cut = frozenset(r.factor for r in regions)
         styled = {fqn for r in regions for fqn in r.words}
+        self.on_parts = on_parts
+        self.parts = {v for n in on_parts for v in self.flow.ops[n].outputs}
         self.whole: set[int] = set()
         for call in self.flow.calls:
             if call.module in styled:
@@ -85,7 +94,7 @@ class _Comparison:
         at = other_at = 0
         while at < len(mine) and other_at < len(theirs):
             (number, op), other = mine[at], theirs[other_at]
-            text = self._operation(op, other)
+            text = self._operation(number, op, other)
             if not text:
                 at, other_at = at + 1, other_at + 1
             elif self._changes_nothing(op, self.flow):
@@ -140,7 +149,7 @@ class _Comparison:
             found = next((c.id for c in self.flow.calls if c.module == twin.module), 0)
         return Difference(call=found, at=twin.num_ops, text=twin.text)
 
-    def _operation(self, op: Op, other: Op) -> str:
+    def _operation(self, number: int, op: Op, other: Op) -> str:
         """How an operation differs from its counterpart; "" if it does not."""
         views = {base_name(op), base_name(other)} <= _VIEWS - {"expand"}
         if (op.name != other.name and not views) or len(op.outputs) != len(other.outputs):
@@ -156,7 +165,7 @@ class _Comparison:
             if shape != self._local(mine) or dtype != self.flow.values[mine].dtype:
                 return f"{list(shape)} is made where a rank needs {list(self._local(mine))}"
         if base_name(op) == "slice":
-            return self._slice(op, other)
+            return self._slice(number, op, other)
         return ""
 
     def _same(self, mine: Any, theirs: Any, op: Op) -> str:
@@ -188,12 +197,13 @@ class _Comparison:
             return "it reads another tensor"
         return ""
 
-    def _slice(self, op: Op, other: Op) -> str:
+    def _slice(self, number: int, op: Op, other: Op) -> str:
         """Where a cut dim is sliced, both ends must be divided too."""
         value = op.inputs[0]
         shape = self.flow.values[value].shape
         dim = positions(argument(op, 1, "dim", 0), len(shape))[0]
         ways = self._ways(self.places.classes.dims[value][dim])
+        ways *= self.size if dim == 1 and number in self.on_parts else 1
         local = shape[dim] // ways
 
         def ends(which: Op, size: int) -> tuple[int, int]:
@@ -213,7 +223,10 @@ class _Comparison:
         if value in self.whole:
             return shape
         dims = self.places.classes.dims[value]
-        return tuple(n // self._ways(dim) for n, dim in zip(shape, dims, strict=True))
+        local = [n // self._ways(dim) for n, dim in zip(shape, dims, strict=True)]
+        if value in self.parts and len(local) > 1:
+            local[1] //= self.size
+        return tuple(local)
 
     def _ways(self, dim: tuple[Factor, ...]) -> int:
         return math.prod(self.size for f in dim if f in self.cut)

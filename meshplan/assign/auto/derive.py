@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from meshplan.assign.auto.choose import Choice, choose, pattern
 from meshplan.assign.auto.known import SUMMED, Known, known, listed
+from meshplan.assign.auto.known_stream import known_stream
 from meshplan.assign.auto.numbers import Rehearsals
+from meshplan.assign.auto.proof import Refuted
 from meshplan.assign.auto.regions import NO_PAIR, Places, Region
+from meshplan.assign.auto.sequence import find_stream
+from meshplan.assign.auto.stream import PARTS, Stream, crossings
 from meshplan.assign.cascade import Cascade
-from meshplan.assign.types import LocalUse, Preset, Reason
+from meshplan.assign.types import Crossing, LocalUse, Preset, Reason, Stages
 from meshplan.dims import classify
 from meshplan.errors import Origin, Problem
 from meshplan.graph import ModelGraph
@@ -36,6 +40,7 @@ class Derived:
         attributes: Local values of numbers that code builds shapes from, by (module, name).
         problems: Why nothing could be derived.
         notes: What stays whole, and why.
+        stream: What works on parts of the sequence; None where nothing does.
     """
 
     preset: Mapping[str, Preset] = field(default_factory=dict)
@@ -44,6 +49,12 @@ class Derived:
     attributes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
     notes: tuple[Problem, ...] = ()
+    stream: Stream | None = None
+
+    @property
+    def crossings(self) -> tuple[Crossing, ...]:
+        """Where the cut of the sequence begins and ends."""
+        return () if self.stream is None else tuple(crossings(self.stream))
 
 
 def derive(
@@ -56,10 +67,8 @@ def derive(
         return Derived(problems=(Problem(what, origin, fix),))
     if origin is None or mesh.size("tp") == 1:
         return Derived()
-    if spec.sequence_parallel:
-        what = "sequence_parallel beside auto is not available yet in this version"
-        fix = "remove one of them, or state the styles by rule"
-        return Derived(problems=(Problem(what, spec.origin("sequence_parallel"), fix),))
+    if spec.sequence_parallel and (other := _stated_otherwise(spec)):
+        return Derived(problems=(_no_stream(spec, other),))
 
     def may_cut(module: str) -> bool:
         stated = cascade.inherited(module, _FIELD)
@@ -72,22 +81,74 @@ def derive(
 
     size = mesh.size("tp")
     if graph.flow is None and graph.tp_derived:
-        return _from_known(graph, known(graph, size, may_cut), size, origin)
+        found = _from_known(graph, known(graph, size, may_cut), size, origin)
+        if not spec.sequence_parallel or found.problems:
+            return found
+        try:
+            return _with_stream(spec, graph, found, known_stream(graph, found.preset))
+        except Refuted as error:
+            return Derived(problems=(_no_stream(spec, str(error)),))
     if graph.flow is None or rehearse is None:
         return Derived(problems=(_no_flow(origin),))
     places = Places(graph, classify(graph.flow))
-    choice = choose(places, size, may_cut, Rehearsals(places, rehearse, size))
+    rehearsals = Rehearsals(places, rehearse, size)
+    choice = choose(places, size, may_cut, rehearsals)
     whole = _whole(places, choice, may_cut)
     if not choice.regions and not choice.gathered:
         return Derived(problems=(_nothing(whole, size, origin),))
     preset = _preset(places, choice, size)
     reasons = {fqn: Preset("R", Reason(f"auto: whole, {why}")) for fqn, why in whole.items()}
-    return Derived(
+    out = Derived(
         preset=MappingProxyType({**reasons, **preset}),
         uses=MappingProxyType(_uses(choice)),
         added=MappingProxyType(dict.fromkeys(choice.proof.summed_modules, Reason(_ADDED))),
         attributes=MappingProxyType(choice.numbers),
         notes=tuple(_notes(whole, origin)),
+    )
+    if not spec.sequence_parallel:
+        return out
+    try:
+        return _with_stream(spec, graph, out, find_stream(places, choice, rehearsals))
+    except Refuted as error:
+        return Derived(problems=(_no_stream(spec, str(error)),))
+
+
+def _with_stream(spec: Spec, graph: ModelGraph, found: Derived, stream: Stream) -> Derived:
+    """The same, with the sequence cut between the regions.
+
+    Raises:
+        Refuted: Logits are to stay cut, and parts of the sequence end before the head.
+    """
+    heads = [fqn for fqn in stream.whole if graph.modules[fqn].kind == "linear"]
+    if spec.loss_parallel and heads:
+        raise Refuted(f"{heads[0]} takes whole sequences, which loss_parallel does not know")
+    uses = dict(found.uses) | {fqn: LocalUse(None, PARTS) for fqn in stream.summed}
+    return replace(found, uses=MappingProxyType(uses), stream=stream)
+
+
+def cut_inside(spec: Spec, derived: Derived, stages: Stages | None) -> list[Problem]:
+    """Why stages cannot be cut where they are: a module runs in one, or parts of it do."""
+    opened = set(stages.opened) if stages is not None else set()
+    found = next((c.module for c in derived.crossings if c.module in opened), None)
+    if found is None:
+        return []
+    return [_no_stream(spec, f"stages are cut inside {found}, where parts of it begin or end")]
+
+
+def _stated_otherwise(spec: Spec) -> str:
+    """What of the plan states styles beside auto, "" if nothing does."""
+    if spec.tp_plan != AUTO:
+        return f"tp_plan is '{spec.tp_plan}', and auto for some modules only"
+    words = (rule.place.get("tp") for rule in spec.rules)
+    other = next((word for word in words if word not in (None, AUTO, "R")), None)
+    return f"a rule states tp: {other}" if other is not None else ""
+
+
+def _no_stream(spec: Spec, why: str) -> Problem:
+    return Problem(
+        f"auto cannot show sequence_parallel to be right here: {why}",
+        spec.origin("sequence_parallel"),
+        "leave sequence_parallel out, or state all styles by rule",
     )
 
 

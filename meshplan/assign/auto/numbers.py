@@ -14,6 +14,7 @@ from typing import Final
 
 from meshplan.assign.auto.comparison import Difference, compare
 from meshplan.assign.auto.regions import Places, Region
+from meshplan.assign.auto.stream import Stream
 from meshplan.graph import is_inside
 from meshplan.rehearsal import Rehearsal, Rehearse, Stopped
 
@@ -97,6 +98,27 @@ class Rehearsals:
         if not isinstance(twin, Stopped):
             self.clue = found  # It ran to its end, so this says more than where another stopped.
         return found
+
+    def rehearse_stream(
+        self, regions: tuple[Region, ...], numbers: Numbers, stream: Stream
+    ) -> Difference | None:
+        """What one rehearsal differs in whose modules see parts of the sequence, too."""
+        words = {fqn: word for r in regions for fqn, word in r.words.items()}
+        closing = frozenset(m for m, w in words.items() if w == "rowwise")
+        opening = {m for m, w in words.items() if w != "rowwise"} | stream.taking
+        gathered = {(m, "") for m in opening - stream.inside - stream.whole}
+        twin = self.rehearse(
+            Rehearsal(
+                size=self.size,
+                takes_part=closing,
+                leaves_part=frozenset(m for m, w in words.items() if w != "rowwise"),
+                parts={fqn: dim for r in regions for fqn, dim in r.parts.items()},
+                attributes=numbers,
+                cut=frozenset((*stream.cuts, *((m, None) for m in closing))),
+                gathered=frozenset((*stream.gathers, *gathered, *((m, None) for m in stream.ends))),
+            )
+        )
+        return compare(self.places, regions, self.size, twin, stream.ops)
 
     def _repair(
         self, regions: tuple[Region, ...], found: Numbers, difference: Difference

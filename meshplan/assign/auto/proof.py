@@ -71,6 +71,40 @@ def prove(places: Places, regions: Iterable[Region], gathered: Mapping[str, str]
     return walk.backward()
 
 
+def summed_beside(
+    places: Places,
+    regions: Iterable[Region],
+    gathered: Mapping[str, str],
+    proof: Proof,
+    parts: frozenset[int],
+    entering: frozenset[int],
+) -> tuple[str, ...]:
+    """Parameters of whose gradients each rank has an addend once these values are parts, too.
+
+    Args:
+        proof: What was proved before, which must stay as it is.
+        parts: Values that every rank has a part of.
+        entering: Whole values of which those that follow are parts: the gradients of the parts are
+            put together.
+
+    Raises:
+        Refuted: A gradient would fall apart.
+    """
+    regions = tuple(regions)
+    cut = frozenset(r.factor for r in regions)
+    styled = {fqn: (word, region) for region in regions for fqn, word in region.words.items()}
+    walk = _Walk(places, cut, styled, gathered)
+    walk.entering = entering
+    for value in (*parts, *entering):
+        walk.is_cut[value] = True
+    after = walk.backward()
+    if set(after.summed_modules) != set(proof.summed_modules):
+        raise Refuted("projections left whole would add up otherwise")
+    if not set(proof.summed) <= set(after.summed):
+        raise Refuted("parameters left whole would add up otherwise")
+    return tuple(fqn for fqn in after.summed if fqn not in proof.summed)
+
+
 class _Walk:
     def __init__(
         self,
@@ -83,6 +117,7 @@ class _Walk:
         self.cut, self.styled, self.gathered = cut, styled, gathered
         dims = self.classes.dims
         self.is_cut = [any(f in cut for dim in value for f in dim) for value in dims]
+        self.of_classes, self.entering = tuple(self.is_cut), frozenset[int]()
         self.inside: dict[int, Call] = {}
         for call in self.flow.calls:
             if call.module in styled or call.module in gathered:
@@ -200,7 +235,7 @@ class _Walk:
             and call.module not in self.gathered
             and call.ops[1] > call.ops[0]
             and len(call.inputs) == 1 == len(call.outputs)
-            and not self.is_cut[call.inputs[0][1]]
+            and not self.of_classes[call.inputs[0][1]]
             and not self.places.does_more(info)
         )
 
@@ -222,7 +257,9 @@ class _Walk:
     def _step(self, op: Op, state: _State) -> None:
         into = 0
         for value in op.outputs:
-            if self.has_gradient[value]:
+            if self.has_gradient[value] and value in self.entering:
+                into |= _WHOLE
+            elif self.has_gradient[value]:
                 into |= _PART if self.is_cut[value] else state.gradient.get(value, 0)
         if into == _WHOLE | _PART:
             raise Refuted(

@@ -24,6 +24,7 @@ from meshplan.runtime.pipeline.run import Form, Part, Run, Told, end_split_backw
 from meshplan.runtime.pipeline.shared import SharedTensors
 from meshplan.runtime.pretend import numbers
 from meshplan.schedules import SCHEDULES, actions, forward_only, released
+from meshplan.traffic.sequence import SequenceCuts
 
 
 class PipelinedModule(nn.Module):
@@ -200,7 +201,8 @@ class PipelinedModule(nn.Module):
         """What is known of such inputs; recorded when they are met first."""
         key = (self.training, torch.is_grad_enabled(), _form_of(inputs))
         if key not in self._forms:
-            self._forms[key] = Form(make_program(self._hidden[0], self._stages, inputs))
+            program = make_program(self._hidden[0], self._stages, inputs)
+            self._forms[key] = Form(program, SequenceCuts(self.plan, program.flow))
         return self._forms[key]
 
     def _agree(self, run: Run, form: Form) -> None:

@@ -30,6 +30,7 @@ from meshplan.runtime.pipeline.stage import Program, Replay
 from meshplan.runtime.pretend import is_pretending
 from meshplan.runtime.private import reduce_units
 from meshplan.schedules import Action, Schedule
+from meshplan.traffic.sequence import SequenceCuts
 
 Meta = tuple[tuple[int, ...], torch.dtype, bool]
 """Shape, dtype, and whether a gradient comes back."""
@@ -50,11 +51,13 @@ class Form:
 
     Attributes:
         program: What the stages do.
+        sequence: Which values are cut along it.
         metas: By cut, what crosses it, as it was the first time.
         is_new: Nothing was run with it yet.
     """
 
     program: Program
+    sequence: SequenceCuts
     metas: dict[tuple[int, bool], list[Meta]] = field(default_factory=dict)
     is_new: bool = True
 
@@ -288,7 +291,11 @@ class Run:
             value = self.form.program.flow.values[number]
             kind = getattr(torch, value.dtype)
             kind = dtype if dtype is not None and kind.is_floating_point else kind
-            out.append((value.shape, kind, kind.is_floating_point))
+            shape = self.form.sequence.shape(number, value.shape)
+            if shape is None:
+                what = f"nothing tells whether what stage {stage} sends is cut along the sequence"
+                raise ApplyError(Problem(what, fix="leave sequence_parallel or pp out"))
+            out.append((shape, kind, kind.is_floating_point))
         return out
 
     def _send_backward(self, stage: int, m: int) -> None:

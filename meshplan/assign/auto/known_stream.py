@@ -1,0 +1,78 @@
+"""Where the sequence of a known family is cut, without its code: what `sequence` finds of it.
+
+Written down family by family, as `known` is; tests hold it against the live models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from meshplan.assign.auto.proof import Refuted
+from meshplan.assign.auto.stream import Stream
+from meshplan.assign.types import Preset
+from meshplan.graph import ModelGraph
+
+_ARGUMENTS: Final[Mapping[str, Mapping[str, str]]] = {
+    "self_attn": {"self_attn": "hidden_states", "mlp": "0"},
+    "attn": {"attn": "0", "mlp": "0"},
+}
+"""By how a family calls attention: what works on whole sequences, and how blocks hand it on."""
+
+_OPENING: Final = ("colwise", "packed_colwise")
+
+
+def known_stream(graph: ModelGraph, preset: Mapping[str, Preset]) -> Stream:
+    """What works on parts of the sequence.
+
+    Args:
+        preset: The styles that are known.
+
+    Raises:
+        Refuted: Something of the model does not, or is not known to.
+    """
+    cut = {fqn: said.word for fqn, said in preset.items() if said.word != "R"}
+    blocks = graph.blocks()
+    depth = blocks[0].count(".") + 1
+    of_block: dict[str, list[str]] = {block: [] for block in blocks}
+    around: list[str] = []
+    for fqn in graph.modules:
+        block = ".".join(fqn.split(".")[:depth])
+        if block not in of_block:
+            around.append(fqn)
+        elif fqn != block:
+            of_block[block].append(fqn)
+    gathers: list[tuple[str, str]] = []
+    norms: list[str] = []
+    counts = False
+    for block, inner in of_block.items():
+        leaves = [fqn[len(block) + 1 :] for fqn in inner]
+        arguments = next((_ARGUMENTS[leaf] for leaf in leaves if leaf in _ARGUMENTS), {})
+        counts |= "attn" in arguments
+        gathers += [(f"{block}.{leaf}", arguments[leaf]) for leaf in leaves if leaf in arguments]
+        for fqn, leaf in zip(inner, leaves, strict=True):
+            is_norm = graph.modules[fqn].kind == "norm"
+            if not graph.owned(fqn):
+                continue
+            if "." not in leaf and is_norm:
+                norms.append(fqn)
+            elif leaf.partition(".")[0] not in arguments:
+                raise Refuted(f"{fqn} is not known to work on parts of a sequence")
+            elif fqn not in cut and not is_norm:
+                raise Refuted(f"{fqn} takes whole sequences and is not cut")
+    if graph.config.get("resid_pdrop"):
+        raise Refuted("dropout draws random numbers for a part of the sequence")
+    heads = {fqn for fqn in around if fqn in cut and graph.modules[fqn].kind == "linear"}
+    tables = {fqn for fqn in around if fqn in cut} - heads
+    # What counts the tokens lays out by that number what leaves its last norm.
+    ends = counts or not heads
+    if not ends:
+        norms += [fqn for fqn in around if graph.modules[fqn].kind == "norm"]
+    return Stream(
+        cuts=((blocks[0], "0"),),
+        gathers=tuple(sorted(gathers)),
+        ends=(blocks[-1],) if ends else (),
+        inside=frozenset(fqn for fqn, word in cut.items() if word in _OPENING),
+        whole=frozenset(tables | heads if ends else tables),
+        summed=tuple(t.fqn for fqn in norms for t in graph.owned(fqn) if not t.is_buffer),
+    )

@@ -1,0 +1,287 @@
+"""`sequence_parallel` beside `auto`: where the residual stream is cut along the sequence.
+
+Korthikanti et al. 2022, section 4.2: what lies between one row-wise product and the next
+column-wise one is worked on position by position, so each rank of tp may keep its positions only.
+Code counts positions by what it is given, so the sequence is cut and put together again where
+modules are entered: what a module counts inside is then whole or cut throughout. Which modules
+these are follows from who reads what; that nobody counts wrongly, a rehearsal shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Final
+
+from meshplan.assign.auto.choose import Choice
+from meshplan.assign.auto.numbers import Rehearsals
+from meshplan.assign.auto.proof import Refuted, summed_beside
+from meshplan.assign.auto.regions import Places
+from meshplan.assign.auto.stream import Stream
+from meshplan.dims.factors import Dim
+from meshplan.dims.linker import argument, base_name, positions
+from meshplan.dims.operations import ALONG, LOOKS_ALONG, REDUCED
+from meshplan.flow import UPDATE, Call, Op
+
+_DIM: Final = 1
+_VIEWS: Final = frozenset(
+    (
+        "view", "_unsafe_view", "reshape", "slice", "unsqueeze", "squeeze", "select", "split",
+        "split_with_sizes",
+    )
+)  # fmt: skip
+_NORMS: Final = frozenset(("native_layer_norm", "_fused_rms_norm"))
+
+
+def find_stream(places: Places, choice: Choice, rehearsals: Rehearsals) -> Stream:
+    """Cut the sequence between the regions that were chosen.
+
+    Raises:
+        Refuted: With what is in the way.
+    """
+    try:
+        return _shown(places, choice, rehearsals, None)
+    except Refuted:
+        end = _last_block(places, choice)
+        if end is None:
+            raise
+        return _shown(places, choice, rehearsals, end)
+
+
+def _shown(places: Places, choice: Choice, rehearsals: Rehearsals, end: Call | None) -> Stream:
+    """The parts of a sequence up to the end of a call, or as far as they go."""
+    walk = _Walk(places, choice, end)
+    walk.run()
+    found = walk.stream()
+    size, length = rehearsals.size, places.classes.sizes_of(walk.along)
+    if length % size:
+        raise Refuted(f"the sequence of {length} that was recorded does not divide by tp {size}")
+    difference = rehearsals.rehearse_stream(choice.regions, choice.numbers, found)
+    if difference is not None:
+        where = places.flow.calls[difference.call].module or "the model"
+        what = f"on a part of it one rank would run another program in {where}: "
+        raise Refuted(what + difference.text)
+    return found
+
+
+def _last_block(places: Places, choice: Choice) -> Call | None:
+    """The call around the last row-wise product, beside those around the others."""
+    closing = [c for c, word in _styled_calls(places, choice) if word == "rowwise"]
+    if not closing:
+        return None
+    common = _common(places, closing)
+    inner = list(takewhile(lambda c: c is not common, places.flow.around(closing[-1].id)))
+    return inner[-1] if inner and inner[-1] is not closing[-1] else None
+
+
+def _styled_calls(places: Places, choice: Choice) -> list[tuple[Call, str]]:
+    words = {fqn: word for region in choice.regions for fqn, word in region.words.items()}
+    words |= choice.gathered
+    words |= dict.fromkeys(choice.proof.summed_modules, "gradients_added")
+    return [(call, words[call.module]) for call in places.flow.calls if call.module in words]
+
+
+def _common(places: Places, calls: list[Call]) -> Call:
+    """The innermost call around all of these, which is none of them."""
+    chains = [[c.id for c in places.flow.around(call.id)][1:] for call in calls]
+    shared = set(chains[0]).intersection(*chains[1:])
+    return places.flow.calls[max(shared, default=0)]
+
+
+@dataclass(slots=True)
+class _Walk:
+    """Values on parts, from the row-wise products on."""
+
+    places: Places
+    choice: Choice
+    end: Call | None
+    along: Dim = ()
+    ops: set[int] = field(default_factory=set)
+    values: set[int] = field(default_factory=set)
+    entered: dict[int, list[Call]] = field(default_factory=dict)
+    gathers: dict[tuple[int, int], str] = field(default_factory=dict)
+    taken: dict[int, Call] = field(default_factory=dict)
+    cut: frozenset[int] = frozenset()
+    waiting: list[int] = field(default_factory=list)
+    missing: list[tuple[int, int, str]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Follow them to the last one."""
+        self.cut = frozenset(r.factor for r in self.choice.regions)
+        styled = _styled_calls(self.places, self.choice)
+        self.taken = {n: call for call, _ in styled for n in range(*call.ops)}
+        for call, word in styled:
+            if word not in ("vocab", "rowwise"):
+                self._gather_around(call)
+        closing = [call for call, word in styled if word == "rowwise"]
+        dims = self.places.classes.dims
+        along = {dims[v][_DIM] for c in closing for _, v in c.outputs if len(dims[v]) > _DIM + 1}
+        if len(along) != 1 or not next(iter(along)):
+            raise Refuted("row-wise products leave no sequence, or more than one")
+        (self.along,) = along
+        for call in closing:
+            for _, value in call.outputs:
+                self._add(value)
+        while self.waiting or self.missing:
+            while self.waiting:
+                self._follow(self.waiting.pop(0))
+            # What comes first may lead to what comes later.
+            for number, value, what in sorted(self.missing)[:1]:
+                self.missing.remove((number, value, what))
+                if not self._is_part(value, number):
+                    self._enter(value, number, what)
+        for path, value in self.places.flow.outputs:
+            if self._is_part(value, len(self.places.flow.ops)):
+                raise Refuted(f"the model returns it{f' (as {path})' if path else ''}")
+        for call, word in styled:
+            opens = word != "vocab" and word != "rowwise"
+            if opens and not self._is_part(call.inputs[0][1], call.ops[0]):
+                raise Refuted(f"what {call.module} takes is not of that sequence")
+
+    def stream(self) -> Stream:
+        """What was found."""
+        calls = self.places.flow.calls
+        styled = _styled_calls(self.places, self.choice)
+        whole = set()
+        for call, word in styled:
+            at = call.ops[0]
+            if word == "vocab" and not self._is_part(call.inputs[0][1], at):
+                whole.add(call.module)
+        cuts = [(c.module, self._path(c, value)) for value, cs in self.entered.items() for c in cs]
+        gathers = [(calls[c].module, path) for (c, _), path in self.gathers.items()]
+        twice = [m for m, _ in (*cuts, *gathers) if len(self.places.calls[m]) > 1]
+        inside = {
+            call.module for call, _ in styled
+            if any(call.inputs[0][1] == value and _holds(calls[around], call.ops[0])
+                   for around, value in self.gathers)
+        }  # fmt: skip
+        twice += [m for m in (*inside, *whole) if len(self.places.calls[m]) > 1]
+        if twice:
+            raise Refuted(f"{twice[0]} is called more than once")
+        return Stream(
+            cuts=tuple(sorted(cuts)),
+            gathers=tuple(sorted(gathers)),
+            ends=(self.end.module,) if self.end is not None else (),
+            inside=frozenset(inside),
+            taking=frozenset(c.module for c, w in styled if w in ("vocab", "gradients_added")),
+            whole=frozenset(whole),
+            ops=frozenset(self.ops),
+            summed=summed_beside(
+                self.places, self.choice.regions, self.choice.gathered, self.choice.proof,
+                frozenset(self.values), frozenset(self.entered),
+            ),
+        )  # fmt: skip
+
+    def _gather_around(self, call: Call) -> None:
+        """Put the sequence together where the modules around are entered, if all inside want it."""
+        flow, value = self.places.flow, call.inputs[0][1]
+        for around in list(flow.around(call.id))[1:]:
+            if around.parent is None or value not in (v for _, v in around.inputs):
+                return
+            inside = [self.taken.get(n) for n in flow.users(value) if _holds(around, n)]
+            if any(reader is None or reader.inputs[0][1] != value for reader in inside):
+                return
+            for inner in flow.around(call.id):
+                self.gathers.pop((inner.id, value), None)
+            self.gathers[around.id, value] = self._path(around, value)
+
+    def _path(self, call: Call, value: int) -> str:
+        paths = [path for path, v in call.inputs if v == value]
+        if len(paths) != 1 or "." in paths[0]:
+            raise Refuted(f"{call.module} is not given it as one argument")
+        return paths[0]
+
+    def _is_part(self, value: int, op: int) -> bool:
+        """Whether this operation sees a part of a value."""
+        if value in self.values:
+            ends = self.end is not None and value in (v for _, v in self.end.outputs)
+            return not (ends and self.end is not None and op >= self.end.ops[1])
+        return any(_holds(call, op) for call in self.entered.get(value, ()))
+
+    def _add(self, value: int) -> None:
+        if value not in self.values:
+            self.values.add(value)
+            self.waiting.append(value)
+
+    def _follow(self, value: int) -> None:
+        for number in self.places.flow.users(value):
+            call = self.taken.get(number)
+            if call is None and number not in self.ops and self._is_part(value, number):
+                self._work(number, self.places.flow.ops[number])
+            elif call is not None and call.inputs[0][1] != value:
+                raise Refuted(f"{call.module} reads it beside what it is given")
+
+    def _work(self, number: int, op: Op) -> None:
+        """An operation on parts: what else it takes must be one, or know nothing of the sequence.
+
+        Raises:
+            Refuted: It looks across the sequence, or may.
+        """
+        self.ops.add(number)
+        module = self.places.flow.calls[op.call].module
+        what = base_name(op) + (f" in {module}" if module else "")
+        dims, values = self.places.classes.dims, self.places.flow.values
+        makers = {self.places.flow.producer(value) for value in op.mutates}
+        if not makers <= self.ops:  # What leaves a DTensor, or is whole elsewhere.
+            raise Refuted(f"{what} writes into what others made")
+        if op.is_random and not _keeps_all(op):
+            raise Refuted(f"{what} draws random numbers for a part of the sequence")
+        if not self._is_apart(op):
+            raise Refuted(f"{what} is not known to keep the positions of a sequence apart")
+        ndims = set()
+        for value in op.inputs:
+            if any(f in self.cut for dim in dims[value] for f in dim):
+                raise Refuted(f"{what} combines it with something cut otherwise")
+            if any(f in self.along for dim in dims[value] for f in dim):
+                self._lies_along(value, what)
+                self.missing.append((number, value, what))
+                ndims.add(len(dims[value]))
+        if len(ndims) > 1 or (len(op.inputs) > 1 and ndims != {len(dims[op.outputs[0]])}):
+            raise Refuted(f"{what} combines it with a sequence in another place")
+        for value in op.outputs:
+            if values[value].shape:
+                self._lies_along(value, what)
+            self._add(value)
+
+    def _is_apart(self, op: Op) -> bool:
+        name, ndim = base_name(op), len(self.places.classes.dims[op.inputs[0]])
+        for table, default in ((REDUCED, None), (LOOKS_ALONG, -1)):
+            if name in table:
+                which = argument(op, table[name], "dim", default)
+                is_known = isinstance(which, int | tuple | list) and not isinstance(which, bool)
+                return is_known and _DIM not in positions(which, ndim)
+        if name in _NORMS:
+            return len(tuple(op.args[1])) < ndim - _DIM
+        return op.is_pointwise or op.name == UPDATE or name in ALONG or name in _VIEWS
+
+    def _lies_along(self, value: int, what: str) -> None:
+        """It has the sequence as its second dim, and nowhere else."""
+        dims = self.places.classes.dims[value]
+        others = [f for d, dim in enumerate(dims) if d != _DIM for f in dim]
+        if len(dims) <= _DIM or dims[_DIM] != self.along or set(others) & set(self.along):
+            raise Refuted(f"{what} takes or makes a sequence that is not the second dim of three")
+
+    def _enter(self, value: int, number: int, what: str) -> None:
+        """A whole sequence meets parts: cut it where a module around is given it."""
+        flow = self.places.flow
+        around = [
+            call
+            for call in flow.around(flow.ops[number].call)
+            if any(v == value for _, v in call.inputs)
+        ]
+        users = flow.users(value)
+        around = [c for c in around if all(_holds(c, n) for n in users)][:1] or around[-1:]
+        if not around or around[0].parent is None:
+            raise Refuted(f"{what} combines it with a sequence that no module around is given")
+        self._path(around[0], value)
+        self.entered.setdefault(value, []).append(around[0])
+        self.waiting.append(value)
+
+
+def _holds(call: Call, op: int) -> bool:
+    return call.ops[0] <= op < call.ops[1]
+
+
+def _keeps_all(op: Op) -> bool:
+    """Dropout that drops nothing."""
+    return base_name(op) == "native_dropout" and op.args[1] == 0

@@ -1,0 +1,50 @@
+"""What of a model works on parts of the sequence, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from meshplan.assign.types import Crossing, Reason
+
+PARTS: Final = Reason("auto: whole, and used on parts of the sequence, so its gradient is added up")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """What works on parts of the sequence.
+
+    Args:
+        cuts: (module, path of an argument) where a whole sequence enters and each rank goes on
+            with its part.
+        gathers: The same where parts enter, and the module works on all of them.
+        ends: Modules that leave parts, which are put together there.
+        inside: Styled modules that take what such a module was given.
+        taking: Styled modules that take a whole sequence and leave no features cut: heads.
+        whole: Styled modules outside of the stream.
+        ops: Operations on parts, by number.
+        summed: Parameters used on parts, of whose gradients each rank has an addend.
+    """
+
+    cuts: tuple[tuple[str, str], ...] = ()
+    gathers: tuple[tuple[str, str], ...] = ()
+    ends: tuple[str, ...] = ()
+    inside: frozenset[str] = frozenset()
+    taking: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
+    ops: frozenset[int] = frozenset()
+    summed: tuple[str, ...] = ()
+
+
+def crossings(stream: Stream) -> Iterator[Crossing]:
+    """Where the cut begins and ends."""
+    for module, path in stream.cuts:
+        reason = Reason("auto: what is added from here on works on each position by itself")
+        yield Crossing(module=module, path=path, change="cut", reason=reason)
+    for module, path in stream.gathers:
+        reason = Reason("auto: it works across the sequence, or counts it")
+        yield Crossing(module=module, path=path, change="gather", reason=reason)
+    for module in stream.ends:
+        reason = Reason("auto: what follows is not known to work on parts")
+        yield Crossing(module=module, path=None, change="gather", reason=reason)
