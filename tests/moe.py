@@ -60,7 +60,9 @@ class Grouped(nn.Module):
     def forward(self, x: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
         slots = chosen.flatten()
         order = slots.argsort(stable=True)
-        ends = torch.bincount(slots, minlength=self.count).cumsum(0).to(torch.int32)
+        # Not bincount, whose shape depends on numbers: a pipeline records forwards without any.
+        each = torch.histc(slots.float(), bins=self.count, min=0, max=self.count - 1)
+        ends = each.cumsum(0).to(torch.int32)
         rows = x.repeat_interleave(chosen.shape[-1], 0)[order]
         made = F.grouped_mm(F.gelu(F.grouped_mm(rows, self.up, offs=ends)), self.down, offs=ends)
         back = made[order.argsort()].view(*chosen.shape, -1)
