@@ -7,6 +7,7 @@ of ep or other stages hold; a rank that no token comes to and that waits in anot
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from meshplan.memory import state_bytes
 from meshplan.plan import make_plan
 from meshplan.reader import load_spec
 from meshplan.restrict import restrict
+from meshplan.runtime.imagine import imagine_step
 from meshplan.runtime.measure import live_bytes
-from tests import models, moe
+from tests import exact, models, moe, replayed
 from tests.parity import TOLERANCE
 from tests.test_expert_parallel import train
 
@@ -40,6 +42,11 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "qwen3_moe, recomputed, clipped": (
         4, "qwen3_moe", spread(PAIR, count=4, activation_checkpointing="full", **CLIP)),
     "mixtral": (4, "mixtral grouped", spread(PAIR)),
+    "own, recomputed in part, clipped": (
+        4, "grouped", spread(PAIR, count=4, activation_checkpointing="selective", **CLIP)),
+    "own, recomputed in part, over all ranks of one stage": (
+        4, "grouped",
+        moe.plan({"dp_shard": 4, "ep": "4 in dp_shard"}, activation_checkpointing="selective")),
     "qwen3_moe, recomputed in part, accumulated": (
         4, "qwen3_moe batched",
         spread(PAIR, activation_checkpointing="selective", batch={"accumulate": 2})),
@@ -62,7 +69,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "mixtral beside tp from the data flow": (
         8, "mixtral grouped", spread(TP, tp_plan="auto", **CLIP)),
 }  # fmt: skip
-DEFAULT = ("qwen3_moe, recomputed, clipped",)
+DEFAULT = ("own, recomputed in part, clipped",)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +103,58 @@ def held(plan: dict[str, Any]) -> tuple[int, int]:
 def test_every_rank_holds_the_bytes_that_its_layouts_say(pool: Any) -> None:
     found = pool(8).run(held, spread(SOME, "Interleaved1F1B"))
     assert [live for live, _ in found] == [planned for _, planned in found]
+
+
+EXACT: dict[str, tuple[dict[str, Any], str]] = {
+    "1F1B": (spread(PAIR), "adamw"),
+    "recomputed, clipped": (spread(PAIR, activation_checkpointing="full", **CLIP), "adamw"),
+    "recomputed in part": (spread(PAIR, count=4, activation_checkpointing="selective"), "sgd"),
+    "in halves": (spread(PAIR, "ZBVZeroBubble", 4), "adamw"),
+    "interleaved, zero1, bf16": (
+        spread(PAIR, "Interleaved1F1B", strategy="zero1", precision="bf16-mixed"), "adamw"),
+}  # fmt: skip
+"""By name, (plan, optimizer)."""
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("case", EXACT)
+def test_every_phase_is_exact(pool: Any, apart: ProcessPoolExecutor, case: str) -> None:
+    """Where every expert gets as many tokens, real ranks need what is imagined for them."""
+    plan, how = EXACT[case]
+    real = pool(4).run(exact.measured, "experts: even", plan, how, 4)
+    for rank in (0, 3):
+        answer = apart.submit(exact.imagined, "experts: even", plan, how, 4, rank).result()
+        assert isinstance(answer, tuple), answer
+        assert answer[0].by_phase == real[rank]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("case", [case for case in EXACT if case != "in halves"])
+def test_a_composed_step_is_the_traced_one(apart: ProcessPoolExecutor, case: str) -> None:
+    plan, how = EXACT[case]
+    for rank in (0, 3):
+        answer = apart.submit(replayed.both, "experts: even", plan, how, 4, rank).result()
+        assert isinstance(answer, tuple), answer
+        whole, composed = answer
+        assert composed[1] == whole[1]
+
+
+def imagined_failing(plan: dict[str, Any]) -> str:
+    """What is raised where the loss of an imagined step fails."""
+
+    def fails(*_: Any) -> torch.Tensor:
+        raise ValueError("no loss")
+
+    model, found, batch = replayed.decided("experts: even", plan, 4)
+    try:
+        imagine_step(model, found, *batch, fails, models.optimizer, 3)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_half_of_a_step_is_never_taken_for_all_of_it(apart: ProcessPoolExecutor) -> None:
+    assert apart.submit(imagined_failing, spread(PAIR)).result() == "no loss"
 
 
 def saved_and_loaded(plan: dict[str, Any], other: dict[str, Any], folder: str) -> float:
