@@ -104,7 +104,6 @@ CLASHES: Final = (
     Clash("loss_chunks", "loss_parallel",
           "each rank of tp has a part of the vocabulary, and chunks are computed by one rank alone",
           "keep one of them"),
-    Clash("ep", "pp", _UNPROVED, "spread those ranks over dp_shard instead of pp, or leave ep out"),
     Clash("sequence_parallel", "ep",
           "experts would get a part of the sequence, and gradients of that part only",
           "leave sequence_parallel out"),

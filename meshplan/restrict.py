@@ -53,6 +53,7 @@ def restrict(plan: Plan, stage: int) -> Plan:
         tensors=MappingProxyType({f: _housed(p, units) for f, p in tensors.items()}),
         units=MappingProxyType(units),
         styles=here(whole.styles),
+        experts=here(whole.experts),
         recompute=here(whole.recompute),
         host_activations=here(whole.host_activations),
         attributes=tuple(a for a in whole.attributes if is_here(a.module)),

@@ -60,7 +60,9 @@ class Grouped(nn.Module):
     def forward(self, x: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
         slots = chosen.flatten()
         order = slots.argsort(stable=True)
-        ends = torch.bincount(slots, minlength=self.count).cumsum(0).to(torch.int32)
+        # Not bincount, whose shape depends on numbers: a pipeline records forwards without any.
+        each = torch.histc(slots.float(), bins=self.count, min=0, max=self.count - 1)
+        ends = each.cumsum(0).to(torch.int32)
         rows = x.repeat_interleave(chosen.shape[-1], 0)[order]
         made = F.grouped_mm(F.gelu(F.grouped_mm(rows, self.up, offs=ends)), self.down, offs=ends)
         back = made[order.argsort()].view(*chosen.shape, -1)
@@ -80,9 +82,13 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
         logits = self.router(tokens)
-        if self.favour:  # The first experts get every token, the others none.
+        if self.favour > 0:  # The first experts get every token, the others none.
             logits = logits + 50.0 * (torch.arange(logits.shape[-1]) < self.favour)
         scores, chosen = logits.softmax(-1).topk(TOP_K, -1)
+        if self.favour < 0:
+            slots = torch.arange(chosen.numel(), device=x.device)
+            chosen = (slots % logits.shape[-1]).view_as(chosen)
+            scores = logits.softmax(-1).gather(-1, chosen)
         by_kind = (scores, chosen) if self.kind == "stack" else (chosen, scores)
         out = self.experts(tokens, *by_kind)
         out += self.shared(tokens)
@@ -93,7 +99,8 @@ class Own(nn.Module):
     """A small model around mixtures.
 
     Args:
-        favour: How many experts get all the tokens; 0 leaves it to the router.
+        favour: How many experts get all the tokens; 0 leaves it to the router, and below that
+            each gets as many.
     """
 
     def __init__(
@@ -172,6 +179,7 @@ BUILDERS: Final[Mapping[str, Callable[[], nn.Module]]] = {
     "gpt_oss": functools.partial(_hf, "gpt_oss"),
     "stack": Own,
     "grouped": functools.partial(Own, "grouped"),
+    "even": functools.partial(Own, "grouped", favour=-1),
     "uneven": functools.partial(Own, count=6, ffn=33),
     "one rank gets all": functools.partial(Own, favour=TOP_K),
     "one rank gets all, frozen": functools.partial(Own, favour=TOP_K, frozen=True),

@@ -72,6 +72,11 @@ def plan_of(schedule: str, pp: int = 2, microbatches: int = 4, **more: Any) -> d
 MIXED = {"precision": "bf16-mixed"}
 AGAIN = {"activation_checkpointing": "full"}
 CUT = {"dp_shard": 2, "tp": 2}
+SPREAD: dict[str, Any] = {
+    "mesh": {"dp_shard": 2, "ep": "2 in dp_shard"},
+    "rules": [{"match": "**.experts", "place": {"ep": "ep_dispatch_experts"}}],
+}  # fmt: skip
+WHOLE: dict[str, Any] = {"rules": [{"match": "**.experts", "place": {"tp": "R"}}]}
 MORE = {"batch": {"accumulate": 3}, "clip_grad_norm": 1.0}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "GPipe": (LLAMA, plan_of("GPipe")),
@@ -118,8 +123,34 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "deepseek": (DEEPSEEK, plan_of("1F1B", 4, 8, **MIXED)),
     "deepseek, interleaved, recomputed": (
         DEEPSEEK, plan_of("Interleaved1F1B", virtual=2, **AGAIN, **MIXED)),
+    "mixtral, spread": (MIXTRAL, plan_of("1F1B", **SPREAD, **MIXED)),
+    "mixtral of two blocks, spread, recomputed": (
+        MIXTRAL | {"num_hidden_layers": 2}, plan_of("1F1B", 2, 2, **SPREAD, **AGAIN, **MIXED)),
+    "mixtral, spread, recomputed, twice, clipped": (
+        MIXTRAL, plan_of("Interleaved1F1B", virtual=2, **SPREAD, **AGAIN, **MIXED, **MORE)),
+    "qwen, spread, float32, selective, half as many more": (
+        QWEN | {"num_experts_per_tok": 2}, plan_of(
+            "GPipe", activation_checkpointing="selective", experts={"capacity": 1.5}, **SPREAD)),
+    "mixtral, spread over some, zero2": (
+        MIXTRAL, plan_of("1F1B", strategy="zero2", **SPREAD | {
+            "mesh": {"dp_shard": 4, "ep": "2 in dp_shard"}}, **MIXED)),
+    "mixtral, spread, zero1, hybrid": (
+        MIXTRAL, plan_of("1F1B", **SPREAD | {
+            "mesh": {"dp_replicate": 2, "dp_shard": 2, "ep": "2 in dp_shard"}}, **MIXED)),
+    "mixtral, spread, zero1": (MIXTRAL, plan_of("1F1B", strategy="zero1", **SPREAD, **MIXED)),
+    "deepseek, spread, recomputed": (
+        DEEPSEEK | {"n_routed_experts": 8}, plan_of("1F1B", 4, 8, **SPREAD, **AGAIN, **MIXED)),
+    "qwen, spread, in halves": (QWEN, plan_of("InterleavedZeroBubble", virtual=2, **SPREAD)),
+    "mixtral, spread, in halves, bf16": (MIXTRAL, plan_of("ZBVZeroBubble", **SPREAD, **MIXED)),
+    "mixtral, spread, beside tp": (
+        MIXTRAL, plan_of("1F1B", tp_plan="hf", **SPREAD | {
+            "mesh": {"dp_shard": 2, "tp": 2, "ep": "2 in dp_shard"},
+            "rules": [*SPREAD["rules"], *WHOLE["rules"]]}, **MIXED)),
 }  # fmt: skip
-DEFAULT = {"interleaved, recomputed": 3, "gpt2, tied, clipped": 0}
+DEFAULT = {
+    "interleaved, recomputed": 3, "gpt2, tied, clipped": 0,
+    "mixtral of two blocks, spread, recomputed": 0,
+}  # fmt: skip
 """One rank of each; the wide run takes one of every stage."""
 
 

@@ -34,7 +34,7 @@ class StageSeconds:
 
 
 def chain_of_plan(plan: Plan) -> Chain:
-    """The model as one rank of the plan's tp computes it.
+    """The model as one rank of the plan's tp and ep computes it.
 
     Raises:
         PlanError: It is of no known family, or the plan says too little, or does something that
@@ -57,6 +57,7 @@ def chain_of_plan(plan: Plan) -> Chain:
         seq_len=seq_len,
         element_bytes=DTYPE_BYTES[dtype],
         tp=tp,
+        ep=plan.mesh.size("ep"),
         styled=styled_of(plan) if tp > 1 else None,
         loss_chunks=loss_chunks_of(plan),
     )

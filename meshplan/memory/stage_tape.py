@@ -196,7 +196,8 @@ class Cutter:
 def _widen(tape: Tape, free: Collection[str], times: int) -> None:
     """Let free modules make what they make wider, and every unit cast what it is called with.
 
-    What is computed from stand-ins alone is as wide as these.
+    What is computed from stand-ins alone is as wide as these. A unit inside of another one is
+    called with what that one has cast.
     """
     is_free = {
         name: any(module in free for module in around(name))
@@ -215,8 +216,10 @@ def _widen(tape: Tape, free: Collection[str], times: int) -> None:
     moved: list[int] = []
     entered: dict[tuple[int, int], int] = {}
     out: list[Row] = []
-    units = sorted(tape.units, key=lambda unit: unit[1])
+    units = sorted(tape.units, key=lambda unit: (unit[1], -unit[2]))
     for fqn, start, end in units:
+        if start < at:
+            continue
         moved += [n + shift for n in range(at, start)]
         out += rows[at:start]
         read = sorted({v for row in rows[start:end] for v in row.reads if v in wide})

@@ -158,12 +158,13 @@ class StageWork:
     def marks_between(self, first: int) -> Sequence[Mark]:
         """Those of forward, of backward, or of one of its halves, by their first event."""
         marks = self.work.marks
+        # Backward may run a unit's forward again.
+        back = next(n for n, mark in enumerate(marks) if mark.moment not in _FORWARD)
         if first == self.num_before:
-            return [mark for mark in marks if mark.moment in _FORWARD]
+            return marks[:back]
         if self.turn is None:
-            return [mark for mark in marks if mark.moment not in _FORWARD]
-        first_half = [mark for mark in marks[: self.turn[1]] if mark.moment not in _FORWARD]
-        return marks[self.turn[1] :] if first == self.turn[0] else first_half
+            return marks[back:]
+        return marks[self.turn[1] :] if first == self.turn[0] else marks[back : self.turn[1]]
 
     @cached_property
     def ready_at(self) -> Mapping[int, Sequence[int]]:

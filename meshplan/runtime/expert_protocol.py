@@ -105,7 +105,7 @@ def find_protocols(model: nn.Module, plan: Plan) -> dict[str, Protocol | str]:
 
 
 def find_for_twin(model: nn.Module, twin: nn.Module, plan: Plan) -> None:
-    """Know of a copy without numbers what is found of the model: there it could not be tried."""
+    """Know of a copy what is found of the model: one without numbers could not be tried."""
     for fqn, found in (find_protocols(model, plan) if plan.mesh.size("ep") > 1 else {}).items():
         module = twin.get_submodule(fqn)
         _tried[module] = (plan.assignment.experts[fqn].num_experts, _likeness(module)), found

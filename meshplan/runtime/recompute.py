@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -36,6 +37,11 @@ _OPS: dict[str, tuple[str, ...]] = {
 }
 """Words of `save:` and the aten ops they stand for."""
 
+_RECORDS = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+)
+
 DEFAULT_SAVE = ("mm", "bmm", "conv", "sdpa")
 """What selective keeps: the outputs that cost most to compute per byte.
 
@@ -50,6 +56,8 @@ def apply_recompute(model: nn.Module, plan: Plan) -> None:
         context: dict[str, Any] = {}
         if recompute.policy.mode == "selective":
             saved = _saved_ops(recompute.policy.save or DEFAULT_SAVE, recompute.reason.origin)
+            # A unit inside of it that stays gathered leaves the profiler other records each time.
+            SAC_IGNORED_OPS.update(_RECORDS)
             context["context_fn"] = partial(
                 create_selective_checkpoint_contexts, partial(_policy, saved)
             )

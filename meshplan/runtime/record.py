@@ -25,7 +25,7 @@ from meshplan.runtime.batch import as_arguments, mapped
 from meshplan.runtime.leftovers import Trace, nothing_left
 from meshplan.runtime.nest import shape_of, tensors_in
 from meshplan.runtime.private import bytes_of
-from meshplan.runtime.private_fakes import fake_mode
+from meshplan.runtime.private_fakes import fake_mode, untraceable
 from meshplan.runtime.remembered import changes, remembered
 
 _REAL_BYTES_LIMIT = 4 * 2**30
@@ -67,10 +67,16 @@ def record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None = None) -
 
 def _problem(model: nn.Module, error: Exception) -> Problem:
     first = (str(error).strip() or repr(error)).splitlines()[0]
+    fix = "pass example_inputs that the model's forward accepts"
+    if (untraceable(error) or ("", ""))[1] == "shape":
+        fix = (
+            "let no shape in it depend on numbers (transformers computes experts so with "
+            "experts_implementation='grouped_mm')"
+        )
     return Problem(
         f"the forward of {type(model).__name__} cannot be recorded on the example inputs: "
         f"{type(error).__name__}: {first}",
-        fix="pass example_inputs that the model's forward accepts",
+        fix=fix,
     )
 
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.plan import Plan
 from meshplan.restrict import restrict
+from meshplan.runtime.expert_protocol import find_for_twin
 from meshplan.runtime.materialize import Values
 from meshplan.runtime.mesh import submesh
 from meshplan.runtime.outside import watch_first_forward
@@ -40,6 +41,7 @@ def apply_pipeline(
         hooks = hooks_of(module, dict.fromkeys(unit for unit, _ in stages.units))
         part = restrict(plan, stage)
         held = part.assignment.tensors
+        find_for_twin(model, module, part)
         wrap(module, part, mesh, Values({f: v for f, v in values.local.items() if f in held}))
         replay = Replay(stage)  # Its early end is inside of no unit: `restrict` leaves none there.
         watch_calls(module, hooks, replay)

@@ -142,9 +142,13 @@ class Run:
         self._leaving.clear()
 
     def _fail(self, error: Exception) -> None:
-        """Compute no more; raise where the other ranks of the stage go on computing."""
+        """Compute no more; raise where the other ranks of the stage go on computing.
+
+        Or where there are none: what is left of the step would be taken for all of it.
+        """
         if self.failure is None:
-            if is_lost_connection(error) or not fails_together(error, self.peers):
+            is_alone = is_pretending() or is_lost_connection(error)
+            if is_alone or not fails_together(error, self.peers):
                 raise error
             self.failure = error
 
