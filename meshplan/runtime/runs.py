@@ -244,7 +244,7 @@ def _run(container: str, blocks: list[nn.Module], plan: Plan) -> Run | None:
 
     def is_over(at: int, before: int) -> bool:
         """Whether the one at a place is not as the one before."""
-        if at == len(blocks) or not _is_alike(blocks[before], blocks[at], at - before):
+        if at == len(blocks) or not is_alike(blocks[before], blocks[at], at - before):
             return True
         return said(at) is None or bool(said(at) != said(before))
 
@@ -296,8 +296,8 @@ def _said(block: str, plan: Plan) -> Any:
     )  # fmt: skip
 
 
-def _is_alike(one: nn.Module, other: nn.Module, step: int) -> bool:
-    """Whether two modules are alike, `step` places apart."""
+def is_alike(one: nn.Module, other: nn.Module, step: int = 0) -> bool:
+    """Whether two modules are alike, `step` places apart, in all but the numbers they hold."""
     pairs = list(zip(one.named_modules(), other.named_modules(), strict=False))
     if len(pairs) != sum(1 for _ in other.modules()) or len(pairs) != sum(1 for _ in one.modules()):
         return False
