@@ -30,6 +30,9 @@ _CERTIFIED = (
     "the plan, and what wrappers and the optimizer add was composed by rules"
 )
 
+_MOST_BLOCKS = 128
+"""That are run in the end; each takes 30 to 60 ms, forward and backward and twice."""
+
 
 class Certifier:
     """Traces a live model as a plan has it.
@@ -64,9 +67,13 @@ class Certifier:
         try:
             plan = decided_of(self._model, spec, self._origin)
             check_rules(plan)
-            return self._traced(plan)
+            why = _why_not(plan)
+            if not why:
+                return self._traced(plan)
         except MeshplanError as error:
-            return error.problems[0].what
+            why = error.problems[0].what
+        self._told(f"what was chosen is told from the config, and not traced: {why}")
+        return why
 
     def _traced(self, plan: Plan) -> MemoryEstimate:
         groups = equal_ranks(plan.assignment)
@@ -102,3 +109,18 @@ class Certifier:
             assumed=loop.assumed,
             error=COMPOSED_ERROR,
         )
+
+
+def _why_not(plan: Plan) -> str:
+    """Why nobody waits for a trace: ranks of a pipeline do all their microbatches at once."""
+    stages = plan.assignment.stages
+    if stages is None:
+        return ""
+    firsts = alike_ranks(plan, [ranks[0] for ranks in equal_ranks(plan.assignment)])
+    places = [plan.mesh.index(same[0], ("pp",)) for same in firsts]
+    blocks = set(plan.graph.blocks())
+    run = sum(places.count(stages.rank_of(s)) for fqn, s in stages.units if fqn in blocks)
+    if run * stages.microbatches <= _MOST_BLOCKS:
+        return ""
+    much = f"{run} blocks with {stages.microbatches} microbatches each"
+    return f"its ranks run {much}, and only meshplan estimate waits for that"
