@@ -62,13 +62,13 @@ def question_of_file(
 
 def with_shorter(question: Question, config: str | Path, origin: Origin) -> Question:
     """Beside the model, the same with fewer blocks."""
+    return with_made(question, lambda blocks: from_config(config, origin, blocks=blocks))
 
-    @cache
-    def shorter(blocks: int | tuple[int, ...]) -> ModelGraph:
-        return from_config(config, origin, blocks=blocks)
 
-    few = shorter(_shown(question.graph))
-    return replace(question, few=few, shorter=shorter)
+def with_made(question: Question, make: Callable[[int | tuple[int, ...]], ModelGraph]) -> Question:
+    """The same, made by whoever can."""
+    shorter = cache(make)
+    return replace(question, few=shorter(_shown(question.graph)), shorter=shorter)
 
 
 def _shown(graph: ModelGraph) -> tuple[int, ...]:

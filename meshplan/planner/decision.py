@@ -36,6 +36,8 @@ class Question:
         cluster: The machine.
         time_limit_s: After which the best so far is the answer; None for no limit.
         traced: What a live model tells; None where its config tells all.
+        certify: What a trace says of a plan with nothing left open, or why none tells; None where
+            there is no model to trace, or `traced` does.
     """
 
     read: Callable[[Sequence[str]], Spec]
@@ -47,6 +49,7 @@ class Question:
     few: ModelGraph | None = None
     shorter: Callable[[int | tuple[int, ...]], ModelGraph] | None = None
     traced: Traced | None = None
+    certify: Callable[[Spec], MemoryEstimate | str] | None = None
     objective: str = "time"
     is_stopped: Callable[[], bool] = lambda: False
     profile: Profile | None = None

@@ -16,10 +16,11 @@ from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
 from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
 from meshplan.memory.shape import shape_of
-from meshplan.memory.told import ERROR, OverError, told_estimate, with_worst
+from meshplan.memory.told import ERROR, OverError, told_estimate
 from meshplan.memory.told_works import loss_chunks_of, refusals, styled_of
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.brief import Brief, Glance, Stages
+from meshplan.planner.certified import OVER, certified, words_of
 from meshplan.planner.contexts import EXCHANGES, context_of
 from meshplan.planner.cutting import StagePins, stage_pins_of
 from meshplan.planner.decision import Question, Way
@@ -72,6 +73,7 @@ class Job:
         self._driver = driver_bytes(question.device, ()).high
         self.measured: list[Way] = []
         self._known: dict[tuple[object, ...], Measured] = {}
+        self._over: set[str] = set()
         self.is_widened, self._num_configs = False, 0
         self.allow(question.limit_bytes)
         if free is not None:
@@ -330,6 +332,8 @@ class Job:
             held = (group.band[1] - self._driver) / _SHARES
             excess = max(excess, held - candidate.linear_bytes[_place(plan, group.ranks[0])])
         way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
+        if words_of(way) in self._over:
+            return Measured(fits=False, why=OVER, is_of_row=False)
         self.measured.append(way)
         return Measured(
             fits=memory.fits is True, excess_bytes=excess, result=way, is_of_row=self._is_of_row
@@ -354,10 +358,12 @@ class Job:
 
     def certified(self, way: Way) -> Way | None:
         """What was chosen, as its model does it and not as it was composed; None if it is over."""
-        if self._traced is None:
-            return self._at_worst(way)
-        memory = self._traced.certify(way.plan)
-        return replace(way, memory=memory) if memory.fits else None
+        found = certified(self.question, way)
+        if found is None:
+            self._over.add(words_of(way))
+            self._known.clear()
+            self.measured.remove(way)
+        return found
 
     def guess(self, numbers: Numbers, candidate: Candidate) -> Guess | None:
         """What some rank may hold above its linear figure, if a short model tells so."""
@@ -385,12 +391,6 @@ class Job:
             return None
         stages, row = self.blocks(numbers, candidate), self.grid[candidate.row]
         return self._brief.glance(row, stages, candidate, self.capacity, guesses=guesses)
-
-    def _at_worst(self, way: Way) -> Way:
-        """The same, saying what the worst routing would need."""
-        if way.plan.mesh.size("ep") == 1:
-            return way
-        return replace(way, memory=with_worst(way.memory, way.plan))
 
 
 def _place(plan: Plan, rank: int) -> int:

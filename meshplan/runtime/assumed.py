@@ -180,7 +180,8 @@ def _local_parts(plan: Plan, batch: Any) -> Any:
 
 def _returned(model: nn.Module, inputs: Any) -> Returned:
     """(under which name the model returns what a loss is made of, the shapes of its results)."""
-    mode, shadows = fake_mode(), Shadows()
+    mode = fake_mode()
+    shadows = Shadows(mode)
     twin, _, _ = twin_of(model, (), mode)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:

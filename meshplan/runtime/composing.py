@@ -42,7 +42,7 @@ class NotComposedError(Exception):
 
 def is_cheaper(model: nn.Module, plan: Plan, ranks: Sequence[int]) -> bool:
     """Whether less has to be run than a whole step of each of these ranks."""
-    saves = len(_alike(plan, ranks)) < len(ranks) or plan.assignment.stages is not None
+    saves = len(alike_ranks(plan, ranks)) < len(ranks) or plan.assignment.stages is not None
     return saves or bool(not plan.assignment.apply and runs_of(model, plan))
 
 
@@ -57,7 +57,7 @@ def composed(question: Question, plan: Plan, ranks: Sequence[int]) -> list[Imagi
         check_rules(plan)
     except PlanError as error:
         raise NotComposedError(error.problems[0].what) from None
-    alike = _alike(plan, ranks)
+    alike = alike_ranks(plan, ranks)
     found = run_apart(_compose, [(question, same) for same in alike])
     refused = next((each for each in found if isinstance(each, str)), None)
     if refused is not None:
@@ -70,7 +70,7 @@ def composed(question: Question, plan: Plan, ranks: Sequence[int]) -> list[Imagi
     return [by_rank[rank] for rank in ranks]
 
 
-def _alike(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
+def alike_ranks(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
     """The ranks, together where they stand at one place of all axes but the data axes."""
     mesh = plan.mesh
     axes = tuple(axis for axis in mesh.names if axis not in DATA_AXES)

@@ -13,10 +13,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from meshplan.runtime.ledger import Ledger
+from meshplan.runtime.nest import given_to
 from meshplan.runtime.personality import Behaviour
 
 _ops: Final[Any] = torch.ops.aten
@@ -137,8 +137,7 @@ def _done(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Done | N
     packet = func.overloadpacket
     if packet in _MAKES_NOTHING:
         return None
-    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+    given, made = given_to((args, kwargs)), given_to(out)
     if not made:
         return None
     made_bytes = float(sum(map(_bytes_of, made)))

@@ -136,7 +136,7 @@ def imagining_alone(
             with mode:  # What is found of experts is known again by their dtype.
                 cast_parameters(twin, plan)
             find_for_twin(model, twin, plan)
-        shadows = Shadows()
+        shadows = Shadows(mode)
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             out = stand_in(tensor)

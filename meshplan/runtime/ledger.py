@@ -16,16 +16,17 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from meshplan.memory.log import Event, EventLog, Storage, Term
 from meshplan.memory.terms import settle
 from meshplan.runtime.host import CROSSING, Side
+from meshplan.runtime.nest import given_to
 from meshplan.runtime.personality import AS_IT_IS, Behaviour
 from meshplan.runtime.place import Place
 from meshplan.runtime.pretend import is_pretending
 from meshplan.runtime.private import on_resize
+from meshplan.runtime.private_modes import Watching, device_told
 from meshplan.runtime.private_ops import around_propagation
 
 _SENDING: Final = ("c10d", "_c10d_functional", "_dtensor")
@@ -34,7 +35,7 @@ _ADD: Final = torch.ops.aten.add_.Tensor
 _WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(Watching):
     """Open it around the code to be watched.
 
     Args:
@@ -134,6 +135,8 @@ class Ledger(TorchDispatchMode):
             self._change(number, size)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (device := device_told(func, args)) is not None:
+            return device
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # Its parts come by on their own.
         if self._muted.depth:
@@ -144,18 +147,16 @@ class Ledger(TorchDispatchMode):
         on_host = self._is_on_host(func, (args, kwargs))
         # A view of what nobody saw being made is a glance into a backend's own buffers.
         if not func.is_view:
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, torch.Tensor):
-                    for plain in _plain(tensor):
-                        self._see(plain, str(func), Term.TEMPORARIES, on_host=on_host)
+            for tensor in given_to(out):
+                for plain in _plain(tensor):
+                    self._see(plain, str(func), Term.TEMPORARIES, on_host=on_host)
         if not on_host:
             self._pass_by(str(func), self._behaviour.inside(func, args, out))
         if func.namespace in _SENDING:
-            for tensor in tree_leaves((args, kwargs, out)):
-                if isinstance(tensor, torch.Tensor):
-                    for plain in _plain(tensor):
-                        known = self._live.get(plain.untyped_storage()._cdata)
-                        self._sent |= {known[0]} if known else set()
+            for tensor in given_to((args, kwargs, out)):
+                for plain in _plain(tensor):
+                    known = self._live.get(plain.untyped_storage()._cdata)
+                    self._sent |= {known[0]} if known else set()
         return out
 
     def __enter__(self) -> Ledger:
@@ -182,7 +183,7 @@ class Ledger(TorchDispatchMode):
             return crossing is Side.HOST
         if not self._hosted:
             return False
-        tensors = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
+        tensors = given_to(given)
         sides = [n in self._hosted for t in tensors for n in self.numbers_of(t)]
         if func is _ADD and sides[:1] == [True] and False in sides:
             self._host_most = max(self._host_most, self._host_live + tensors[1].nbytes)

@@ -27,6 +27,26 @@ def tensors_in(item: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         yield from tensors_in(part, f"{path}.{key}" if path else key)
 
 
+def given_to(value: Any) -> list[torch.Tensor]:
+    """The tensors that an operator is given or gives, in order.
+
+    Operators know of no more than lists, tuples and keywords; asked of each, this has to be quick.
+    """
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    out: list[torch.Tensor] = []
+    for part in value:
+        if isinstance(part, torch.Tensor):
+            out.append(part)
+        elif isinstance(part, tuple | list | dict):
+            out += given_to(part)
+    return out
+
+
 def _parts(item: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(item, Mapping):  # Before dataclasses: transformers' outputs are both.
         yield from ((str(key), part) for key, part in item.items())

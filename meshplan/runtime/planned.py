@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from meshplan.errors import ApplyError, MeshplanError, Origin, Problem
-from meshplan.planner.asking import Load, question_of
+from meshplan.planner.asking import Load, question_of, with_made
 from meshplan.planner.decision import Question
 from meshplan.planner.lock import chosen_spec, spec_hash
 from meshplan.planner.whole import whole_statements
 from meshplan.reader import load_spec
 from meshplan.runtime.applied import exchange, raise_told
+from meshplan.runtime.certify import Certifier
+from meshplan.runtime.described import described
 from meshplan.runtime.question import built_without_memory
 from meshplan.runtime.shrink import source_of
 from meshplan.runtime.trace import graph_of
@@ -53,6 +55,20 @@ def question_of_model(
     graph = graph_of(model)
     question = question_of(load, graph, gpu, memory)
     spec = _with_input(load(()), example_inputs)
+    found = described(model, graph, spec)
+    if not isinstance(found, str):
+        told(f"{type(model).__name__} is what its config describes, and is planned from it")
+        certifier = Certifier(
+            model,
+            device=question.device,
+            limit_bytes=question.limit_bytes,
+            origin=origin,
+            told=told,
+        )
+        question = replace(question, graph=found.graph, certify=certifier.of)
+        return with_made(question, found.shorter)
+    if found:
+        told(f"{type(model).__name__} is traced, and not planned from its config: {found}")
     traced = TracedModel(
         model,
         graph,

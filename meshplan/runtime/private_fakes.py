@@ -26,6 +26,24 @@ def fake_mode() -> AbstractContextManager[object]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def fake_like(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of the same shape, strides and dtype, a parameter where that is one.
+
+    What an operator would make under the mode, which takes several times as long: a model has
+    thousands of tensors.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+    fake: Any = FakeTensor(mode, meta, torch.device("cpu"))
+    if isinstance(tensor, torch.nn.Parameter):
+        fake.requires_grad_(tensor.requires_grad)
+        fake._is_param = True
+    return fake
+
+
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
     """Fake tensors log a traceback before they raise; what is expected to raise is not news."""

@@ -105,7 +105,9 @@ def watch(
     plans = [with_again(plan, each.again) for each in asked]
     batches = {each.samples: _first(each.samples, (inputs, targets)) for each in asked}
     runs = [] if plan.assignment.apply else runs_of(model, plans[0])
-    if any(runs_of(model, other) != runs for other in plans[1:]):
+    others = {each.again: other for each, other in zip(asked, plans, strict=True)}
+    others.pop(asked[0].again)
+    if any(runs_of(model, other) != runs for other in others.values()):
         runs = []
     if runs:
         try:

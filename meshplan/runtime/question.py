@@ -10,7 +10,7 @@ from typing import Final
 
 from torch import nn
 
-from meshplan.errors import ApplyError, PlanError, SpecError
+from meshplan.errors import ApplyError, Origin, PlanError, SpecError
 from meshplan.memory.log import EventLog
 from meshplan.plan import Plan, make_plan
 from meshplan.runtime.example import find_example
@@ -76,16 +76,28 @@ def decided(
         model = change(copy.deepcopy(model))  # The user may have named a model, not a function.
         rules, _ = rules_that_match(spec, before, graph_of(model))
         spec = replace(spec, rules=rules)
+    return model, decided_of(model, spec, source.origin)
+
+
+def decided_of(model: nn.Module, spec: Spec, origin: Origin | None) -> Plan:
+    """The plan of a model that is there.
+
+    Args:
+        origin: Where the user named the model.
+
+    Raises:
+        PlanError: The plan does not fit it.
+    """
     if not spec.reads_flow:
-        return model, make_plan(spec, graph_of(model))
+        return make_plan(spec, graph_of(model))
     inputs = find_example(model, spec)
     try:
         flow = record(model, inputs)
     except ApplyError as error:
         if isinstance(error.__cause__, Exception):
-            raise PlanError(problem_of(error.__cause__, model, source.origin)) from None
+            raise PlanError(problem_of(error.__cause__, model, origin)) from None
         raise PlanError(error.problems) from None
-    return model, make_plan(spec, graph_of(model, flow), rehearse=rehearser(model, inputs))
+    return make_plan(spec, graph_of(model, flow), rehearse=rehearser(model, inputs))
 
 
 def built_without_memory(source: Source) -> nn.Module:

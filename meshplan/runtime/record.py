@@ -25,7 +25,7 @@ from meshplan.runtime.batch import as_arguments, mapped
 from meshplan.runtime.leftovers import Trace, nothing_left
 from meshplan.runtime.nest import shape_of, tensors_in
 from meshplan.runtime.private import bytes_of
-from meshplan.runtime.private_fakes import fake_mode, untraceable
+from meshplan.runtime.private_fakes import fake_like, fake_mode, untraceable
 from meshplan.runtime.remembered import changes, remembered
 
 _REAL_BYTES_LIMIT = 4 * 2**30
@@ -119,7 +119,7 @@ def twin_of(
     with mode:
         if is_fake:
             for tensor in (*model.parameters(), *model.buffers()):
-                memo[id(tensor)] = stand_in(tensor)
+                memo[id(tensor)] = fake_like(mode, tensor)
         args, kwargs = _arguments(inputs, is_fake=is_fake)
     # Outside the mode: what the copy makes of plain attributes must stay what it is.
     return copy.deepcopy(model, memo), args, kwargs

@@ -235,13 +235,24 @@ def _renumbered(run: Run, fqn: str, place: int, kept: int) -> str:
 def _run(container: str, blocks: list[nn.Module], plan: Plan) -> Run | None:
     if len(blocks) < _LEAST or len(set(map(id, blocks))) < len(blocks):
         return None
-    said = [_said(f"{container}.{n}" if container else str(n), plan) for n in range(len(blocks))]
+    known: dict[int, Any] = {}
+
+    def said(place: int) -> Any:
+        if place not in known:
+            known[place] = _said(f"{container}.{place}" if container else str(place), plan)
+        return known[place]
+
+    def is_over(at: int, before: int) -> bool:
+        """Whether the one at a place is not as the one before."""
+        if at == len(blocks) or not is_alike(blocks[before], blocks[at], at - before):
+            return True
+        return said(at) is None or bool(said(at) != said(before))
+
     best: Run | None = None
     for period in range(1, min(_LONGEST_PERIOD, len(blocks) // _LEAST) + 1):
         first = 0
         for at in range(period, len(blocks) + 1):
-            is_over = at == len(blocks) or said[at] is None or said[at] != said[at - period]
-            if is_over or not _is_alike(blocks[at - period], blocks[at], period):
+            if is_over(at, at - period):
                 count = (at - first) // period
                 if count >= _LEAST and (best is None or count * period > best.count * best.period):
                     best = Run(container, first, period, count)
@@ -285,8 +296,8 @@ def _said(block: str, plan: Plan) -> Any:
     )  # fmt: skip
 
 
-def _is_alike(one: nn.Module, other: nn.Module, step: int) -> bool:
-    """Whether two modules are alike, `step` places apart."""
+def is_alike(one: nn.Module, other: nn.Module, step: int = 0) -> bool:
+    """Whether two modules are alike, `step` places apart, in all but the numbers they hold."""
     pairs = list(zip(one.named_modules(), other.named_modules(), strict=False))
     if len(pairs) != sum(1 for _ in other.modules()) or len(pairs) != sum(1 for _ in one.modules()):
         return False

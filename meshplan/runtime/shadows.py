@@ -15,13 +15,15 @@ from typing import Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshplan.runtime.bounding import picked
+from meshplan.runtime.nest import given_to
 from meshplan.runtime.private import without_modes
 from meshplan.runtime.private_fakes import is_fake
+from meshplan.runtime.private_modes import Watching, device_told
+from meshplan.runtime.private_results import Results
 
 _MOST: Final = 1 << 20
 """Elements of the largest tensor whose numbers are kept."""
@@ -35,11 +37,16 @@ _MAKERS: Final = tuple(getattr(torch.ops.aten, name) for name in _NAMES)
 """Operators that make numbers out of nothing but their arguments."""
 
 
-class Shadows(TorchDispatchMode):
-    """Open it inside a mode of fake tensors."""
+class Shadows(Watching):
+    """Open it inside a mode of fake tensors.
 
-    def __init__(self) -> None:
+    Args:
+        mode: That mode, where what operators make in it may be remembered.
+    """
+
+    def __init__(self, mode: Any = None) -> None:
         super().__init__()
+        self._results = None if mode is None else Results(mode)
         self._real = WeakTensorKeyDictionary()
         self._phase = ""
 
@@ -54,12 +61,14 @@ class Shadows(TorchDispatchMode):
                 self._real[fake] = real.detach().clone()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (device := device_told(func, args)) is not None:
+            return device
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         kwargs = kwargs or {}
         if func is _GROUPED and args[0].dtype != torch.bfloat16:
             return _grouped(func, args, kwargs)
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = given_to((args, kwargs))
         is_known = all(t in self._real or not is_fake(t) for t in tensors) and (
             bool(tensors) or func.overloadpacket in _MAKERS
         )
@@ -69,7 +78,10 @@ class Shadows(TorchDispatchMode):
             if func._schema.is_mutable:
                 self._forget_written(func, args)
             out = picked(func, args, kwargs)
-            return func(*args, **kwargs) if out is NotImplemented else out
+            if out is not NotImplemented:
+                return out
+            results = self._results
+            return func(*args, **kwargs) if results is None else results.of(func, args, kwargs)
         with without_modes():
             real_args, real_kwargs = tree_map_only(
                 torch.Tensor, lambda t: self._real.get(t, t), (args, kwargs)

@@ -1,0 +1,143 @@
+"""What operators make of fakes is remembered: it is what torch itself would say, to the stride."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from meshplan.memory.log import EventLog
+from meshplan.runtime import private_results
+from meshplan.runtime.ledger import Ledger
+from meshplan.runtime.private_fakes import fake_like, fake_mode
+from meshplan.runtime.shadows import Shadows
+
+
+class _Many(nn.Module):
+    """Views, products, what writes in place, what draws numbers, several results, none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 8, 3), nn.GroupNorm(2, 8)
+        self.wide, self.drop = nn.Linear(8, 24), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.conv(x)).flatten(2).transpose(1, 2)
+        query, key, value = self.wide(x).chunk(3, -1)
+        seen = functional.softmax(query @ key.mT, -1)
+        out = self.drop(seen) @ value
+        out = out.contiguous().view(-1, 8)[::2]
+        top, places = out.topk(2)
+        out = torch.cat((out, top, out.gather(1, places).to(torch.bfloat16).float()), 1)
+        out = out.clone().add_(1).masked_fill_(out > 0, 0.0)
+        return out.unfold(0, 3, 2).sum((0, 2)) / out.var(0).sqrt().clamp_min(1e-6)
+
+
+def _log(shape: tuple[int, ...], mode: Any, shadows: Shadows) -> EventLog:
+    model = _Many()
+    with mode, shadows:
+        for name, parameter in list(model.named_parameters()):
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, fake_like(mode, parameter))
+        ledger = Ledger({module: name for name, module in model.named_modules()})
+        x = torch.empty(shape)
+        with ledger:
+            model(x).square().sum().backward()
+    return ledger.log()
+
+
+def _both(shape: tuple[int, ...]) -> tuple[EventLog, EventLog]:
+    """(remembered, as torch says)."""
+    mode, other = fake_mode(), fake_mode()
+    return _log(shape, mode, Shadows(mode)), _log(shape, other, Shadows())
+
+
+def test_same_log() -> None:
+    private_results._KNOWN.clear()
+    for shape in ((2, 4, 9, 9), (3, 4, 9, 9), (2, 4, 9, 9)):
+        remembered, told = _both(shape)
+        assert remembered == told
+    assert sum(recipe is not None for recipe in private_results._KNOWN.values()) > 50
+
+
+def _pairs() -> list[tuple[str, Callable[[torch.Tensor], Any]]]:
+    """Two things are done with one tensor; what the first was may not answer the second."""
+    return [
+        ("dtype", lambda x: (x.sum(), x.to(torch.int32).sum())),
+        ("stride", lambda x: (x + 1, x.mT.contiguous().mT + 1)),
+        ("kind of a number", lambda x: (x.to(torch.int32) * 2, x.to(torch.int32) * 2.0)),
+        ("part", lambda x: (x[:2].detach(), x[2:4].detach())),
+        ("dim", lambda x: (x.sum(0), x.sum(1))),
+        ("keyword", lambda x: (torch.zeros_like(x), torch.zeros_like(x, dtype=torch.int8))),
+        ("number of them", lambda x: (torch.cat([x, x]), torch.cat([x, x, x]))),
+    ]
+
+
+@pytest.mark.parametrize(("what", "run"), _pairs(), ids=[what for what, _ in _pairs()])
+def test_told_apart(what: str, run: Callable[[torch.Tensor], Any]) -> None:
+    mode, other = fake_mode(), fake_mode()
+    found = []
+    for each, shadows in ((mode, Shadows(mode)), (mode, Shadows(mode)), (other, Shadows())):
+        with each, shadows:
+            x = torch.empty(4, 6)
+            made = run(x)
+        found.append([
+            (t.shape, t.stride(), t.storage_offset(), t.dtype, t.untyped_storage().nbytes(),
+             t.untyped_storage()._cdata == x.untyped_storage()._cdata)
+            for t in made
+        ])  # fmt: skip
+    assert found[0] == found[1] == found[2]
+
+
+def test_default_dtype() -> None:
+    mode = fake_mode()
+    with mode, Shadows(mode):
+        whole = torch.empty(3, dtype=torch.int64)
+        assert (whole / 2).dtype == torch.float32
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert (whole / 2).dtype == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_other_modes_are_left_alone() -> None:
+    mode, inner = fake_mode(), fake_mode()
+    with mode, Shadows(mode):
+        (torch.empty(2, 3) + 1).relu()
+        with inner:
+            made = (torch.empty(2, 3) + 1).relu()
+    assert made.fake_mode is inner
+
+
+def test_written_numbers_are_forgotten() -> None:
+    mode = fake_mode()
+    with mode, Shadows(mode):
+        known = torch.arange(3)
+        assert known.max().item() == 2
+        unknown = torch.empty(3, dtype=torch.int64) + 1
+        known.copy_(unknown)
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            known.max().item()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_fake_like(trains: bool) -> None:
+    parameter = nn.Parameter(torch.empty(3, 5).mT, requires_grad=trains)
+    mode = fake_mode()
+    fake = fake_like(mode, parameter)
+    assert isinstance(fake, nn.Parameter)
+    assert (fake.shape, fake.stride(), fake.dtype) == ((5, 3), (1, 5), torch.float32)
+    assert fake.requires_grad is trains
+    assert fake.device.type == "cpu"
+    assert not isinstance(fake_like(mode, parameter.detach()), nn.Parameter)
+
+
+def test_modes_are_called_as_they_are() -> None:
+    """Torch's wrapper costs as much as an operator; its compiler would hear of nothing."""
+    for kind in (Ledger, Shadows):
+        assert not hasattr(kind.__torch_dispatch__, "__wrapped__")
