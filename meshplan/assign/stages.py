@@ -163,6 +163,7 @@ class _Cutter:
         self.free: set[str] = set()
         self.opened = self._ancestors([*graph.blocks(), *self.marks])
         self.flow = _flow_of(graph, self.opened)
+        self._known: tuple[Flow, tuple[Call, ...], Cut] | None = None
 
     def _marks(self, cascade: Cascade) -> dict[str, _Mark]:
         marks: dict[str, _Mark] = {}
@@ -270,7 +271,7 @@ class _Cutter:
         """The stage of each unit, or None after a problem."""
         flow = self.flow
         calls = [call for _, call in units if call is not None]
-        bonds = tuple(Cut(flow, calls).bonds()) if flow is not None else ()
+        bonds = tuple(self._cut(flow, calls).bonds()) if flow is not None else ()
         if not self.marks:
             counted: set[str] = set()
             weights = [self._bytes(module, counted) + 1 for module, _ in units]
@@ -340,7 +341,7 @@ class _Cutter:
             for module in around(name.rpartition(".")[0]):
                 holders[fqn].update(held.get(module, ()))
         if self.flow is not None:
-            cut = Cut(self.flow, [call for _, call in units if call is not None])
+            cut = self._cut(self.flow, [call for _, call in units if call is not None])
             for stage, names in enumerate(cut.relay(stages, self.count).reads):
                 for name in names:
                     if name in first:
@@ -356,6 +357,12 @@ class _Cutter:
             found = [m for m in around(tensor.module) if m in places]
             before = by_module[min(found, key=places.__getitem__)] if found else before
         return {fqn: tuple(sorted(found)) for fqn, found in holders.items()}
+
+    def _cut(self, flow: Flow, calls: Sequence[Call]) -> Cut:
+        """Where it is cut tells who holds what."""
+        if self._known is None or self._known[:2] != (flow, tuple(calls)):
+            self._known = flow, tuple(calls), Cut(flow, calls)
+        return self._known[2]
 
     def _runs_everywhere(self, module: str) -> bool:
         return module in self.opened or any(m in self.free for m in around(module))

@@ -220,7 +220,7 @@ def group_of(
         least: What is allocated at the least where the log is an upper bound.
     """
     held = held or reserve(log)
-    made = log.storages[log.events[log.peak.event].storage]
+    made = log.storages[log.changes[log.peak.event][1]]
     peak = PeakBytes(
         held.requested_bytes, held.allocated_bytes, held.reserved_bytes, driver.expected
     )

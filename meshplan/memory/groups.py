@@ -115,6 +115,10 @@ class _Cut:
 
 
 def _cuts(assignment: Assignment) -> Iterator[_Cut]:
+    seen = set()
     for placed in assignment.tensors.values():
-        for layout in (placed.stored, placed.computed, placed.gradient):
-            yield _Cut(placed.info.shape, layout)
+        layouts = placed.stored, placed.computed, placed.gradient
+        # Most are the very same as another tensor's; to tell that takes no look at what they say.
+        if (key := (placed.info.shape, *map(id, layouts))) not in seen:
+            seen.add(key)
+            yield from (_Cut(placed.info.shape, layout) for layout in layouts)

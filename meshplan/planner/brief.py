@@ -120,6 +120,7 @@ class Brief:
         capacity: float,
         *,
         guesses: bool,
+        spares: bool = False,
     ) -> Glance | None:
         """What a short model tells of a candidate; None where none does.
 
@@ -127,12 +128,16 @@ class Brief:
             row, stages: The candidate's.
             capacity: Bytes that a rank may hold by the linear figures.
             guesses: Whether what is likely is of interest.
+            spares: Whether it is of none where the candidate is over.
         """
         key = candidate.row, candidate.ends, candidate.takes, capacity
         seen = self._seen.get(key)
-        if key not in self._seen or (guesses and seen is not None and seen.likely_bytes is None):
+        lacks = guesses and seen is not None and seen.likely_bytes is None
+        if key not in self._seen or (lacks and not (spares and seen is not None and seen.is_over)):
             linear = candidate.linear_bytes
-            self._seen[key] = self._look(row, stages, linear, capacity, guesses=guesses)
+            self._seen[key] = self._look(
+                row, stages, linear, capacity, guesses=guesses, spares=spares
+            )
         return self._seen[key]
 
     def _look(
@@ -143,6 +148,7 @@ class Brief:
         capacity: float,
         *,
         guesses: bool,
+        spares: bool = False,
     ) -> Glance | None:
         shorter, device = self._question.shorter, self._question.device
         assert shorter is not None
@@ -162,8 +168,10 @@ class Brief:
                 return None  # The model itself tells why.
             on_top = self.links(plan) - linear[place]
             least = gauge.least_bytes + on_top
-            guess = max(gauge.likely_bytes(device) + on_top, least) if guesses else None
-            if least + linear[place] > capacity:
+            is_over = least + linear[place] > capacity
+            asks = guesses and not (spares and is_over)
+            guess = max(gauge.likely_bytes(device) + on_top, least) if asks else None
+            if is_over:
                 return Glance(least, guess, True)
             is_known = True
             if guess is not None:

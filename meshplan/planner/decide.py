@@ -6,8 +6,10 @@ given.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
@@ -27,6 +29,8 @@ from meshplan.planner.widened import searched
 
 _MOST_CHOICES: Final = 8
 """After each the memory room knows better what it was wrong about."""
+_MOST_NEW: Final = 1 << 20
+"""Objects that may be there beyond those of before until cycles among them are looked for."""
 
 
 def decide(question: Question, told: Callable[[str], None] = lambda text: None) -> Decision:
@@ -38,6 +42,18 @@ def decide(question: Question, told: Callable[[str], None] = lambda text: None) 
     return decide_job(Job(question), told)
 
 
+@contextmanager
+def _collecting_rarely() -> Iterator[None]:
+    """A search makes millions of objects and next to no cycles; to look for those takes a tenth."""
+    before = gc.get_threshold()
+    gc.set_threshold(_MOST_NEW, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@_collecting_rarely()
 def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Decision:
     """The plan of a question made concrete."""
     began = time.monotonic()
@@ -52,6 +68,7 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
                 job.capacity,
                 lambda candidate: job.measure(numbers, candidate),
                 guess=lambda candidate: job.guess(numbers, candidate),
+                is_over=lambda candidate: job.is_over(numbers, candidate),
                 taken=job.taken,
                 slack=SLACK,
                 deadline=deadline,

@@ -320,7 +320,7 @@ class Job:
             links = self._brief.links(plan)
             memory = self._memory(plan, float("inf") if to_the_end else self.capacity - links)
         except OverError as over:
-            held = candidate.linear_bytes[_place(plan, over.rank)]
+            held = candidate.linear_bytes[plan.mesh.index(over.rank, ("pp",))]
             excess = over.reserved_bytes + links - held
             return Measured(fits=False, excess_bytes=excess, is_of_row=self._is_of_row)
         except MeshplanError as error:
@@ -330,7 +330,8 @@ class Job:
         excess = 0.0
         for group in memory.groups:
             held = (group.band[1] - self._driver) / _SHARES
-            excess = max(excess, held - candidate.linear_bytes[_place(plan, group.ranks[0])])
+            place = plan.mesh.index(group.ranks[0], ("pp",))
+            excess = max(excess, held - candidate.linear_bytes[place])
         way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
         if words_of(way) in self._over:
             return Measured(fits=False, why=OVER, is_of_row=False)
@@ -346,13 +347,12 @@ class Job:
         return self._traced is None or sum(kind.has_options for kind in kinds) < 2
 
     def _memory(self, plan: Plan, most_bytes: float) -> MemoryEstimate:
-        question = self.question
         if self._traced is not None:
             return self._traced.memory(plan, most_bytes)
         return told_estimate(
             plan,
-            device=question.device,
-            limit_bytes=question.limit_bytes,
+            device=self.question.device,
+            limit_bytes=self.question.limit_bytes,
             most_bytes=most_bytes,
         )
 
@@ -372,6 +372,11 @@ class Job:
             return None
         return Guess(glance.likely_bytes, glance.is_over)
 
+    def is_over(self, numbers: Numbers, candidate: Candidate) -> bool:
+        """Whether a short model is sure that a candidate holds too much."""
+        told = self._glance(numbers, candidate, guesses=True, spares=True)
+        return told is not None and told.is_over
+
     def taken(self, row: int) -> float:
         """What a row's communicators take of the capacity, whatever its blocks do."""
         return self._brief.taken(self.grid[row])
@@ -386,13 +391,8 @@ class Job:
     def _stated(self, row: np.void, stages: Stages) -> dict[str, Any]:
         return statements(self.spec, self.free, row, stages, self._pins)
 
-    def _glance(self, numbers: Numbers, candidate: Candidate, *, guesses: bool) -> Glance | None:
+    def _glance(self, numbers: Numbers, candidate: Candidate, **asked: bool) -> Glance | None:
         if self.question.shorter is None or self.spec.rules:
             return None
         stages, row = self.blocks(numbers, candidate), self.grid[candidate.row]
-        return self._brief.glance(row, stages, candidate, self.capacity, guesses=guesses)
-
-
-def _place(plan: Plan, rank: int) -> int:
-    """Along the pipeline."""
-    return plan.mesh.index(rank, ("pp",)) if plan.mesh.size("pp") > 1 else 0
+        return self._brief.glance(row, stages, candidate, self.capacity, **asked)

@@ -46,6 +46,7 @@ def search(
     measure: Callable[[Candidate], Measured],
     *,
     guess: Callable[[Candidate], Guess | None] = lambda candidate: None,
+    is_over: Callable[[Candidate], bool] | None = None,
     taken: Callable[[int], float] = lambda row: 0.0,
     slack: float = 0.0,
     tolerance: float = TOLERANCE,
@@ -60,6 +61,7 @@ def search(
         measure: Asks the memory room.
         guess: What a candidate may hold above its linear figures, cheaply; None where nobody knows.
             It tells what to measure first, and rules out only what it is sure of.
+        is_over: Whether it is sure, which may be known sooner; None to ask the guess itself.
         taken: Bytes that ranks of a row hold above their linear figures, whatever blocks do.
         slack: Rows this much slower than the best are told too, as a share.
         deadline: `time.monotonic()` at which to end with what is there.
@@ -68,6 +70,7 @@ def search(
     """
     found = _Search(numbers, capacity, measure, slack, tolerance, deadline, told)
     found.is_stopped, found.guess, found.taken = is_stopped, guess, taken
+    found.is_over = is_over or found.is_over
     return found.run()
 
 
@@ -89,6 +92,7 @@ class _Search:
         self._deadline, self._told = deadline, told
         self.is_stopped: Callable[[], bool] = lambda: False
         self.guess: Callable[[Candidate], Guess | None] = lambda candidate: None
+        self.is_over: Callable[[Candidate], bool] = self._is_surely_over
         self.taken: Callable[[int], float] = lambda row: 0.0
         self.found = Found()
         self._waiting: list[tuple[float, int]] = []
@@ -291,6 +295,10 @@ class _Search:
     def _likely_fits(self, candidate: Candidate) -> bool:
         return self.guess(candidate) is not None and self._likely_excess(candidate) is None
 
+    def _is_surely_over(self, candidate: Candidate) -> bool:
+        guess = self.guess(candidate)
+        return guess is not None and guess.is_over
+
     def _likely_excess(self, candidate: Candidate) -> float | None:
         """What a candidate holds above its linear figures, where a guess says that it is over."""
         guess = self.guess(candidate)
@@ -340,8 +348,7 @@ class _Search:
         if max(smallest.linear_bytes) + excess <= self._capacity:
             return False
         if is_sure:
-            guess = self.guess(smallest)
-            return guess is not None and guess.is_over
+            return self.is_over(smallest)
         return self._likely_excess(smallest) is not None and not self._can_fit(smallest)
 
     def _can_fit(self, smallest: Candidate, failed: Candidate | None = None) -> bool:

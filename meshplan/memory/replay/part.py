@@ -10,11 +10,11 @@ from meshplan.memory.log import Term
 from meshplan.memory.replay.alone import Alone
 from meshplan.memory.replay.buckets import Buckets, Options
 from meshplan.memory.replay.optimizer import Updated, states_of
-from meshplan.memory.replay.shards import numels_of, unit_shards
+from meshplan.memory.replay.shards import Numels, numels_of, unit_shards
 from meshplan.memory.replay.units import Units
 from meshplan.memory.replay.writer import Writer
 from meshplan.memory.work import Moment
-from meshplan.mesh import GRADIENT_AXES
+from meshplan.mesh import GRADIENT_AXES, Mesh
 from meshplan.plan import Plan
 from meshplan.schedules import SCHEDULES
 
@@ -39,20 +39,22 @@ class Part:
         rank: int,
         settling: Mapping[str, Sequence[tuple[int, int]]],
     ) -> None:
-        self._writer, self._plan, self._rank = writer, plan, rank
+        self._writer, self._plan = writer, plan
         a = plan.assignment
         is_units = a.wrapper == "units"
         self._agrees = is_units and plan.mesh.size(*GRADIENT_AXES) > 1
         shards = unit_shards(a, plan.graph, rank) if is_units else []
         self._units = Units(writer, shards, settling, fills=self._agrees)
+        self._numels = _numels_of(a, plan.mesh, rank)
         self._unit_of = {p.fqn: unit.fqn for unit in shards for p in unit.params}
         self._on_host = {p.fqn for unit in shards if unit.on_host for p in unit.params}
+        self._params = list(self._updated())
         self._alone: Alone | Buckets
         if a.wrapper == "ddp":
             options = Options.of(plan.spec.ddp)
-            self._alone = Buckets(writer, self._params(), self._buffers(), options)
+            self._alone = Buckets(writer, self._params, self._buffers(), options)
         else:
-            alone = (p for p in self._params() if p.fqn not in self._unit_of)
+            alone = (p for p in self._params if p.fqn not in self._unit_of)
             self._alone = Alone(writer, alone, fills=self._agrees)
 
     def be_there(self, found: Mapping[str, object], optimizer: str, *, has_host: bool) -> None:
@@ -60,11 +62,10 @@ class Part:
         self._alone.be_there()
         for fqn, placed in self._plan.assignment.tensors.items():
             if not placed.info.is_buffer:
-                numels = numels_of(placed.info.shape, placed.stored, self._plan.mesh, self._rank)
-                size = numels.padded * DTYPE_BYTES[placed.dtype]
+                size = self._numels[fqn].padded * DTYPE_BYTES[placed.dtype]
                 there = fqn in self._on_host
                 self._writer.make(size, Term.PARAMETERS, fqn.rpartition(".")[0], on_host=there)
-        for param in self._params():
+        for param in self._params:
             if param.fqn in found:
                 for size in states_of(param, optimizer, has_host=has_host):
                     module, there = param.fqn.rpartition(".")[0], param.on_host
@@ -122,7 +123,7 @@ class Part:
 
     def put_gradient(self, fqn: str) -> int | None:
         """A sum over stages in place of the gradient of a parameter; returns what was there."""
-        size = next(param.num_bytes for param in self._params() if param.fqn == fqn)
+        size = next(param.num_bytes for param in self._params if param.fqn == fqn)
         total = self._writer.make(size, Term.COMMUNICATION, fqn.rpartition(".")[0])
         unit = self._unit_of.get(fqn)
         if unit is not None:
@@ -137,7 +138,7 @@ class Part:
         tensors, mesh = self._plan.assignment.tensors, self._plan.mesh
         return [
             (mesh.present(tensors[param.fqn].stored.axes), param)
-            for param in self._params()
+            for param in self._params
             if param.fqn in found
         ]
 
@@ -146,17 +147,28 @@ class Part:
         self._units.drop_gradients()
         self._alone.drop_gradients()
 
-    def _params(self) -> Iterator[Updated]:
+    def _updated(self) -> Iterator[Updated]:
         """The trainable parameters as the optimizer has them."""
         for fqn, placed in self._plan.assignment.tensors.items():
             if not placed.info.is_buffer and placed.info.trainable:
-                numels = numels_of(placed.info.shape, placed.stored, self._plan.mesh, self._rank)
-                yield Updated(
-                    fqn, numels.local, placed.dtype, fqn in self._on_host, placed.info.shape
-                )
+                numel, shape = self._numels[fqn].local, placed.info.shape
+                yield Updated(fqn, numel, placed.dtype, fqn in self._on_host, shape)
 
     def _buffers(self) -> Iterator[tuple[str, int]]:
         """(dtype, bytes) of each buffer."""
         for placed in self._plan.assignment.tensors.values():
             if placed.info.is_buffer:
                 yield placed.dtype, placed.info.num_bytes
+
+
+def _numels_of(a: Assignment, mesh: Mesh, rank: int) -> dict[str, Numels]:
+    """Of every parameter; most lie as others do, and share the layout."""
+    known: dict[tuple[tuple[int, ...], int], Numels] = {}
+    out = {}
+    for fqn, placed in a.tensors.items():
+        if not placed.info.is_buffer:
+            key = placed.info.shape, id(placed.stored)
+            if key not in known:
+                known[key] = numels_of(placed.info.shape, placed.stored, mesh, rank)
+            out[fqn] = known[key]
+    return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from meshplan.memory.log import Change, EventLog, Storage, Term
@@ -23,7 +22,7 @@ class Writer:
         self._events: list[Change] = []
         self._phases: list[str] = ["before"]
         self._sizes: dict[int, int] = {}
-        self._holders: Counter[int] = Counter()
+        self._holders: dict[int, int] = {}
         self._passing: dict[int, tuple[int, Term]] = {}
         """By storage, where it was made, and its term if it does not last."""
 
@@ -53,7 +52,7 @@ class Writer:
         if passing is not None:
             self._passing[number] = len(self._phases), passing
         self._storages.append(Storage(term, op, module, self._phases[-1], stream))
-        self.adopt(number, size)
+        self._sizes[number], self._holders[number] = size, 1
         if on_host and self.has_host:
             self._hosted.add(number)
             self._host_live += size
@@ -71,7 +70,7 @@ class Writer:
     def adopt(self, number: int, size: int, holders: int = 1) -> None:
         """From now on the wrappers hold a storage that the work made."""
         self._sizes[number] = size
-        self._holders[number] += holders
+        self._holders[number] = self._holders.get(number, 0) + holders
 
     def size(self, number: int) -> int:
         """Bytes of a storage that is there."""
@@ -85,19 +84,18 @@ class Writer:
         """One holder lets go; the last one frees it."""
         if number is None:
             return
-        self._holders[number] -= 1
-        if self._holders[number] == 0:
+        self._holders[number] = left = self._holders.get(number, 0) - 1
+        if not left:
             size = self._sizes.pop(number)
-            self._settle(number)
+            if number in self._passing:
+                self._settle(number)
             if number in self._hosted:
                 self._host_live -= size
             elif size:
                 self._events.append((-size, number, len(self._phases) - 1))
 
     def _settle(self, number: int) -> None:
-        born, term = self._passing.pop(number, (0, None))
-        if term is None:
-            return
+        born, term = self._passing.pop(number)
         is_sent = term == Term.COMMUNICATION
         if self._phases[-1] != "step" if is_sent else len(self._phases) == born:
             self._storages[number] = self._storages[number]._replace(term=term)
