@@ -11,7 +11,7 @@ from typing import Any, Final
 from meshplan.blueprint import from_config
 from meshplan.cost.calibration import read_profile
 from meshplan.errors import Origin, PlanError, Problem
-from meshplan.graph import ModelGraph, around
+from meshplan.graph import ModelGraph
 from meshplan.hardware import Cluster, Link, find_device
 from meshplan.planner.decision import Question
 from meshplan.reader import load_spec
@@ -74,14 +74,11 @@ def with_made(question: Question, make: Callable[[int | tuple[int, ...]], ModelG
 def _shown(graph: ModelGraph) -> tuple[int, ...]:
     """Blocks that a trial has: the first ones, and one of every other kind."""
     first: dict[object, int] = {}
-    inside: dict[str, list[object]] = {fqn: [] for fqn in graph.blocks()}
-    for tensor in graph.tensors.values():
-        for fqn in around(tensor.module):
-            if fqn in inside:
-                inside[fqn].append((tensor.fqn.removeprefix(fqn), tensor.shape))
-    for number, tensors in enumerate(inside.values()):
-        first.setdefault(tuple(tensors), number)
-    return tuple(sorted({*range(min(_FEW, len(inside))), *first.values()}))
+    blocks = graph.blocks()
+    for number, fqn in enumerate(blocks):
+        inside = ((tensor.fqn.removeprefix(fqn), tensor.shape) for tensor in graph.inside(fqn))
+        first.setdefault(tuple(inside), number)
+    return tuple(sorted({*range(min(_FEW, len(blocks))), *first.values()}))
 
 
 def with_profile(question: Question, path: Path | None) -> Question:
