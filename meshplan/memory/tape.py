@@ -44,10 +44,8 @@ class Player:
 
     def __init__(self, tape: Tape, sums_in_place: bool) -> None:
         self._tape, self._sums_in_place = tape, sums_in_place
-        self._terms: list[Term] = []
-        self._made_by: list[Row] = []
-        self._born_in: list[int] = []
-        self._ended_in: dict[int, int] = {}
+        self._terms, self._made_by = list[Term](), list[Row]()
+        self._born_in, self._ended_in = list[int](), dict[int, int]()
         """By storage: what it is for, the row that made it, and its phases, by number."""
         self._events: list[Change] = []
         self._marks: list[Mark] = []
@@ -59,8 +57,7 @@ class Player:
         self._sent: set[int] = set()
         self._phase = 0
         self._is_loss = False
-        self._sizes: list[int] = []
-        self._uses: list[int] = []
+        self._sizes, self._uses = list[int](), list[int]()
         self._env: dict[int, int] = {}
         """By base value, its storage, as forward's frames see it."""
         self._kept: dict[int, list[int]] = {}
@@ -249,9 +246,10 @@ class Player:
         self._host.end(~span.start, self._now)
 
     def _back_through(self, start: int, end: int, ending: Span | None = None) -> None:
-        for number in reversed(range(start, end)):
-            self._is_loss = 0 <= self._tape.loss_start <= number
-            if number == self._tape.loss_start - 1:
+        loss_start = self._tape.loss_start
+        for number in range(end - 1, start - 1, -1):
+            self._is_loss = 0 <= loss_start <= number
+            if number == loss_start - 1:
                 self._mark(Moment.BEFORE_BACKWARD, "")
             self._begin_unit(number)
             self._back(number)
@@ -298,12 +296,12 @@ class Player:
 
     def _back(self, number: int) -> None:
         """The backward of one row: gradients of its inputs, then the end of what it used."""
-        row = self._tape.rows[number]
-        given = [self._grads.pop(value) for value in row.makes if value in self._grads]
-        made: list[tuple[int, int]] = []
-        own: list[tuple[str, int, int]] = []
-        back = [self._born(size, row) for size in self._host.of(number)] if given else []
+        row, grads = self._tape.rows[number], self._grads
+        given = [grads.pop(value) for value in row.makes if value in grads]
+        made, own = list[tuple[int, int]](), list[tuple[str, int, int]]()
+        back: Sequence[int] = ()
         if given:
+            back = [self._born(size, row) for size in self._host.of(number)]
             took = self._born(row.takes_back, row) if row.takes_back else None
             own = [(fqn, size, self._gradient(fqn, size, number)) for fqn, size in row.parameters]
             made = self._passed_on(number, row.grads, given)
@@ -311,7 +309,8 @@ class Player:
                 self._drop(took)
         for storage in (*back, *given, *self._kept.pop(number, ())):
             self._drop(storage)
-        self._host.end(number, self._now)
+        if self._host.changes:
+            self._host.end(number, self._now)
         for fqn, nbytes, storage in own:
             self._add_gradient(fqn, nbytes, storage, number)
         for value, storage in made:
@@ -326,11 +325,12 @@ class Player:
     ) -> list[tuple[int, int]]:
         """(value, its gradient) of what a row reads; one that takes no bytes is what was given."""
         made: list[tuple[int, int]] = []
+        handed, row = self._tape.handed, self._tape.rows[number]
         for value, nbytes in grads:
-            if (number, value) in self._tape.handed:
+            if handed and (number, value) in handed:
                 made.append((value, self._handed(number, value)))
             elif nbytes:
-                made.append((value, self._born(nbytes, self._tape.rows[number])))
+                made.append((value, self._born(nbytes, row)))
             else:
                 self._hold(given[0])
                 made.append((value, given[0]))
