@@ -2,14 +2,17 @@
 
 Which seeded bug would this catch? A mesh that keeps another row's sizes, of ep or of its lender; a
 kind of mesh that leaves out how data lie, or which axes are spread; a trial that takes rows along
-that could be, or leaves some that cannot; a collector that stays as a search wants it.
+that could be, or leaves some that cannot; a collector that stays as a search wants it; an answer
+that is kept for another memory, or none where the limit was only too low.
 """
 
 from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +24,10 @@ from meshplan.planner.brief import Brief
 from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
 from meshplan.planner.objectives import answer
-from meshplan.planner.row import Row
+from meshplan.planner.row import Row, solve_row
 from meshplan.planner.widened import _twins, widen
 from tests.test_planner_gauge import LLAMA, job_in
+from tests.test_planner_search import random_numbers, random_rounds
 
 MIXTRAL = LLAMA | {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_hidden_layers": 8,
@@ -44,7 +48,7 @@ def test_what_is_opened_is_known_from_the_mesh(tmp_path: Path) -> None:
     brief, grid = job._brief, job.grid
     assert {2, 4, 8} <= set(grid["ep"].tolist())
     spread: set[float] = set()
-    for row in random.Random(0).sample(range(len(grid)), 60):
+    for row in random.Random(0).sample(range(len(grid)), 40):
         try:
             own = opened(job, brief, row)
         except MeshplanError:
@@ -52,7 +56,7 @@ def test_what_is_opened_is_known_from_the_mesh(tmp_path: Path) -> None:
         assert job.taken(row) == own
         spread.add(own)
     assert len(brief._kinds) < len(brief._taken)
-    assert len(spread) > 12
+    assert len(spread) > 8
 
 
 def test_what_cannot_wait_on_the_host_where_experts_are_spread_is_not_searched(
@@ -93,3 +97,23 @@ def test_a_search_leaves_the_collector_as_it_was(tmp_path: Path) -> None:
         answer(question, told)
     assert seen[0] > 10 * usual[0]
     assert gc.get_threshold() == usual
+
+
+@pytest.mark.parametrize("make", [random_numbers, random_rounds])
+def test_a_row_that_is_asked_again_answers_as_if_it_was_not(make: Any) -> None:
+    """As the limit of a search moves, up and down, and its memory."""
+    rng, again, found = np.random.default_rng(0), 0, 0
+    for seed in range(4):
+        numbers, capacity = make(seed)
+        for row in range(len(numbers.grid)):
+            for _ in range(4):
+                room = capacity * rng.choice([0.7, 1.0])
+                best = solve_row(replace(numbers), row, room)
+                limit = float(rng.choice([0.9, 1.01, 1.5, np.inf]))
+                limit *= best.seconds if best else 1.0
+                again += (row, room) in numbers.answers
+                expected = best if best is not None and best.seconds < limit else None
+                assert solve_row(numbers, row, room, limit) == expected
+                found += expected is not None
+    assert again > 30
+    assert found > 25

@@ -60,15 +60,13 @@ def _best(
     stages = len(table)
     best = below
     ends: tuple[int, ...] = ()
-    finite = table[np.isfinite(table)]
-    if not finite.size:
-        return float("inf"), ()
     least_sum, _ = _shortest(table)
     if not np.isfinite(least_sum):
         return float("inf"), ()
     # A slowest stage is at least the mean of all, and as slow as lets anything through.
-    values = np.unique(finite[finite >= least_sum / stages * (1 - _EPS)])
-    values = values[a * values + b * least_sum < best]
+    values = table[np.isfinite(table)]
+    values = values[values >= least_sum / stages * (1 - _EPS)]
+    values = np.unique(values[a * values + b * least_sum < best])
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2
@@ -99,11 +97,11 @@ def _shortest(table: Floats) -> tuple[float, tuple[int, ...]]:
     stages, size, _ = table.shape
     costs = np.full(size, np.inf)
     costs[0] = 0.0
-    choices = []
+    choices, every = [], np.arange(size)
     for stage in range(stages):
         sums = costs[:, None] + table[stage]
         choices.append(sums.argmin(axis=0))
-        costs = sums.min(axis=0)
+        costs = sums[choices[-1], every]
     if not np.isfinite(costs[-1]):
         return float("inf"), ()
     ends = [size - 1]

@@ -33,6 +33,7 @@ class Near:
 
     def __init__(self, job: Job, numbers: Numbers, found: Found) -> None:
         self._job, self._numbers, self._found = job, numbers, found
+        self._only: dict[tuple[int, Options], Numbers] = {}
 
     def choose(self) -> tuple[Way | None, tuple[Way, ...]]:
         """(the simplest within the slack, others that are near)."""
@@ -83,7 +84,9 @@ class Near:
         assert found.best is not None
         room = self._job.capacity - found.excess.get(row, self._job.taken(row))
         limit = found.best.seconds * (1 + SLACK)
-        one = solve_row(self._numbers.only(row, options), 0, room, limit)
+        if (row, options) not in self._only:
+            self._only[row, options] = self._numbers.only(row, options)
+        one = solve_row(self._only[row, options], 0, room, limit)
         return replace(one, row=row) if one is not None else None
 
     def _that_fit(self, tries: Iterable[tuple[int, Options]], most: int) -> Iterator[Way]:

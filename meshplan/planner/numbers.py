@@ -115,6 +115,11 @@ class Numbers:
         return {}
 
     @cached_property
+    def answers(self) -> dict[tuple[int, float], Any]:
+        """By row and bytes, what `solve_row` knows: a search asks again as its limit moves."""
+        return {}
+
+    @cached_property
     def is_block(self) -> NDArray[np.bool_]:
         """By place in `order`; of a model without blocks, all of it."""
         named = [bool(name) for name in self.names]

@@ -33,6 +33,19 @@ class Candidate:
     linear_bytes: tuple[float, ...]
 
 
+@dataclass(slots=True)
+class _Known:
+    """What is known of a row within a memory.
+
+    Attributes:
+        answer: Its fastest way; None where that is not known.
+        none_below: Then no way of it takes less.
+    """
+
+    answer: Candidate | None = None
+    none_below: float = float("-inf")
+
+
 def solve_row(
     numbers: Numbers, row: int, capacity: float, below: float = float("inf")
 ) -> Candidate | None:
@@ -41,8 +54,12 @@ def solve_row(
     Args:
         capacity: Bytes of one rank.
     """
-    solver = Row(numbers, row, capacity)
-    return solver.best(below)
+    known = numbers.answers.setdefault((row, capacity), _Known())
+    if known.answer is None and below > known.none_below:
+        known.answer = Row(numbers, row, capacity).best(below)
+        known.none_below = below
+    answer = known.answer
+    return answer if answer is not None and answer.seconds < below else None
 
 
 class Row:
