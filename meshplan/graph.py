@@ -174,6 +174,10 @@ class ModelGraph:
         init=False, repr=False, compare=False, default_factory=dict
     )
     """Likewise of `inside`, by module."""
+    _inner_first: dict[str, int] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    """Likewise of `inner_first`."""
 
     def __post_init__(self) -> None:
         aliases = {alias: m.fqn for m in self.modules.values() for alias in m.aliases}
@@ -224,6 +228,22 @@ class ModelGraph:
                     out.setdefault(module, []).append(tensor)
             self._inside.update({module: tuple(held) for module, held in out.items()})
         return self._inside
+
+    def inner_first(self) -> Mapping[str, int]:
+        """The place of each module where every module comes after those inside it."""
+        if not self._inner_first:
+            children: dict[str, list[str]] = {}
+            for fqn in self.modules:
+                if fqn:
+                    children.setdefault(fqn.rpartition(".")[0], []).append(fqn)
+
+            def visit(fqn: str) -> None:
+                for child in children.get(fqn, ()):
+                    visit(child)
+                self._inner_first[fqn] = len(self._inner_first)
+
+            visit("")
+        return self._inner_first
 
     def children(self, module: str) -> tuple[ModuleInfo, ...]:
         """Direct children, in definition order."""

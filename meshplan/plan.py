@@ -6,7 +6,7 @@ import copyreg
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,8 @@ class Plan:
     assignment: Assignment
     accumulate: int = 1
     micro: int | None = None
+    by_stage: dict[int, Plan] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """What `restrict` made of it, once it was asked, by stage."""
 
     @property
     def mesh(self) -> Mesh:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -20,15 +19,21 @@ def restrict(plan: Plan, stage: int) -> Plan:
         The tensors that the stage holds, the units, styles and other decisions on modules that
         run in it; as many microbatches as backwards per optimizer step.
     """
+    if stage not in plan.by_stage:  # Every rank of a stage asks again.
+        plan.by_stage[stage] = _restricted(plan, stage)
+    return plan.by_stage[stage]
+
+
+def _restricted(plan: Plan, stage: int) -> Plan:
     whole = plan.assignment
     stages = whole.stages
     assert stages is not None
     tensors = {f: p for f, p in whole.tensors.items() if stage in stages.tensors[f]}
-    places, outer = _places(stages.units)
+    where = _places(stages.units)
     owning = {placed.unit for placed in tensors.values()}
 
     def is_here(fqn: str) -> bool:
-        return _runs(fqn, places, stage)
+        return where.runs(fqn, stage)
 
     def is_whole(unit: str) -> bool:
         """Whether a unit runs here, and not only modules inside it.
@@ -37,7 +42,7 @@ def restrict(plan: Plan, stage: int) -> Plan:
         it are cut apart, or its forward is called by name so that only what it calls is known, what
         is sent on is not its output; that of the stage always is.
         """
-        return unit not in outer and is_here(unit)
+        return unit not in where.outer and is_here(unit)
 
     units = {
         fqn: _without_cast(unit) if not fqn and stage < stages.num - 1 else unit
@@ -66,26 +71,37 @@ def restrict(plan: Plan, stage: int) -> Plan:
 
 def runs(fqn: str, stages: Stages, stage: int) -> bool:
     """Whether the forward of a module runs in a stage, rather than being stood in for."""
-    return _runs(fqn, _places(stages.units)[0], stage)
+    return _places(stages.units).runs(fqn, stage)
 
 
-def _runs(fqn: str, places: Mapping[str, tuple[int, ...]], stage: int) -> bool:
-    found = [at for module in around(fqn) if module in places for at in places[module]]
-    return stage in found if found else True
+class _Places:
+    """Where modules run.
+
+    Attributes:
+        outer: The modules around one that runs as a whole.
+    """
+
+    def __init__(self, units: tuple[tuple[str, int], ...]) -> None:
+        self._own: dict[str, set[int]] = {}
+        for module, stage in units:
+            self._own.setdefault(module, set()).add(stage)
+        self.outer = frozenset(
+            each for module, _ in units if module for each in around(module.rpartition(".")[0])
+        )
+        self._known: dict[str, frozenset[int]] = {}
+
+    def runs(self, fqn: str, stage: int) -> bool:
+        """Whether a module runs in a stage; one that no stage has runs in every one."""
+        found = self._known.get(fqn)
+        if found is None:
+            found = frozenset().union(*(self._own.get(module, ()) for module in around(fqn)))
+            self._known[fqn] = found
+        return stage in found if found else True
 
 
 @lru_cache(maxsize=8)
-def _places(
-    units: tuple[tuple[str, int], ...],
-) -> tuple[Mapping[str, tuple[int, ...]], frozenset[str]]:
-    """(the stages of each module that runs as a whole, the modules around one)."""
-    places: dict[str, tuple[int, ...]] = {}
-    outer: set[str] = set()
-    for module, stage in units:
-        places[module] = (*places.get(module, ()), stage)
-        if module:
-            outer.update(around(module.rpartition(".")[0]))
-    return places, frozenset(outer)
+def _places(units: tuple[tuple[str, int], ...]) -> _Places:
+    return _Places(units)
 
 
 def _housed(placed: Placed, units: dict[str, Unit]) -> Placed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -120,7 +119,7 @@ def offloads_params(assignment: Assignment) -> bool:
 
 def unit_shards(assignment: Assignment, graph: ModelGraph, rank: int) -> list[UnitShards]:
     """The units of a plan, in the order of the modules."""
-    order = _inner_first(graph)
+    order = graph.inner_first()
     owned: dict[str, list[Placed]] = {fqn: [] for fqn in assignment.units}
     for placed in assignment.tensors.values():
         if placed.unit is not None:
@@ -176,20 +175,3 @@ def _shard(placed: Placed, unit: Unit, mesh: Mesh, rank: int) -> Shard:
         is_cast=placed.compute_dtype != placed.dtype,
         is_trained=placed.info.trainable,
     )
-
-
-def _inner_first(graph: ModelGraph) -> Mapping[str, int]:
-    """The place of each module where every module comes after those inside it."""
-    children: dict[str, list[str]] = {}
-    for fqn in graph.modules:
-        if fqn:
-            children.setdefault(fqn.rpartition(".")[0], []).append(fqn)
-    out: dict[str, int] = {}
-
-    def visit(fqn: str) -> None:
-        for child in children.get(fqn, ()):
-            visit(child)
-        out[fqn] = len(out)
-
-    visit("")
-    return out
