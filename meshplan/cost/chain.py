@@ -149,8 +149,8 @@ def _kind(one: Place, two: Place) -> Kind:
         sent_forward=sent(one.forward, two.forward),
         sent_backward=sent(one.backward, two.backward),
         sent_again=tuple(map(sent, one.again, two.again)),  # type: ignore[arg-type]
-        saved_bytes=_most(one.saved_bytes, two.saved_bytes),
-        transient_bytes=_most(one.transient_bytes, two.transient_bytes),
+        saved_bytes=_fewest(one.saved_bytes, two.saved_bytes),
+        transient_bytes=_fewest(one.transient_bytes, two.transient_bytes),
         boundary_bytes=one.boundary_bytes,
         context_bytes=one.context_bytes,
         exchanged_bytes=one.exchanged_bytes,
@@ -160,9 +160,9 @@ def _kind(one: Place, two: Place) -> Kind:
     )
 
 
-def _most(one: Sequence[int], two: Sequence[int]) -> Triple:
-    """So much for each sample is enough for any number of them."""
-    a, b, c = (float(max(x, y - x)) for x, y in zip(one, two, strict=True))
+def _fewest(one: Sequence[int], two: Sequence[int]) -> Triple:
+    """No number of samples takes less than so much for each."""
+    a, b, c = (float(min(x, y - x)) for x, y in zip(one, two, strict=True))
     return a, b, c
 
 

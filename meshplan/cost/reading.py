@@ -10,6 +10,7 @@ Source: Dao 2023 (FlashAttention-2), section 3.1, for attention; `memory.rows` f
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -348,25 +349,31 @@ class Reading:
         ]
         work = play(replace(self._marked, spans=spans), sums_in_place=True)
         owned = set(work.gradients.values())
-        live, lives = 0, [0]
-        for delta, storage, _ in work.log.events:
+        live, lives, born = 0, [0], dict[int, int]()
+        at = {(mark.unit, mark.moment): mark.event for mark in work.marks}
+        names = [f"@{n}" for n in range(len(self._units))]
+        end = at[names[-1], Moment.BEFORE_BACKWARD]
+        kept: dict[int, int] = {}
+        for number, (delta, storage, _) in enumerate(work.log.events):
             is_state = storage in owned or work.log.storages[storage].term == Term.GRADIENTS
             live += 0 if is_state else delta
             lives.append(live)
-        at = {(mark.unit, mark.moment): mark.event for mark in work.marks}
-        count = len(self._units)
-        names = [f"@{n}" for n in range(count)]
-        begins = [lives[at[name, Moment.BEFORE_FORWARD]] for name in names]
-        begins.append(lives[at[names[-1], Moment.BEFORE_BACKWARD]])
-        out = []
+            if number < end and not is_state:
+                born.setdefault(storage, number)
+                kept[storage] = kept.get(storage, 0) + delta
+        begins = [at[name, Moment.BEFORE_FORWARD] for name in names]
+        # What a frame of the model holds until its forward returns is kept for no backward.
+        saved = [0] * len(names)
+        for storage, number in born.items():
+            if number >= begins[0]:
+                saved[bisect_right(begins, number) - 1] += kept[storage]
+        out, before = [], lives[begins[0]]
         for number, name in enumerate(names):
-            peak = max(
-                max(lives[at[name, begin] : at[name, end] + 1])
-                for begin, end in (
-                    (Moment.BEFORE_FORWARD, Moment.AFTER_FORWARD),
-                    (Moment.BEFORE_BACKWARD, Moment.AFTER_BACKWARD),
-                )
-            )
-            saved = begins[number + 1] - begins[number]
-            out.append((saved, max(0, peak - begins[number + 1])))
+            before += saved[number]
+            ahead = lives[begins[number]] + saved[number]
+            passes = (Moment.BEFORE_FORWARD, Moment.AFTER_FORWARD, ahead), (
+                Moment.BEFORE_BACKWARD, Moment.AFTER_BACKWARD, before
+            )  # fmt: skip
+            more = [max(lives[at[name, a] : at[name, b] + 1]) - beside for a, b, beside in passes]
+            out.append((saved[number], max(0, *more)))
         return out
