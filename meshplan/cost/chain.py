@@ -90,9 +90,13 @@ def chain_of(
             return tape_of(few, replace(run, styled=styled, is_chain=True))
         return decoder_tape(few, run, cuts_loss=cuts_loss)
 
+    # Angles are of no sample, and one sample is gathered without a copy: whether a sample more or
+    # the first takes more depends on the place, and bounds must hold for any number of them.
+    each = min if styled is not None and styled.has_stream else max
     return chain_of_tapes(
-        write, num_blocks=shape.layers, seq_len=seq_len, element_bytes=element_bytes, looks=looks
-    )
+        write, num_blocks=shape.layers, seq_len=seq_len, element_bytes=element_bytes, looks=looks,
+        each=each,
+    )  # fmt: skip
 
 
 def chain_of_tapes(
@@ -103,6 +107,7 @@ def chain_of_tapes(
     element_bytes: int,
     keeps: Callable[[Row], bool] = is_chosen,
     looks: Sequence[Hashable] = (),
+    each: Callable[[int, int], int] = max,
 ) -> Chain:
     """The chain of a model of few kinds of blocks whose tapes somebody writes.
 
@@ -112,6 +117,7 @@ def chain_of_tapes(
         num_blocks: Of the model.
         keeps: As in `reading.Reading`.
         looks: Of each block, what it has in common with those of its kind; () where all are alike.
+        each: Of what the first sample holds and one more, what is said of any.
 
     Assumes: blocks between the first and the last one that look alike are alike.
     """
@@ -121,7 +127,7 @@ def chain_of_tapes(
         Reading(write(len(shown), batch), seq_len, element_bytes, keeps=keeps) for batch in (1, 2)
     )
     places = list(zip(one.places(), two.places(), strict=True))
-    found = _fold([_kind(*pair) for pair in places], [looks[n] for n in shown])
+    found = _fold([_kind(*pair, each) for pair in places], [looks[n] for n in shown])
     blocks = [n for n, kind in enumerate(found) if kind.has_options]
     before, after = found[: blocks[0]], found[blocks[-1] + 1 :]
     standing = {looks[n]: blocks[place] for place, n in enumerate(shown)}
@@ -137,7 +143,7 @@ def chain_of_tapes(
     )
 
 
-def _kind(one: Place, two: Place) -> Kind:
+def _kind(one: Place, two: Place, each: Callable[[int, int], int]) -> Kind:
     """From a batch of one and one of two."""
     return Kind(
         name=one.name,
@@ -149,8 +155,8 @@ def _kind(one: Place, two: Place) -> Kind:
         sent_forward=sent(one.forward, two.forward),
         sent_backward=sent(one.backward, two.backward),
         sent_again=tuple(map(sent, one.again, two.again)),  # type: ignore[arg-type]
-        saved_bytes=_most(one.saved_bytes, two.saved_bytes),
-        transient_bytes=_most(one.transient_bytes, two.transient_bytes),
+        saved_bytes=_held(one.saved_bytes, two.saved_bytes, each),
+        transient_bytes=_held(one.transient_bytes, two.transient_bytes, each),
         boundary_bytes=one.boundary_bytes,
         context_bytes=one.context_bytes,
         exchanged_bytes=one.exchanged_bytes,
@@ -160,9 +166,9 @@ def _kind(one: Place, two: Place) -> Kind:
     )
 
 
-def _most(one: Sequence[int], two: Sequence[int]) -> Triple:
-    """So much for each sample is enough for any number of them."""
-    a, b, c = (float(max(x, y - x)) for x, y in zip(one, two, strict=True))
+def _held(one: Sequence[int], two: Sequence[int], each: Callable[[int, int], int]) -> Triple:
+    """For each sample: at the most so much is enough for any number, at the least it is there."""
+    a, b, c = (float(each(x, y - x)) for x, y in zip(one, two, strict=True))
     return a, b, c
 
 
