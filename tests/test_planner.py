@@ -15,7 +15,7 @@ import meshplan
 from meshplan import api
 from meshplan.blueprint import from_config
 from meshplan.cli import main
-from meshplan.cost.grid import OPTIONS
+from meshplan.cost.grid import OPTIONS, in_halves
 from meshplan.errors import MeshplanError, PlanError, SpecError
 from meshplan.planner.asking import question_of
 from meshplan.planner.decide import decide_job
@@ -132,7 +132,9 @@ def test_bounds_on_memory_are_below_what_is_replayed(job, size, near):
             measured = at.measure(numbers, candidate)
             assert not measured.why
             truth = max(group.peak.requested_bytes for group in measured.result.memory.groups)
-            assert max(one.linear_bytes) <= truth, (numbers.grid[row], OPTIONS[option])
+            # What is put off of backwards in halves is bounded to 1 % only.
+            most = truth * (1.01 if in_halves(grid[row]) else 1)
+            assert max(one.linear_bytes) <= most, (numbers.grid[row], OPTIONS[option])
             shares.append(max(one.linear_bytes) / truth)
     assert np.median(shares) > near
 

@@ -72,7 +72,7 @@ def schedules_of(
 def halved_beside(
     sequence: Mapping[int, bool], schedules: Sequence[int]
 ) -> tuple[tuple[str, str], ...]:
-    """(the word of a schedule that splits the backward, why it is not tried with these sizes).
+    """(what is not tried with a schedule that splits the backward, why).
 
     Args:
         sequence: By size of tp, whether the sequence is cut.
@@ -82,7 +82,7 @@ def halved_beside(
     if not cut or len(schedules) == 1 or SCHEDULE_WORDS.index(_HALVED) not in schedules:
         return ()
     why = "what halves of a backward hold of parts of a sequence has no bound yet"
-    return ((f"{_HALVED} with tp {', '.join(cut)}", why),)
+    return ((f"sequence_parallel beside {_HALVED} (tp {', '.join(cut)})", why),)
 
 
 def _keeps_from_halves(spec: Spec) -> str:

@@ -140,8 +140,8 @@ def freedom_of(
     rejected += (Rejected(what, why) for what, why in left_out)
     axes["ep"] = tuple(_spread(spec, axes["ep"], experts, refuses, rejected))
     schedules, without = schedules_of(spec, axes["pp"], keeps_from_rounds)
-    without += halved_beside(sequence, schedules)
     rejected += (Rejected(f"pipeline.schedule={words}", why) for words, why in without)
+    rejected += (Rejected(what, why) for what, why in halved_beside(sequence, schedules))
     modes: tuple[int, ...] = tuple(range(len(MODES)))
     reshard: tuple[int, ...] = (0, 1)
     hybrid = None
