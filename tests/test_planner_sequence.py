@@ -18,6 +18,7 @@ from meshplan.memory.told import told_rank
 from meshplan.plan import make_plan
 from meshplan.planner.asking import question_of_file
 from meshplan.planner.costed import Costed
+from meshplan.planner.explain import Asker
 from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Row, solve_row
@@ -83,3 +84,18 @@ def test_parts_cost_less_than_whole_activations(tmp_path: Path) -> None:
     assert one.forward.moved_bytes < other.forward.moved_bytes
     assert (one.sent_forward.gathers, one.sent_forward.all_reduces) == (4, 0)
     assert (other.sent_forward.gathers, other.sent_forward.all_reduces) == (0, 2)
+
+
+def test_why_it_is_cut_is_said_in_seconds(tmp_path: Path) -> None:
+    job_of(tmp_path, mesh={"dp_shard": 2, "tp": 4})
+    asker = Asker(question_of_file(tmp_path / "plan.yaml"))
+    whole = asker.why_not("sequence_parallel=false")
+    assert whole.seconds is not None
+    assert whole.base_s is not None
+    assert whole.seconds > 1.02 * whole.base_s
+    assert whole.way is not None
+    assert not whole.way.plan.assignment.crossings
+    assert asker.why_not("sequence_parallel=true").seconds == whole.base_s
+    job_of(tmp_path, sequence_parallel=False)
+    stated = Asker(question_of_file(tmp_path / "plan.yaml"))
+    assert stated.why_not("sequence_parallel=true").why == "the plan states it"

@@ -70,16 +70,22 @@ def schedules_of(
 
 
 def halved_beside(
-    sequence: Mapping[int, bool], schedules: Sequence[int]
+    sequence: Mapping[int, bool], schedules: Sequence[int], pipelines: Sequence[int]
 ) -> tuple[tuple[str, str], ...]:
     """(what is not tried with a schedule that splits the backward, why).
 
     Args:
         sequence: By size of tp, whether the sequence is cut.
         schedules: That are free; one alone is stated.
+        pipelines: Sizes that pp may have.
     """
     cut = [str(size) for size, is_cut in sequence.items() if is_cut and size > 1]
-    if not cut or len(schedules) == 1 or SCHEDULE_WORDS.index(_HALVED) not in schedules:
+    if (
+        not cut
+        or len(schedules) == 1
+        or max(pipelines) == 1
+        or SCHEDULE_WORDS.index(_HALVED) not in schedules
+    ):
         return ()
     why = "what halves of a backward hold of parts of a sequence has no bound yet"
     return ((f"sequence_parallel beside {_HALVED} (tp {', '.join(cut)})", why),)

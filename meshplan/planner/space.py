@@ -141,7 +141,8 @@ def freedom_of(
     axes["ep"] = tuple(_spread(spec, axes["ep"], experts, refuses, rejected))
     schedules, without = schedules_of(spec, axes["pp"], keeps_from_rounds)
     rejected += (Rejected(f"pipeline.schedule={words}", why) for words, why in without)
-    rejected += (Rejected(what, why) for what, why in halved_beside(sequence, schedules))
+    apart = halved_beside(sequence, schedules, axes["pp"])
+    rejected += (Rejected(what, why) for what, why in apart)
     modes: tuple[int, ...] = tuple(range(len(MODES)))
     reshard: tuple[int, ...] = (0, 1)
     hybrid = None
