@@ -55,7 +55,7 @@ def test_blocks_add_up_to_the_step(job):
     again = Costed(api.decide(path, [*overrides(decision.chosen.stated), *more]), costed.cluster)
     one, two = costed.block("model.layers.1"), again.block("model.layers.1")
     assert two.backward_s - one.backward_s > 0.5 * one.forward_s
-    kept = plan.micro * 1024 * LLAMA["hidden_size"] * 2
+    kept = plan.micro * 1024 * LLAMA["hidden_size"] * 2 // plan.mesh.size("tp")
     assert again.saved_bytes("model.layers.1") == pytest.approx(kept, rel=0.1)
     assert costed.saved_bytes("model.layers.1") > 5 * kept
 

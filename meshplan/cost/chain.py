@@ -161,7 +161,11 @@ def _kind(one: Place, two: Place) -> Kind:
 
 
 def _fewest(one: Sequence[int], two: Sequence[int]) -> Triple:
-    """No number of samples takes less than so much for each."""
+    """No number of samples takes less than so much for each.
+
+    Angles are of no sample, and one sample is gathered without a copy: whether the first takes
+    more or one more does depends on the place.
+    """
     a, b, c = (float(min(x, y - x)) for x, y in zip(one, two, strict=True))
     return a, b, c
 

@@ -19,7 +19,8 @@ _MOST_MICRO: Final = 64
 _HALVED: Final = frozenset(
     place for place, word in enumerate(SCHEDULE_WORDS) if word and SCHEDULES[word].splits_backward
 )
-"""Schedules whose backwards are run in two halves, of which there are no figures with a host."""
+"""Schedules whose backwards are run in two halves, of which there are no figures with a host, and
+no bounds with parts of a sequence."""
 
 
 def enumerate_grid(free: Freedom) -> NDArray[np.void]:
@@ -78,7 +79,8 @@ def _steps(free: Freedom, sizes: tuple[int, ...], mode: int) -> Iterator[tuple[i
         if pp == 1:
             yield (*sizes, 1, micro, microbatches, mode, 0)
             continue
-        for schedule in free.schedules:
+        is_whole = not free.sequence_parallel.get(sizes[4], False) or len(free.schedules) == 1
+        for schedule in (s for s in free.schedules if is_whole or s not in _HALVED):
             for virtual in _virtual(free, SCHEDULE_WORDS[schedule], pp, microbatches):
                 yield (*sizes, virtual, micro, microbatches, mode, schedule)
 

@@ -29,6 +29,7 @@ from meshplan.spec import STRATEGY_WORDS
 FIELDS: Final = (
     *(f"mesh.{axis}" for axis in AXES),
     "strategy", "batch.micro", "activation_checkpointing", "reshard_after_forward", "offload",
+    "sequence_parallel",
 )  # fmt: skip
 """What can be asked about."""
 
@@ -138,6 +139,8 @@ class Asker:
         if not equals or path not in FIELDS:
             fix = f"ask about one of {', '.join(FIELDS)}, such as mesh.tp=8"
             raise SpecError(Problem(f"'{setting}' is nothing that is planned", Origin(path), fix))
+        if path in self._job.spec.origins and path == "sequence_parallel":
+            return WhyNot(setting=setting, why="the plan states it")
         held, why = narrowed(self.free, path, text)
         if held is None:
             return WhyNot(setting=setting, why=why)
@@ -191,9 +194,16 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
         if WORDS[text] not in free.offload:
             return None, "the plan states another"
         held = {"offload": (WORDS[text],)}
+    elif text not in ("true", "false"):
+        raise SpecError(Problem(f"'{text}' is neither true nor false", Origin(path)))
+    elif path == "sequence_parallel" and text == "false":
+        held = {"sequence_parallel": dict.fromkeys(free.sequence_parallel, False)}
+    elif path == "sequence_parallel":
+        cut = tuple(size for size, is_cut in free.sequence_parallel.items() if is_cut and size > 1)
+        if not cut:
+            return None, "with no size of tp can it be shown to be right"
+        held = {"axes": {**free.axes, "tp": cut}}
     else:
-        if text not in ("true", "false"):
-            raise SpecError(Problem(f"'{text}' is neither true nor false", Origin(path)))
         held = {"reshard": (int(text == "true"),), "modes": (MODES.index("shard"),)}
     return replace(free, **held), ""
 
@@ -302,7 +312,7 @@ def settings_of(free: Freedom, path: str) -> Iterator[str]:
         yield from (f"{path}={RECOMPUTE[place]}" for place in free.recompute)
     elif path == "offload":
         yield from (f"{path}={word}" for word, what in WORDS.items() if what in free.offload)
-    elif path == "reshard_after_forward":
+    elif path in ("reshard_after_forward", "sequence_parallel"):
         yield from (f"{path}=true", f"{path}=false")
     elif path == "batch.micro":
         own = free.global_ or 0

@@ -342,6 +342,7 @@ def _without_figures(spec: Spec) -> Iterator[str]:
     ddp = spec.ddp.get("find_unused_parameters") or spec.ddp.get("static_graph")
     for is_there, why in (
         ("selective" in again, "selective recomputation of a live model is not planned yet"),
+        (spec.sequence_parallel, "sequence_parallel of a live model is not planned yet"),
         (spec.compile, "what a compiler makes of a live model is not known"),
         (spec.sync_batchnorm, "sync_batchnorm of a live model is not planned yet"),
         (bool(ddp), "ddp's find_unused_parameters and static_graph are not planned yet"),
