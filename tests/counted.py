@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshplan
+from meshplan.mesh import DATA_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.count import counting
 from meshplan.runtime.visits import record_forward
@@ -138,13 +139,16 @@ def arrivals(name: str, plan: Plan, rank: int) -> dict[str, list[int]]:
         model.get_submodule(fqn).register_forward_pre_hook(count, with_kwargs=True)
     others = [axis for axis in here if axis not in ("ep", "dp_shard")]
     inputs = batch(name)[0]["input_ids"].chunk(plan.num_data_ranks)
+    stages = plan.assignment.stages
+    count_of = plan.accumulate * (stages.microbatches if stages is not None else 1)
     out: dict[str, list[int]] = {fqn: [] for fqn in plan.assignment.experts}
-    for microbatch in range(plan.accumulate):
+    for microbatch in range(count_of):
         came.clear()
         for peer in range(mesh.world_size):
             there = mesh.coordinates(peer)
             if all(there[axis] == here[axis] for axis in others):
-                model(input_ids=inputs[peer].chunk(plan.accumulate)[microbatch])
+                own = inputs[mesh.index(peer, DATA_AXES)]
+                model(input_ids=own.chunk(count_of)[microbatch])
         for fqn, rows in out.items():
             rows.append(came[fqn])
     return out

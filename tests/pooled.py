@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from meshplan.memory.told import told_rank
 from meshplan.planner.found import Measured
 from meshplan.planner.job import Job
@@ -9,7 +11,12 @@ from meshplan.planner.job import Job
 
 def pooled_bytes(at: Job, measured: Measured) -> int:
     """The most of any rank that the pools of all streams hold together of what was asked for."""
+    return max(pooled_by_group(at, measured))
+
+
+def pooled_by_group(at: Job, measured: Measured) -> Iterator[int]:
+    """The same of each group of equal ranks."""
     assert measured.result is not None
-    plan, groups = measured.result.plan, measured.result.memory.groups
-    logs = (told_rank(plan, g.ranks[0], device=at.question.device) for g in groups)
-    return max(log.pooled_bytes for log in logs)
+    plan = measured.result.plan
+    for group in measured.result.memory.groups:
+        yield told_rank(plan, group.ranks[0], device=at.question.device).pooled_bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from meshplan import api
 from meshplan.blueprint import from_config
 from meshplan.cli import main
 from meshplan.cost.grid import GRID, MODES, OPTIONS
+from meshplan.cost.stages import chain_of_plan
+from meshplan.plan import make_plan
 from meshplan.planner.asking import question_of
 from meshplan.planner.enumeration import enumerate_grid
 from meshplan.planner.found import mesh_key
@@ -31,7 +34,7 @@ from meshplan.planner.space import Freedom, divisors
 from meshplan.planner.spread import experts_of
 from meshplan.planning import search_plan
 from meshplan.reader import load_spec
-from tests.pooled import pooled_bytes
+from tests.pooled import pooled_by_group
 from tests.test_planner import LLAMA, PLAN
 from tests.test_planner_search import always_fits, fastest
 
@@ -102,12 +105,24 @@ def test_every_way_to_lend_is_in_the_space_once(seed):
     assert set(found) == expected
 
 
-@pytest.mark.parametrize("batch", [16, pytest.param(32, marks=pytest.mark.wide)])
-def test_nothing_in_the_space_of_a_mixture_is_faster(job, batch):
+@pytest.mark.parametrize(
+    ("batch", "more"),
+    [
+        (16, {}),
+        pytest.param(32, {}, marks=pytest.mark.wide),
+        pytest.param(
+            8, {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
+                "num_experts": 4, "moe_intermediate_size": 704, "mlp_only_layers": [0],
+                "head_dim": 64, "num_hidden_layers": 4}, marks=pytest.mark.wide),
+    ],
+)  # fmt: skip
+def test_nothing_in_the_space_of_a_mixture_is_faster(job, batch, more):
     """The search over real figures, ep and all, against every cut and option of every row."""
-    at = job_of(job(batch={"global": batch, "seq_len": 1024}))
+    at = job_of(job(MIXTRAL | more, batch={"global": batch, "seq_len": 1024}))
     numbers = at.usual
-    assert set(numbers.grid["ep"]) == {1, 2, 4}
+    assert {(1, 4), (2, 1), (2, 2), (2, 4)} <= {
+        (int(each["pp"]), int(each["ep"])) for each in numbers.grid
+    }
     rows = range(len(numbers.grid))
     held = np.array([max(one.linear_bytes) for row in rows
                      if (one := solve_row(numbers, row, float("inf"))) is not None])  # fmt: skip
@@ -124,14 +139,44 @@ def test_bounds_on_memory_are_below_what_is_replayed(job):
     """Of 16 ranks 4 have an expert, where experts are not spread."""
     hardware = PLAN["hardware"] | {"gpus_per_node": 8}
     at = job_of(job(MIXTRAL | {"intermediate_size": 2816}, hardware=hardware))
-    at.capacity = float("inf")
-    numbers, rng, shares = at.usual, np.random.default_rng(0), []
-    grid = numbers.grid
+    grid = at.grid
     plain = np.flatnonzero((grid["pp"] == 1) & (grid["micro"] == 1))
     assert {(1, 16), (2, 16), (4, 16)} <= {
         (int(grid[r]["ep"]), int(grid[r]["dp_shard"])) for r in plain
     }
-    for row in map(int, plain):
+    assert np.median(held_shares(at, plain)) > 0.5
+
+
+DENSE_FIRST = MIXTRAL | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
+    "moe_intermediate_size": 704, "mlp_only_layers": [0], "head_dim": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        (MIXTRAL | {"num_hidden_layers": 8, "intermediate_size": 2816}, 6),
+        *(pytest.param(config | {"num_hidden_layers": 8}, 60, marks=pytest.mark.wide)
+          for config in (MIXTRAL, DENSE_FIRST)),
+    ],
+)  # fmt: skip
+def test_bounds_are_below_what_is_replayed_of_stages_that_spread_experts(job, config, count):
+    """On every rank, and not only on the one that holds most."""
+    at = job_of(job(config, hardware=PLAN["hardware"] | {"gpus_per_node": 8}))
+    both = np.flatnonzero((at.grid["pp"] > 1) & (at.grid["ep"] > 1))
+    assert {(2, 2), (2, 4), (4, 4), (8, 2)} <= {
+        (int(at.grid[r]["pp"]), int(at.grid[r]["ep"])) for r in both
+    }
+    rows = np.random.default_rng(0).permutation(both)[:count]
+    assert np.median(held_shares(at, rows)) > 0.7
+
+
+def held_shares(at: Job, rows: Iterable[int]) -> list[float]:
+    """By row, how much of what a replay shows the linear figures do, which is never more."""
+    at.capacity = float("inf")
+    numbers, rng, shares = at.usual, np.random.default_rng(0), []
+    for row in map(int, rows):
         offered = np.isfinite(numbers.seconds[row]).any(axis=0)
         option = int(rng.choice(np.flatnonzero(offered)))
         mask = [number == option for number in range(len(OPTIONS))]
@@ -142,10 +187,28 @@ def test_bounds_on_memory_are_below_what_is_replayed(job):
         measured = at.measure(numbers, candidate)
         assert not measured.why
         assert measured.result is not None
-        truth = pooled_bytes(at, measured)
-        assert max(one.linear_bytes) <= truth, (grid[row], OPTIONS[option])
-        shares.append(max(one.linear_bytes) / truth)
-    assert np.median(shares) > 0.5
+        truths = list(pooled_by_group(at, measured))
+        if len(truths) == len(one.linear_bytes):
+            for linear, truth in zip(one.linear_bytes, truths, strict=True):
+                assert linear <= truth, (at.grid[row], OPTIONS[option])
+        assert max(one.linear_bytes) <= max(truths), (at.grid[row], OPTIONS[option])
+        shares.append(max(one.linear_bytes) / max(truths))
+    return shares
+
+
+def test_stages_are_charged_for_their_own_experts(job):
+    """What pictures of a schedule show is what the search has added up."""
+    at = job_of(job(MIXTRAL | {"num_hidden_layers": 4}, hardware=PLAN["hardware"]))
+    row = int(np.flatnonzero((at.grid["pp"] == 2) & (at.grid["ep"] == 4))[0])
+    one = solve_row(at.usual, row, float("inf"))
+    assert one is not None
+    candidate = Candidate(row, one.seconds, one.ends, one.takes, one.linear_bytes)
+    question = at.question
+    plan = make_plan(question.read(overrides(at.stated(at.usual, candidate))), question.graph)
+    assert plan.mesh.size("ep") == 4
+    chain = chain_of_plan(plan)
+    assert chain.kinds == at.chain_at(int(at.grid[row]["tp"]), 4).kinds
+    assert chain.kinds != at.chain_at(int(at.grid[row]["tp"]), 1).kinds
 
 
 def test_a_rank_is_charged_for_the_experts_that_it_has(job):

@@ -14,6 +14,7 @@ import pytest
 from meshplan.traffic import Difference, Forecast, Route, Routed, Traffic, differences
 from tests import models, moe
 from tests.counted import told_and_counted, told_twice_and_counted
+from tests.wide import leaving
 
 RULES: Final = models.tp_rules("own_llama")
 NORMS: Final = {"match": "**.{norm,norm1,norm2}", "place": {"tp": "sequence_parallel"}}
@@ -26,6 +27,7 @@ SELECTIVE: Final = {"activation_checkpointing": "selective"}
 UNITS: Final = {"match": "{block,other}", "unit": True}
 NESTED: Final = {"match": "layers.*.attn.w?", "unit": True}
 EXPERTS: Final = {"dp_shard": 4, "ep": "2 in dp_shard"}
+EXPERT_STAGES: Final = {"pp": 2, "dp_shard": 2, "ep": "2 in dp_shard"}
 ALL_EXPERTS: Final = {"dp_shard": 4, "ep": "4 in dp_shard"}
 
 
@@ -138,10 +140,18 @@ ROUTED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         "stack", moe.plan(EXPERTS, **SELECTIVE, batch={"accumulate": 2}),
     ),
     "one rank gets every token": ("one rank gets all", moe.plan(EXPERTS)),
+    "experts in stages": ("qwen3_moe", moe.plan(EXPERT_STAGES, clip_grad_norm=1.0)),
+    "experts in stages, recomputed": (
+        "mixtral grouped",
+        moe.plan(EXPERT_STAGES, pipeline={"schedule": "Interleaved1F1B"}, **FULL)),
+    "experts in stages, recomputed in part, accumulated": (
+        "even", moe.plan(EXPERT_STAGES, **SELECTIVE, batch={"accumulate": 2})),
+    "experts in stages, in halves": (
+        "mixtral grouped", moe.plan(EXPERT_STAGES, pipeline={"schedule": "InterleavedZeroBubble"})),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ROUTED)
+@pytest.mark.parametrize("case", leaving(ROUTED, lambda _, case: "in stages" in case))
 def test_what_experts_are_sent_follows_from_the_routing(pool, case):
     for balanced, given, counted in pool(4).run(told_twice_and_counted, *ROUTED[case]):
         assert balanced.unknown == given.unknown == ()

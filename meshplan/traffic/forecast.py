@@ -59,10 +59,10 @@ def forecast(
         cut = stretches(plan, forward)
         if isinstance(cut, str):
             unknown.append(f"what the stages send, {cut}")
-            traffic += _stages(plan, rank, None)
+            traffic += _stages(plan, rank, None, None)
         else:
             traffic += pipeline(plan, rank, cut)
-            traffic += _stages(plan, rank, cut)
+            traffic += _stages(plan, rank, cut, arrivals)
     if forward is not None and _computes_loss(plan, rank):
         traffic += token_losses(plan, forward)
     return Forecast(tuple(filter(_is_sent, traffic)), tuple(unknown))
@@ -80,7 +80,9 @@ def _computes_loss(plan: Plan, rank: int) -> bool:
     return stages is None or stages.num - 1 in stages.of_rank(plan.mesh.index(rank, ("pp",)))
 
 
-def _stages(plan: Plan, rank: int, cut: Sequence[Stretch] | None) -> Iterator[Traffic]:
+def _stages(
+    plan: Plan, rank: int, cut: Sequence[Stretch] | None, arrivals: Arrivals | None
+) -> Iterator[Traffic]:
     """What the stages of `rank` send within themselves.
 
     Args:
@@ -99,7 +101,9 @@ def _stages(plan: Plan, rank: int, cut: Sequence[Stretch] | None) -> Iterator[Tr
         order = [words[s.kind] for s in steps if s.stage == stage and s.kind in words]
         passes = Passes(tuple(order) * plan.accumulate, splits, is_reached or splits)
         forward = None if cut is None else cut[stage].forward
-        yield from _compute(restrict(plan, stage), forward, rank, passes)
+        part = restrict(plan, stage)
+        yield from _compute(part, forward, rank, passes)
+        yield from dispatch(part, forward, arrivals) if forward is not None else ()
 
 
 def _is_learned(cut: Sequence[Stretch] | None, stage: int) -> bool:
@@ -159,8 +163,8 @@ def _unknown(plan: Plan, forward: Forward | None) -> list[str]:
     if stages is not None:
         cut = [fqn for fqn in decided.units if fqn and fqn in stages.opened]
         out += [f"what the unit '{fqn}' sends, which several stages run" for fqn in cut]
-        beside = [axis for axis in ("cp", "ep") if mesh.size(axis) > 1]
-        out += [f"what the axis {axis} sends within stages" for axis in beside]
+        if mesh.size("cp") > 1:
+            out.append("what the axis cp sends within stages")
     out += [f"what '{code}' does to '{fqn}'" for fqn, code, _ in decided.apply]
     if mesh.size("tp") > 1 and forward is None:
         out.append("what activations send along tp, without a record of the forward")

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -144,7 +144,8 @@ def _picked(path: Path) -> tuple[str, ...]:
     way = decision.chosen
     if way is None:
         return ("nothing fits" if decision.is_whole else "the time was up", *nothing)
-    mesh = " x ".join(f"{a.name} {a.size}" for a in way.plan.mesh if a.size > 1) or "one GPU"
+    spread = replace(way.plan.mesh, axes=tuple(a for a in way.plan.mesh if a.size > 1))
+    mesh = str(spread) if spread.axes else "one GPU"
     strategy = way.stated["strategy"] if way.plan.num_data_ranks > 1 else ""
     again = dict.fromkeys(("selective", "full"), 0)
     for use in way.plan.assignment.recompute.values():
