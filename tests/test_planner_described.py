@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import meshplan
 from meshplan import api
 from meshplan.memory.driver import with_workspaces
 from meshplan.plan import Plan
@@ -67,9 +68,12 @@ def found_of(model: nn.Module, **more: Any) -> Described | str:
     return described(model, graph_of(model), spec)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "GPT2"])
-def test_described(name: str) -> None:
-    with torch.device("meta"):
+@pytest.mark.parametrize(
+    ("name", "device"), [("Llama", "meta"), ("Llama", "cpu"), ("Qwen3", "meta"), ("GPT2", "cpu")]
+)
+def test_described(name: str, device: str) -> None:
+    """Wherever it is, whatever numbers it has."""
+    with torch.device(device):
         model = built(name)
     found = found_of(model)
     assert isinstance(found, Described)
@@ -294,3 +298,19 @@ def test_nothing_is_traced_in_a_process_group() -> None:
     )
     with _in_a_group():
         assert "in a process group" in str(certifier.of(spec))
+
+
+def parallel(plan: dict[str, Any]) -> tuple[str, str]:
+    """What a plan becomes on a rank, where nothing can be traced as another rank."""
+    model = meshplan.parallelize(built(), plan, example_inputs=torch.zeros(4, 16).long())
+    decided = model.meshplan.plan
+    return str(decided.mesh), decided.digest()
+
+
+def test_ranks_plan_from_the_config_too(pool: Any) -> None:
+    plan = plan_of({}, mesh={"tp": 2}, batch={"global": 4, "seq_len": 16})
+    plan["hardware"] = plan["hardware"] | {"gpus_per_node": 2}
+    del plan["model"]
+    one, other = pool(2).run(parallel, plan)
+    assert one == other
+    assert "tp" in one[0]
