@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import meshplan
 from meshplan import api
 from meshplan.memory.driver import with_workspaces
 from meshplan.plan import Plan
@@ -67,9 +68,12 @@ def found_of(model: nn.Module, **more: Any) -> Described | str:
     return described(model, graph_of(model), spec)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "GPT2"])
-def test_described(name: str) -> None:
-    with torch.device("meta"):
+@pytest.mark.parametrize(
+    ("name", "device"), [("Llama", "meta"), ("Llama", "cpu"), ("Qwen3", "meta"), ("GPT2", "cpu")]
+)
+def test_described(name: str, device: str) -> None:
+    """Wherever it is, whatever numbers it has."""
+    with torch.device(device):
         model = built(name)
     found = found_of(model)
     assert isinstance(found, Described)
@@ -240,15 +244,13 @@ def test_a_trace_that_does_not_fit_is_not_the_answer(files: tuple[Path, Path]) -
     first = decide(question).chosen
     assert first is not None
     asked: list[Any] = []
+    over_all = tuple(replace(group, fits=False) for group in first.memory.groups)
 
     def over(most: int) -> Callable[[Any], Any]:
         def certified(spec: Any) -> Any:
             asked.append(spec)
-            memory = question.certify(spec)  # type: ignore[misc]
-            assert not isinstance(memory, str)
-            if len(asked) > most:
-                return memory
-            return replace(memory, groups=tuple(replace(g, fits=False) for g in memory.groups))
+            too_much = replace(first.memory, groups=over_all)
+            return too_much if len(asked) <= most else "nobody traces it"
 
         return certified
 
@@ -294,3 +296,20 @@ def test_nothing_is_traced_in_a_process_group() -> None:
     )
     with _in_a_group():
         assert "in a process group" in str(certifier.of(spec))
+
+
+def parallel(plan: dict[str, Any]) -> tuple[str, str]:
+    """What a plan becomes on a rank, where nothing can be traced as another rank."""
+    model = meshplan.parallelize(built(), plan, example_inputs=torch.zeros(4, 16).long())
+    decided = model.meshplan.plan
+    return str(decided.mesh), decided.digest()
+
+
+@pytest.mark.wide
+def test_ranks_plan_from_the_config_too(pool: Any) -> None:
+    plan = plan_of({}, mesh={"tp": 2}, batch={"global": 4, "seq_len": 16})
+    plan["hardware"] = plan["hardware"] | {"gpus_per_node": 2}
+    del plan["model"]
+    one, other = pool(2).run(parallel, plan)
+    assert one == other
+    assert "tp" in one[0]

@@ -28,6 +28,8 @@ from meshplan.spec import Spec
 _ATTENTION: Final = "sdpa"
 _EXPERTS: Final = "grouped_mm"
 """What a step told from a config takes for granted, in transformers' words."""
+_OF_NO_STEP: Final = frozenset({"_is_hf_initialized", "generation_config", "name_or_path"})
+"""Attributes by which transformers knows where a model is from; no training step reads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ def _is_other(model: nn.Module, graph: ModelGraph, told: ModelGraph) -> str:
             again = type(model)(model.config)
         except Exception as error:  # Its class is the user's, and may take anything.
             return f"its config alone does not make it: {type(error).__name__}"
-    if not is_alike(model, again):
+    if not is_alike(model, again, but=_OF_NO_STEP):
         return "it was changed after its config had made it, or it does not train"
     for module in model.modules():
         if not _runs_its_own(type(module)):

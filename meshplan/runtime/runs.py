@@ -296,18 +296,24 @@ def _said(block: str, plan: Plan) -> Any:
     )  # fmt: skip
 
 
-def is_alike(one: nn.Module, other: nn.Module, step: int = 0) -> bool:
-    """Whether two modules are alike, `step` places apart, in all but the numbers they hold."""
+def is_alike(
+    one: nn.Module, other: nn.Module, step: int = 0, but: frozenset[str] = frozenset()
+) -> bool:
+    """Whether two modules are alike, `step` places apart, in all but the numbers they hold.
+
+    Args:
+        but: Attributes that do not count.
+    """
     pairs = list(zip(one.named_modules(), other.named_modules(), strict=False))
     if len(pairs) != sum(1 for _ in other.modules()) or len(pairs) != sum(1 for _ in one.modules()):
         return False
     return all(
-        name == other_name and _has_alike(left, right, step)
+        name == other_name and _has_alike(left, right, step, but)
         for (name, left), (other_name, right) in pairs
     )
 
 
-def _has_alike(one: nn.Module, other: nn.Module, step: int) -> bool:
+def _has_alike(one: nn.Module, other: nn.Module, step: int, but: frozenset[str]) -> bool:
     if type(one) is not type(other):
         return False
     left, right = (
@@ -315,7 +321,7 @@ def _has_alike(one: nn.Module, other: nn.Module, step: int) -> bool:
         {
             key: list(value.values()) if "_hooks" in key and isinstance(value, dict) else value
             for key, value in vars(module).items()
-            if key != "_modules" and "_hooks_" not in key
+            if key != "_modules" and "_hooks_" not in key and key not in but
         }
         for module in (one, other)
     )
