@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from meshplan.mesh import SHARD_AXES, Mesh
 
@@ -113,10 +113,7 @@ class Layout:
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> tuple[int, ...]:
         """The shape that `rank` holds of a tensor of this global shape."""
-        if not self.packed:
-            return tuple(s.stop - s.start for s in self.slices(shape, mesh, rank))
-        ranges = self.ranges(shape, mesh, rank)
-        return tuple(sum(s.stop - s.start for s in each) for each in ranges)
+        return _local_shape(self, tuple(shape), mesh, rank)
 
     def local_numel(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> int:
         """The number of elements that `rank` holds."""
@@ -164,20 +161,6 @@ class Layout:
 
     def __str__(self) -> str:
         return self.spell()
-
-
-@cache
-def _whole(ndim: int) -> Layout:
-    return Layout(((),) * ndim)
-
-
-@cache
-def _cut(layout: Layout, axis: str, dim: int, pieces: int) -> Layout:
-    # A model has thousands of tensors, and a handful of ways to lie.
-    dim = range(len(layout.cuts))[dim]
-    cuts = tuple(axes + (axis,) if d == dim else axes for d, axes in enumerate(layout.cuts))
-    packed = layout.packed + (((axis, pieces),) if pieces > 1 else ())
-    return Layout(cuts, layout.partial, packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +250,30 @@ def changes(source: Layout, target: Layout) -> tuple[Collective, ...]:
     added = set(source.partial) - set(target.partial) - set(target.axes)
     sums = [Collective("all_reduce", axis) for axis in source.partial if axis in added]
     return (*moves, *gathers, *cuts, *sums)
+
+
+# The thousands of tensors of a model lie in a handful of ways.
+
+
+@lru_cache(maxsize=64)
+def _whole(ndim: int) -> Layout:
+    return Layout(((),) * ndim)
+
+
+@lru_cache(maxsize=1 << 10)
+def _cut(layout: Layout, axis: str, dim: int, pieces: int) -> Layout:
+    dim = range(len(layout.cuts))[dim]
+    cuts = tuple(axes + (axis,) if d == dim else axes for d, axes in enumerate(layout.cuts))
+    packed = layout.packed + (((axis, pieces),) if pieces > 1 else ())
+    return Layout(cuts, layout.partial, packed)
+
+
+@lru_cache(maxsize=1 << 12)
+def _local_shape(layout: Layout, shape: tuple[int, ...], mesh: Mesh, rank: int) -> tuple[int, ...]:
+    if not layout.packed:
+        return tuple(s.stop - s.start for s in layout.slices(shape, mesh, rank))
+    ranges = layout.ranges(shape, mesh, rank)
+    return tuple(sum(s.stop - s.start for s in each) for each in ranges)
 
 
 def _joint(axes: Sequence[str]) -> list[list[str]]:

@@ -16,7 +16,7 @@ from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
 from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
 from meshplan.memory.shape import shape_of
-from meshplan.memory.told import ERROR, OverError, told_estimate, with_worst
+from meshplan.memory.told import ERROR, OverError, told_estimate
 from meshplan.memory.told_works import loss_chunks_of, refusals, styled_of
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.brief import Brief, Glance, Stages
@@ -390,7 +390,9 @@ class Job:
         """The same, saying what the worst routing would need."""
         if way.plan.mesh.size("ep") == 1:
             return way
-        return replace(way, memory=with_worst(way.memory, way.plan))
+        device, limit = self.question.device, self.question.limit_bytes
+        memory = told_estimate(way.plan, device=device, limit_bytes=limit, tells_worst=True)
+        return replace(way, memory=memory)
 
 
 def _place(plan: Plan, rank: int) -> int:
