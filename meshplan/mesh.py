@@ -95,18 +95,13 @@ class Mesh:
 
     def size(self, *names: str) -> int:
         """Ranks along these axes together; an axis the mesh does not have counts 1."""
-        return math.prod(map(self._size, names))
-
-    def _size(self, name: str) -> int:
-        for axis in self.axes:
-            if axis.name == name:
-                return axis.size
+        if not self.loans:
+            found = (axis.size for name in names for axis in self.axes if axis.name == name)
+            return math.prod(found)
+        sizes = self.sizes
         for loan in self.loans:
-            if loan.name == name:
-                return loan.size
-            if loan.rest == name:
-                return self._size(loan.within) // loan.size
-        return 1
+            sizes |= {loan.name: loan.size, loan.rest: sizes[loan.within] // loan.size}
+        return math.prod(sizes.get(name, 1) for name in names)
 
     def present(self, names: Iterable[str]) -> tuple[str, ...]:
         """Those of `names` that this mesh has, outermost first."""

@@ -2,13 +2,12 @@
 
 Which seeded bug would this catch? A mesh that keeps another row's sizes, of ep or of its lender; a
 kind of mesh that leaves out how data lie, or which axes are spread; a trial that takes rows along
-that could be, or leaves some that cannot; a collector that stays as a search wants it; an answer
-that is kept for another memory, or none where the limit was only too low.
+that could be, or leaves some that cannot; an answer that is kept for another memory, or none where
+the limit was only too low.
 """
 
 from __future__ import annotations
 
-import gc
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from meshplan.plan import make_plan
 from meshplan.planner.brief import Brief
 from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
-from meshplan.planner.objectives import answer
 from meshplan.planner.row import Row, solve_row
 from meshplan.planner.widened import _twins, widen
 from tests.test_planner_gauge import LLAMA, job_in
@@ -81,22 +79,6 @@ def test_what_cannot_wait_on_the_host_where_experts_are_spread_is_not_searched(
         for row in range(len(job.grid) - len(spread), len(job.grid)):
             measured = job.measure(again, Row(again, row, float("inf")).smallest())
             assert (measured.why == told.why) == bool(what & ACTIVATIONS_THERE)
-
-
-def test_a_search_leaves_the_collector_as_it_was(tmp_path: Path) -> None:
-    """Whether it finds a plan or cannot ask."""
-    question = job_in(tmp_path, LLAMA, nodes=1).question
-    seen: list[int] = []
-    usual = gc.get_threshold()
-
-    def told(text: str) -> None:
-        seen.append(gc.get_threshold()[0])
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        answer(question, told)
-    assert seen[0] > 10 * usual[0]
-    assert gc.get_threshold() == usual
 
 
 @pytest.mark.parametrize("make", [random_numbers, random_rounds])

@@ -33,6 +33,8 @@ MODES: Final = ("ddp", "zero1", "shard")
 SCHEDULE_WORDS: Final = ("", "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 """The schedules offered; "" where there is no pipeline."""
 
+_HALF: Final = 32
+"""Bits of one of two sizes."""
 _IN_HALVES: Final = SCHEDULE_WORDS.index("InterleavedZeroBubble")
 
 
@@ -52,3 +54,11 @@ forward). Where data ranks do not shard parameters, only reshard 0 exists."""
 
 OPTION_RECOMPUTE: Final = np.array([again for again, _ in OPTIONS])
 OPTION_RESHARD: Final = np.array([reshard for _, reshard in OPTIONS], dtype=bool)
+
+
+def cuts_of(grid: NDArray[Any]) -> list[tuple[int, int]]:
+    """The (ranks of tp, ranks of ep) that there are, in order."""
+    both = grid["tp"].astype(np.int64) << _HALF | grid["ep"]
+    # To be told the counts too spares numpy the import of numpy.ma.
+    distinct, _ = np.unique(both, return_counts=True)
+    return [divmod(each, 1 << _HALF) for each in distinct.tolist()]

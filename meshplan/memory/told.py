@@ -152,11 +152,19 @@ def told_estimate(
     return found
 
 
-def with_worst(found: MemoryEstimate, plan: Plan) -> MemoryEstimate:
-    """What `told_estimate` told of a plan, as `tells_worst` would have it."""
-    told = dict(_of_experts(plan, tells_worst=True))
-    assumed = ((what, told.get(what, value)) for what, value in found.assumed)
-    return replace(found, assumed=tuple(assumed))
+def told_at_worst(
+    estimate: MemoryEstimate, plan: Plan, *, device: str, limit_bytes: int | None
+) -> MemoryEstimate:
+    """What `told_estimate` told of a plan, and what a rank would need that all tokens came to.
+
+    Args:
+        estimate: Of this plan, device and limit; none of its figures depends on more.
+    """
+    if plan.assignment.stages is not None:  # What was told in brief may be another part of it.
+        return told_estimate(plan, device=device, limit_bytes=limit_bytes, tells_worst=True)
+    before = len(estimate.assumed) - len(tuple(_of_experts(plan, tells_worst=False)))
+    experts = tuple(_of_experts(plan, tells_worst=True))
+    return replace(estimate, assumed=(*estimate.assumed[:before], *experts))
 
 
 def told_rank(plan: Plan, rank: int, *, device: str) -> EventLog:

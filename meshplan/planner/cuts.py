@@ -66,7 +66,7 @@ def _best(
     # A slowest stage is at least the mean of all, and as slow as lets anything through.
     values = table[np.isfinite(table)]
     values = values[values >= least_sum / stages * (1 - _EPS)]
-    values = np.unique(values[a * values + b * least_sum < best])
+    values, _ = np.unique(values[a * values + b * least_sum < best], return_counts=True)
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2

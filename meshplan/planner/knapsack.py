@@ -1,8 +1,8 @@
 """One option for each block, the least time, within a memory: a multiple-choice knapsack, exactly.
 
 Alike blocks are one kind with a count, so that their symmetry costs nothing. The linear relaxation
-bounds, a greedy filling gives a first answer, options whose reduced cost exceeds the gap are
-dropped, and what is left is decided label by label with dominance.
+bounds, a greedy filling that single exchanges make better gives a first answer, options whose
+reduced cost exceeds the gap are dropped, and what is left is decided label by label with dominance.
 
 Source: Kellerer, Pferschy, Pisinger, Knapsack Problems (2004), chapter 11.
 """
@@ -16,9 +16,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from meshplan.planner.ways import Counts as Counts
-from meshplan.planner.ways import Floats as Floats
-from meshplan.planner.ways import Way, undominated, ways_of
+from meshplan.planner.mixes import Counts as Counts
+from meshplan.planner.mixes import Floats as Floats
+from meshplan.planner.mixes import Mix, mixes_of, undominated
 
 _EPS: Final = 1e-12
 """Of seconds and bytes relative to their size: less than that is rounding."""
@@ -107,7 +107,7 @@ class Menu:
     def price(self, counts: Counts, capacity: float) -> float:
         """Seconds that a byte is worth where the relaxation ends.
 
-        Any number would do for `ways_of`; this one leaves the least to decide.
+        Any number would do for `mixes_of`; this one leaves the least to decide.
         """
         used = counts > 0
         over = float(counts[used] @ self.fastest[1][used]) - capacity
@@ -210,19 +210,19 @@ class _Labels:
         price = menu.price(counts, self._capacity)
         held = self._held(slack / price if price > 0 else np.inf)
         seconds, memory = np.zeros(1), np.zeros(1)
-        layers: list[tuple[Counts, list[Way]]] = []
+        layers: list[tuple[Counts, list[Mix]]] = []
         for number, (kind, front, count) in enumerate(self._kinds):
             t, m = menu.seconds[kind, front], menu.memory[kind, front]
-            ways = ways_of(t, m, count, price, slack, held[number])
-            seconds = np.add.outer(seconds, [way.seconds for way in ways]).ravel()
-            memory = np.add.outer(memory, [way.memory for way in ways]).ravel()
+            mixes = mixes_of(t, m, count, price, slack, held[number])
+            seconds = np.add.outer(seconds, [mix.seconds for mix in mixes]).ravel()
+            memory = np.add.outer(memory, [mix.memory for mix in mixes]).ravel()
             bounds = seconds + menu.relaxed(self._suffixes[number + 1], self._capacity - memory)
             hopeful = np.flatnonzero(bounds <= limit)
             kept = hopeful[undominated(seconds[hopeful], memory[hopeful])]
             if not len(kept):
                 return NONE
             seconds, memory = seconds[kept], memory[kept]
-            layers.append((kept, ways))
+            layers.append((kept, mixes))
         chosen = _choice(menu, self._trace(layers))
         return chosen if chosen.seconds < self._below else NONE
 
@@ -241,12 +241,14 @@ class _Labels:
             for own_least, own_most in zip(least, most, strict=True)
         ]
 
-    def _trace(self, layers: list[tuple[Counts, list[Way]]]) -> list[tuple[int, int, int]]:
+    def _trace(self, layers: list[tuple[Counts, list[Mix]]]) -> list[tuple[int, int, int]]:
         """(kind, option, how many) that the fastest last label is made of."""
         at, out = 0, []
-        for (kind, front, _), (kept, ways) in reversed(list(zip(self._kinds, layers, strict=True))):
-            at, way = divmod(int(kept[at]), len(ways))
-            takes = ways[way].takes
+        for (kind, front, _), (kept, mixes) in reversed(
+            list(zip(self._kinds, layers, strict=True))
+        ):
+            at, mix = divmod(int(kept[at]), len(mixes))
+            takes = mixes[mix].takes
             out += [(kind, int(o), n) for o, n in zip(front, takes, strict=True) if n]
         return out
 

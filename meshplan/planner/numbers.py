@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -90,11 +90,7 @@ class Numbers:
     @cached_property
     def before(self) -> Counts:
         """[place, kinds]: blocks of each kind before each place, and all of them last."""
-        table = np.zeros((len(self.order) + 1, self.seconds.shape[1]), dtype=np.int64)
-        for place, kind in enumerate(self.order):
-            table[place + 1] = table[place]
-            table[place + 1, kind] += 1
-        return table
+        return _before(self.order, self.seconds.shape[1])
 
     @cached_property
     def alike(self) -> tuple[Counts, Counts]:
@@ -104,10 +100,7 @@ class Numbers:
             ([stretches, kinds] blocks of each kind, no two alike, and by the places where a stretch
             begins and ends, which of them it is: [place, place]).
         """
-        i, j = np.triu_indices(len(self.before), 1)
-        which = np.zeros((len(self.before),) * 2, dtype=np.int64)
-        alike, which[i, j] = np.unique(self.before[j] - self.before[i], axis=0, return_inverse=True)
-        return alike, which
+        return _alike(self.order, self.seconds.shape[1])
 
     @cached_property
     def lanes(self) -> dict[int, Any]:
@@ -173,6 +166,26 @@ class Numbers:
         """
         held = self.resident[row] + in_flight * self.saved[row]
         return Menu(self.seconds[row], held + had_backward * self.later[row][:, None])
+
+
+@lru_cache(maxsize=8)
+def _before(order: tuple[int, ...], kinds: int) -> Counts:
+    table = np.zeros((len(order) + 1, kinds), dtype=np.int64)
+    for place, kind in enumerate(order):
+        table[place + 1] = table[place]
+        table[place + 1, kind] += 1
+    table.setflags(write=False)
+    return table
+
+
+@lru_cache(maxsize=8)
+def _alike(order: tuple[int, ...], kinds: int) -> tuple[Counts, Counts]:
+    before = _before(order, kinds)
+    i, j = np.triu_indices(len(before), 1)
+    which = np.zeros((len(before),) * 2, dtype=np.int64)
+    alike, which[i, j] = np.unique(before[j] - before[i], axis=0, return_inverse=True)
+    which.setflags(write=False)
+    return alike, which
 
 
 def weights(grid: NDArray[np.void]) -> tuple[Floats, Floats]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
@@ -21,8 +19,6 @@ from meshplan.planner.widened import widen
 from meshplan.spec import AUTO
 
 Told = Callable[[str], None]
-_RARELY: Final = 200_000
-"""Objects that come to be before those are looked for that only each other know."""
 _NOT_ASKED: Final = "something fits without, and nothing asks for it: offload: auto does"
 
 
@@ -32,19 +28,7 @@ def answer(question: Question, told: Told = lambda text: None) -> Decision:
     Raises:
         PlanError: The plan file says too little, or nothing is left to choose from.
     """
-    with _collecting_rarely():
-        return _BY_OBJECTIVE[question.objective](question, told)
-
-
-@contextmanager
-def _collecting_rarely() -> Iterator[None]:
-    """Millions of tuples come and go, few of them in cycles, which are a tenth of the time."""
-    usual = gc.get_threshold()
-    gc.set_threshold(usual[0] and max(usual[0], _RARELY), *usual[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*usual)
+    return _BY_OBJECTIVE[question.objective](question, told)
 
 
 def smallest(question: Question, told: Told = lambda text: None) -> Decision:

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, RECOMPUTE
+from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, RECOMPUTE, cuts_of
 from meshplan.cost.pipeline import crossing_seconds, pipeline_seconds
 from meshplan.cost.profile import Profile
 from meshplan.cost.step import terms, widths_of
@@ -71,7 +71,7 @@ def numbers_of(
         exchanges: As in `cost.step.terms`.
         are_units: Whether each block is gathered, and its gradients reduced, at once.
     """
-    cuts = [(int(tp), int(ep)) for tp, ep in np.unique(grid[["tp", "ep"]])]
+    cuts = cuts_of(grid)
     chains, left = _aligned({cut: chain_of(*cut) for cut in cuts}, pins)
     first = chains[cuts[0]]
     shape = (len(grid), len(first.kinds), len(OPTIONS))

@@ -15,7 +15,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, PARAMS_THERE, RECOMPUTE
+from meshplan.cost.grid import (
+    ACTIVATIONS_THERE,
+    MODES,
+    OPTIONS,
+    PARAMS_THERE,
+    RECOMPUTE,
+    cuts_of,
+)
 from meshplan.cost.host import entered_s, updates_more_s
 from meshplan.cost.shares import share, trained
 from meshplan.cost.step import widths_of
@@ -135,9 +142,9 @@ def _bounds(job: Job, numbers: Numbers, at: Counts, what: int) -> Floats:
     grid, seconds = numbers.grid[at], numbers.seconds[at]
     more = np.zeros(len(at))
     count = numbers.counts
-    for tp, ep in np.unique(grid[["tp", "ep"]]):
+    for tp, ep in cuts_of(grid):
         mine = np.flatnonzero((grid["tp"] == tp) & (grid["ep"] == ep))
-        more[mine] = _more(job, grid[mine], what, (int(tp), int(ep)))
+        more[mine] = _more(job, grid[mine], what, (tp, ep))
     if what & ACTIVATIONS_THERE:
         has_choice = np.array([bool(name) for name in numbers.names])
         blocks = np.isin(np.arange(len(count)), np.array(numbers.order)[has_choice])
@@ -158,9 +165,9 @@ def _host_least(job: Job, rows: NDArray[np.void], what: int) -> Floats:
         return out
     sizes, world = element_bytes_of(job.trial), job.question.cluster.num_gpus
     per_node = min(world, job.question.cluster.gpus_per_node)
-    for tp, ep in np.unique(rows[["tp", "ep"]]):
+    for tp, ep in cuts_of(rows):
         mine = np.flatnonzero((rows["tp"] == tp) & (rows["ep"] == ep))
-        chain = job.chain_at(int(tp), int(ep))
+        chain = job.chain_at(tp, ep)
         for number, many in zip(*np.unique(chain.order, return_counts=True), strict=True):
             kind = chain.kinds[number]
             kept = share(rows[mine], kind) * sizes.stored

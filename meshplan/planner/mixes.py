@@ -14,7 +14,7 @@ _NEAR: Final = 1e-6
 """Of a block: less than that is rounding."""
 
 
-class Way(NamedTuple):
+class Mix(NamedTuple):
     """What the blocks of one kind take together."""
 
     seconds: float
@@ -22,10 +22,10 @@ class Way(NamedTuple):
     takes: tuple[int, ...]
 
 
-def ways_of(
+def mixes_of(
     seconds: Floats, memory: Floats, count: int, price: float, slack: float,
     held: tuple[float, float],
-) -> list[Way]:  # fmt: skip
+) -> list[Mix]:  # fmt: skip
     """What so many alike blocks may take, without what others beat.
 
     With memory at any price, the choice of each block costs at least what its cheapest option does.
@@ -73,7 +73,7 @@ def ways_of(
         takes, spent, left, t, m = takes[kept], spent[kept], left[kept], t[kept], m[kept]
     takes = takes[:, np.argsort(order)]
     t, m = takes @ seconds, takes @ memory
-    return [Way(float(t[i]), float(m[i]), tuple(map(int, takes[i]))) for i in undominated(t, m)]
+    return [Mix(float(t[i]), float(m[i]), tuple(map(int, takes[i]))) for i in undominated(t, m)]
 
 
 def _undominated_each(groups: Counts, seconds: Floats, memory: Floats) -> Counts:
