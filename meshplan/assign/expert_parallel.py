@@ -7,13 +7,14 @@ the module computes with them as dispatch needs it is the live module's to prove
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from meshplan.assign.cascade import Cascade, Stated
 from meshplan.assign.tensor_cuts import TensorParallel
 from meshplan.assign.types import ExpertUse, Reason
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph, TensorInfo, is_inside
+from meshplan.graph import ModelGraph, TensorInfo, around, is_inside
 from meshplan.layout import Layout
 from meshplan.mesh import EXPERT_SHARD, Mesh
 from meshplan.spec import Spec
@@ -32,7 +33,7 @@ class ExpertParallel:
 
     def around(self, name: str) -> ExpertUse | None:
         """The experts that a module or tensor belongs to."""
-        return next((use for fqn, use in self.uses.items() if is_inside(name, fqn)), None)
+        return next((self.uses[m] for m in around(name) if m in self.uses), None)
 
     def reason(self, fqn: str) -> Reason | None:
         """Why ep cuts this parameter."""
@@ -63,13 +64,14 @@ def assign_ep(
             )
     is_borrowed = any(loan.name == "ep" for loan in mesh.loans)
     is_placed = any("ep" in rule.place for rule in spec.rules)
+    inside = _inside(graph, stated)
     for fqn, statement in stated.items():
-        found_wrong = _problem(graph, mesh, tp, fqn, statement, is_borrowed)
+        found_wrong = _problem(graph, mesh, tp, fqn, statement, inside[fqn], is_borrowed)
         if found_wrong is not None:
             what, fix = found_wrong
             out.report(Problem(what, spec.origin(statement.path), fix))
         elif statement.value == EXPERT_STYLE:
-            tensors = _inside(graph, fqn)
+            tensors = inside[fqn]
             reason = Reason(statement.text, spec.origin(statement.path))
             out.uses[fqn] = ExpertUse(tensors[0].shape[0], reason, spec.experts.capacity)
             for tensor in tensors:
@@ -98,17 +100,18 @@ def _beside(spec: Spec, mesh: Mesh, out: ExpertParallel, cuts_nothing: bool) -> 
     return problems
 
 
-def _inside(graph: ModelGraph, fqn: str) -> list[TensorInfo]:
-    return [
-        tensor
-        for tensor in graph.tensors.values()
-        if any(is_inside(name, fqn) for name in tensor.names)
-    ]
+def _inside(graph: ModelGraph, modules: Collection[str]) -> dict[str, list[TensorInfo]]:
+    """The tensors in each of these modules, by whatever name they are in it."""
+    out: dict[str, list[TensorInfo]] = {fqn: [] for fqn in modules}
+    for tensor in graph.tensors.values():
+        for fqn in {m for name in tensor.names for m in around(name) if m in out}:
+            out[fqn].append(tensor)
+    return out
 
 
 def _problem(
     graph: ModelGraph, mesh: Mesh, tp: TensorParallel, fqn: str, statement: Stated,
-    is_borrowed: bool,
+    tensors: Sequence[TensorInfo], is_borrowed: bool,
 ) -> tuple[str, str] | None:  # fmt: skip
     """Why the experts of this module cannot be spread, and what to do; None when they can."""
     word = str(statement.value)
@@ -122,7 +125,6 @@ def _problem(
     info = graph.modules[fqn]
     name = f"'{fqn}' ({info.type})"
     stack = "use a module that stacks its experts in parameters (E, out, in), as transformers does"
-    tensors = _inside(graph, fqn)
     if not info.has_forward:
         what = f"{name} only lists its experts, and the code around it calls them one by one"
         return what + ": nothing says when tokens can be sent", stack
