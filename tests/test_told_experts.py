@@ -20,7 +20,7 @@ from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError, SpecError
 from meshplan.memory.experts import Spread, most_arriving
 from meshplan.memory.shape import shape_of
-from meshplan.memory.told import told_estimate, told_log
+from meshplan.memory.told import told_at_worst, told_estimate, told_log
 from meshplan.reader import load_spec
 from meshplan.units import format_gib
 from tests.test_told import (
@@ -287,6 +287,8 @@ def test_spread_experts_say_what_they_are_taken_to_be_sent() -> None:
     more = SPREAD | {"batch": {"micro": 1, "seq_len": 2048}}
     plan = plan_of(MIXTRAL | LONG, {"version": 1} | more, 4)
     found = told_estimate(plan, device="h100-sxm-80gb", limit_bytes=None, tells_worst=True)
+    usual = told_estimate(plan, device="h100-sxm-80gb", limit_bytes=None, most_bytes=1 << 60)
+    assert told_at_worst(usual, plan, device="h100-sxm-80gb", limit_bytes=None) == found != usual
     (said,) = (value for what, value in found.assumed if what == "routing")
     assert said.startswith("the 2 ranks of ep are sent as many tokens each; with all of them sent")
     even = told_log(plan, batch=1, seq_len=2048).peak.live_bytes

@@ -10,6 +10,7 @@ import gc
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Final
 
 from meshplan.errors import PlanError, Problem
@@ -149,6 +150,21 @@ def told_estimate(
     if tells_modules:
         found = with_modules(found, plan, [told[n] for n in range(len(groups))])
     return found
+
+
+def told_at_worst(
+    estimate: MemoryEstimate, plan: Plan, *, device: str, limit_bytes: int | None
+) -> MemoryEstimate:
+    """What `told_estimate` told of a plan, and what a rank would need that all tokens came to.
+
+    Args:
+        estimate: Of this plan, device and limit; none of its figures depends on more.
+    """
+    if plan.assignment.stages is not None:  # What was told in brief may be another part of it.
+        return told_estimate(plan, device=device, limit_bytes=limit_bytes, tells_worst=True)
+    before = len(estimate.assumed) - len(tuple(_of_experts(plan, tells_worst=False)))
+    experts = tuple(_of_experts(plan, tells_worst=True))
+    return replace(estimate, assumed=(*estimate.assumed[:before], *experts))
 
 
 def told_rank(plan: Plan, rank: int, *, device: str) -> EventLog:

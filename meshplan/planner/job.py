@@ -16,7 +16,7 @@ from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
 from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
 from meshplan.memory.shape import shape_of
-from meshplan.memory.told import ERROR, OverError, told_estimate
+from meshplan.memory.told import ERROR, OverError, told_at_worst, told_estimate
 from meshplan.memory.told_works import loss_chunks_of, refusals, styled_of
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.brief import Brief, Glance, Stages
@@ -396,5 +396,5 @@ class Job:
         if way.plan.mesh.size("ep") == 1:
             return way
         device, limit = self.question.device, self.question.limit_bytes
-        memory = told_estimate(way.plan, device=device, limit_bytes=limit, tells_worst=True)
+        memory = told_at_worst(way.memory, way.plan, device=device, limit_bytes=limit)
         return replace(way, memory=memory)
