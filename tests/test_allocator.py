@@ -124,3 +124,73 @@ def test_all_that_is_freed_joins_again(expandable: bool) -> None:
         again = reserve(log(*steps), expandable=expandable, limit_bytes=found.reserved_bytes)
         assert again.reserved_bytes == again.allocated_bytes == found.reserved_bytes
         assert not (expandable and again.num_retries)
+
+
+class Naive:
+    """The same rules on lists that are walked from one end to the other: [address, size, who]."""
+
+    def __init__(self) -> None:
+        self.segments: dict[tuple[int, bool], list[list[list[int]]]] = {}
+        self.reserved = self.address = 0
+
+    def take(self, who: int, asked: int, stream: int) -> None:
+        size = -(-asked // 512) * 512
+        is_small = size <= MB
+        segments = self.segments.setdefault((stream, is_small), [])
+        free = [b for segment in segments for b in segment if b[2] < 0 and b[1] >= size]
+        if not free:
+            own = -(-size // (2 * MB)) * 2 * MB
+            length = 2 * MB if is_small else 20 * MB if size < 10 * MB else own
+            free = [[self.address, length, -1]]
+            segments.append(free)
+            self.reserved += length
+            self.address += 2 * length
+        block = min(free, key=lambda b: (b[1], b[0]))
+        rest = block[1] - size
+        if rest >= 512 if is_small else rest > MB:
+            (segment,) = (s for s in segments if block in s)
+            segment.insert(segment.index(block) + 1, [block[0] + size, rest, -1])
+            block[1] = size
+        block[2] = who
+
+    def free(self, who: int) -> None:
+        for segment in (s for each in self.segments.values() for s in each):
+            for block in segment:
+                block[2] = -1 if block[2] == who else block[2]
+            joined: list[list[int]] = []
+            for block in segment:
+                if joined and joined[-1][2] < 0 and block[2] < 0:
+                    joined[-1][1] += block[1]
+                else:
+                    joined.append(block)
+            segment[:] = joined
+
+    def allocated(self) -> int:
+        every = (s for each in self.segments.values() for s in each)
+        return sum(block[1] for segment in every for block in segment if block[2] >= 0)
+
+
+def test_one_loop_does_what_walking_over_all_blocks_does() -> None:
+    rng = random.Random(3)
+    for most in (4 * KB, 3 * MB, 40 * MB):
+        naive, sizes, allocated = Naive(), dict[int, int](), 0
+        changes: list[tuple[int, int, int]] = []
+        streams = [rng.choice((0, 0, 0, 1, 7)) for _ in range(150)]
+        for number in range(150):
+            for gone in rng.sample(sorted(sizes), min(len(sizes), rng.choice((0, 0, 1, 2)))):
+                changes.append((-sizes.pop(gone), gone, 0))
+                naive.free(gone)
+            if sizes and rng.random() < 0.2:  # A storage grows or shrinks where it is.
+                resized, more = rng.choice(sorted(sizes)), rng.randrange(1, most)
+                changes.append((more - sizes[resized], resized, 0))
+                naive.free(resized)
+                naive.take(resized, more, streams[resized])
+                sizes[resized] = more
+                allocated = max(allocated, naive.allocated())
+            sizes[number] = rng.choice((rng.randrange(1, most), most, most // 2))
+            changes.append((sizes[number], number, 0))
+            naive.take(number, sizes[number], streams[number])
+            allocated = max(allocated, naive.allocated())
+        storages = tuple(Storage(Term.TEMPORARIES, stream=stream) for stream in streams)
+        found = reserve(EventLog(storages, tuple(changes), ("before",)))
+        assert (found.reserved_bytes, found.allocated_bytes) == (naive.reserved, allocated)

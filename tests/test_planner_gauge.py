@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from meshplan.memory.driver import communicators, driver_bytes
+from meshplan.graph import is_inside
+from meshplan.memory.allocator import reserve
+from meshplan.memory.driver import communicators, driver_bytes, with_workspaces
+from meshplan.memory.log import Event, EventLog, Storage, Term
 from meshplan.memory.told import told_rank
 from meshplan.plan import make_plan
 from meshplan.planner.asking import question_of_file
-from meshplan.planner.gauge import Gauge, shorten
+from meshplan.planner.gauge import Gauge, Short, shorten
 from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Candidate, Row, solve_row
@@ -144,3 +147,102 @@ def test_a_guess_of_what_is_reserved_is_near(job: Job) -> None:
             shares.append((linear + guess.excess_bytes) / (linear + measured.excess_bytes))
     assert len(shares) > 6
     assert 0.9 < float(np.median(shares)) < 1.1
+
+
+def made_up(rng: random.Random) -> tuple[EventLog, Short]:
+    """A log of blocks that run one after the other, and make and free in every order."""
+    stages = tuple(
+        tuple(Block(f"h.{n}", 0, 1) for n in range(first, first + 4)) for first in (0, 4)
+    )
+    names = ["", *(block.name for stage in stages for block in stage)]
+    storages: list[Storage] = []
+    changes: list[tuple[int, int, int]] = []
+    live: dict[int, int] = {}
+    for phase in range(4):
+        for name in rng.sample(names, len(names)):
+            for _ in range(rng.randrange(6)):
+                module = rng.choice((name, name and f"{name}.mlp", rng.choice(names)))
+                op, stream = rng.choice(("", "mm")), rng.choice((0, 0, 1))
+                storages.append(Storage(Term.TEMPORARIES, op, module, stream=stream))
+                live[len(storages) - 1] = size = rng.randrange(1, 100)
+                changes.append((size, len(storages) - 1, phase))
+            for storage in rng.sample(sorted(live), min(len(live), rng.randrange(6))):
+                left = rng.choice((0, 0, 0, rng.randrange(1, 100)))
+                changes.append((left - live[storage], storage, phase))
+                live[storage] = left
+                live = {each: size for each, size in live.items() if size}
+    phases = ("before", "forward", "backward", "step")
+    return EventLog(tuple(storages), tuple(changes), phases), Short(None, stages, TIMES)  # type: ignore[arg-type]
+
+
+TIMES = {"h.1": 7, "h.6": 3}
+
+
+def one_by_one(log: EventLog, short: Short) -> tuple[int, int]:
+    """(least bytes, bytes of what was left out when most is there), one event after the other."""
+    order = [block.name for stage in short.stages for block in stage]
+
+    def block_of(module: str) -> str:
+        return next((name for name in order if is_inside(module, name)), "")
+
+    def makers(events: Iterable[tuple[int, Event]]) -> list[str]:
+        out, last, now = [], "", -1
+        for _, event in events:
+            if event.phase != now:
+                last, now = "", event.phase
+            if event.delta > 0 and log.storages[event.storage].op:
+                last = block_of(log.storages[event.storage].module)
+            out.append(last)
+        return out
+
+    events = list(enumerate(log.events))
+    running = [*zip(makers(events), makers(events[::-1])[::-1], strict=True)]
+    lasting: set[int] = set()
+    there: dict[int, int] = {}
+    for place, (delta, storage, _) in events:
+        there[storage] = there.get(storage, 0) + delta
+        for each, size in there.items():
+            name = block_of(log.storages[each].module)
+            at = order.index(name) if name in short.times else -1
+            near = {*order[max(at - 1, 0) : at + 2]}
+            if size and at >= 0 and near.isdisjoint(running[place]):
+                lasting.add(each)
+    pools, most = {0: 0, 1: 0}, {0: 0, 1: 0}
+    live = left_out = fullest = then = 0
+    for place, (delta, storage, _) in events:
+        made = log.storages[storage]
+        many = short.times[block_of(made.module)] if storage in lasting else 1
+        pools[made.stream] += delta * many
+        if not short.times.keys() & {*running[place]}:
+            most[made.stream] = max(most[made.stream], pools[made.stream])
+        live, left_out = live + delta, left_out + delta * (many - 1)
+        if live + left_out > fullest:
+            fullest, then = live + left_out, left_out
+    return sum(most.values()), then
+
+
+def test_columns_tell_what_one_event_after_the_other_tells() -> None:
+    told = set()
+    for seed in range(20):
+        log, short = made_up(random.Random(seed))
+        gauge = Gauge(log, short)
+        reserved = reserve(with_workspaces(log, "h100-sxm-80gb")).reserved_bytes
+        found = gauge.least_bytes, gauge.likely_bytes("h100-sxm-80gb") - reserved
+        assert found == one_by_one(log, short), seed
+        told.add(found)
+        plain = Gauge(log, Short(short.graph, short.stages, {}))
+        assert plain.least_bytes == log.pooled_bytes <= found[0]
+    assert len(told) == 20
+
+
+def test_what_is_surely_over_is_known_without_a_guess(job: Job) -> None:
+    """And whoever asks for the guess after that gets what he would have got before."""
+    numbers, over, again, rng = job.usual, 0, Job(job.question), random.Random(1)
+    for candidate in some(job, 8):
+        job.capacity = again.capacity = max(candidate.linear_bytes) * rng.choice((1.1, 3))
+        is_over = job.is_over(numbers, candidate)
+        guess = job.guess(numbers, candidate)
+        assert guess == again.guess(numbers, candidate)
+        assert is_over == (guess is not None and guess.is_over)
+        over += is_over
+    assert 1 < over < 8

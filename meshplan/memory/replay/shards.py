@@ -30,9 +30,9 @@ def numels_of(shape: tuple[int, ...], stored: Layout, mesh: Mesh, rank: int) -> 
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """One parameter of a unit, as one rank sees it.
+    """One parameter of a unit, as one rank sees it; equal to itself alone.
 
     Args:
         fqn: Its name.
@@ -125,25 +125,27 @@ def unit_shards(assignment: Assignment, graph: ModelGraph, rank: int) -> list[Un
         if placed.unit is not None:
             owned[placed.unit].append(placed)
     places = {fqn: number for number, fqn in enumerate(graph.modules)}
+    known: _Known = {}
     return [
         _unit(
             assignment.units[fqn],
             sorted(owned[fqn], key=lambda p: order[p.info.module]),
             assignment.mesh,
             rank,
+            known,
         )
         for fqn in sorted(assignment.units, key=lambda fqn: places[fqn])
     ]
 
 
-def _unit(unit: Unit, tensors: list[Placed], mesh: Mesh, rank: int) -> UnitShards:
+def _unit(unit: Unit, tensors: list[Placed], mesh: Mesh, rank: int, known: _Known) -> UnitShards:
     ranks = mesh.size(*unit.shard_axes)
     fewer = unit.reshard_after_forward
     trained = [p for p in tensors if p.info.trainable]
     stored = trained[0].dtype if trained else "float32"
     computed = trained[0].compute_dtype if trained else "float32"
     reduced = unit.precision.reduce or computed
-    params = tuple(_shard(placed, unit, mesh, rank) for placed in tensors)
+    params = tuple(_shard(placed, unit, mesh, rank, known) for placed in tensors)
     return UnitShards(
         fqn=unit.fqn,
         params=params,
@@ -161,17 +163,25 @@ def _unit(unit: Unit, tensors: list[Placed], mesh: Mesh, rank: int) -> UnitShard
     )
 
 
-def _shard(placed: Placed, unit: Unit, mesh: Mesh, rank: int) -> Shard:
-    layout = placed.stored
-    numels = numels_of(placed.info.shape, layout, mesh, rank)
+_Known = dict[tuple[tuple[int, ...], int, tuple[str, ...]], tuple[Numels, int, int]]
+"""By shape, layout (the very same) and the unit's axes: elements, ranks, and the dim they cut."""
+
+
+def _shard(placed: Placed, unit: Unit, mesh: Mesh, rank: int, known: _Known) -> Shard:
+    layout, axes = placed.stored, unit.shard_axes
+    key = placed.info.shape, id(layout), axes
+    if key not in known:
+        dim = (layout.dim_of(axes[0]) or 0) if axes else 0
+        known[key] = numels_of(placed.info.shape, layout, mesh, rank), mesh.size(*axes), dim
+    numels, ranks, dim = known[key]
     return Shard(
         fqn=placed.info.fqn,
-        padded_numel=numels.padded * mesh.size(*unit.shard_axes),
+        padded_numel=numels.padded * ranks,
         stored_bytes=numels.padded * DTYPE_BYTES[placed.dtype],
         local_bytes=numels.local * DTYPE_BYTES[placed.dtype],
         grad_numel=numels.whole,
         itemsize=DTYPE_BYTES[placed.compute_dtype],
-        dim=(layout.dim_of(unit.shard_axes[0]) or 0) if unit.shard_axes else 0,
+        dim=dim,
         is_cast=placed.compute_dtype != placed.dtype,
         is_trained=placed.info.trainable,
     )
