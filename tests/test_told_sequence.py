@@ -60,7 +60,9 @@ STAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": (stages.LLAMA, stages.plan_of("1F1B", **PARTS, **stages.MIXED, **stages.AGAIN)),
     "gpt2": (stages.GPT2, stages.plan_of("1F1B", **PARTS)),
     "llama, zero bubble": (
-        stages.LLAMA, stages.plan_of("InterleavedZeroBubble", virtual=2, **PARTS)),
+        stages.LLAMA,
+        stages.plan_of("InterleavedZeroBubble", virtual=2, **PARTS),
+    ),
     "llama, interleaved": (stages.LLAMA, stages.plan_of("Interleaved1F1B", virtual=2, **PARTS)),
 }
 

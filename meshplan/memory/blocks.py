@@ -206,9 +206,7 @@ def gpt2_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     return x
 
 
-def _gpt2_attention(
-    at: Writer, shape: Shape, x: int, part: Part, conv: Callable[..., int]
-) -> int:
+def _gpt2_attention(at: Writer, shape: Shape, x: int, part: Part, conv: Callable[..., int]) -> int:
     """`GPT2Attention`."""
     entered, hidden = Entered(), shape.hidden
     fused = conv(at, entered, x, hidden, 3 * shape.q_width, "c_attn")

@@ -162,8 +162,10 @@ def refusals(plan: Plan) -> Iterator[Problem]:
     for is_there, what in (
         *((True, problem.what) for problem in styled_of(plan).check()),
         # Their code takes the length of a sequence, and positions, from what it is given.
-        (a.sequence_parallel and not a.crossings,
-         "sequence_parallel by rule, with which transformers' own code does not run"),
+        (
+            a.sequence_parallel and not a.crossings,
+            "sequence_parallel by rule, with which transformers' own code does not run",
+        ),
         (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
         (_exchanges_latents(plan), "context parallelism of attention by narrow vectors"),
         (_scores_scaled(plan), "loss_chunks over logits that the model divides"),
