@@ -24,7 +24,7 @@ TAKEN = frozenset(
         "gpt2, odd words",
     }
 )  # fmt: skip
-DEFAULT = ("qwen3, tied", "mixtral")
+DEFAULT = ("qwen3, tied",)
 
 
 def marked(cases: Iterable[str]) -> list[Any]:

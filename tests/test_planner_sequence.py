@@ -50,7 +50,8 @@ def test_it_is_cut_wherever_tp_is_and_as_stated(tmp_path: Path) -> None:
     assert odd.free.sequence_parallel == {1: False, 2: True, 4: False}
 
 
-@pytest.mark.parametrize("stages", [False, pytest.param(True, marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("stages", [False, True])
 def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(
     tmp_path: Path, stages: bool
 ) -> None:
@@ -86,6 +87,7 @@ def test_parts_cost_less_than_whole_activations(tmp_path: Path) -> None:
     assert (other.sent_forward.gathers, other.sent_forward.all_reduces) == (0, 2)
 
 
+@pytest.mark.wide
 def test_why_it_is_cut_is_said_in_seconds(tmp_path: Path) -> None:
     job_of(tmp_path, mesh={"dp_shard": 2, "tp": 4})
     asker = Asker(question_of_file(tmp_path / "plan.yaml"))

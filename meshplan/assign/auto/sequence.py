@@ -133,6 +133,10 @@ class _Walk:
         for path, value in self.places.flow.outputs:
             if self._is_part(value, len(self.places.flow.ops)):
                 raise Refuted(f"the model returns it{f' (as {path})' if path else ''}")
+        for change in self.places.flow.changes:
+            if change.new is not None and self._is_part(change.new, len(self.places.flow.ops)):
+                where = f"{change.module}.{change.name}".lstrip(".")
+                raise Refuted(f"{where} keeps a part of a sequence, and others may read it")
         for call, word in styled:
             opens = word != "vocab" and word != "rowwise"
             if opens and not self._is_part(call.inputs[0][1], call.ops[0]):
