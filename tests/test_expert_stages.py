@@ -66,8 +66,11 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "mixtral, both ways": (4, "mixtral grouped", spread(PAIR, "DualPipeV", 4, **CLIP)),
     "mixtral, ep 2 in 4": (8, "mixtral grouped", spread(SOME, **CLIP)),
     "qwen3_moe, hybrid": (8, "qwen3_moe", spread(HYBRID, **CLIP)),
-    "mixtral beside tp from the data flow": (
-        8, "mixtral grouped", spread(TP, tp_plan="auto", **CLIP)),
+    "mixtral beside tp from the data flow, loss on parts": (
+        8, "mixtral grouped", spread(TP, tp_plan="auto", loss_parallel=True, **CLIP)),
+    "mixtral, parameters on the host": (
+        4, "mixtral grouped", spread(PAIR, offload="params", **CLIP)),
+    "mixtral, compiled": (4, "mixtral grouped", spread(PAIR, compile=True)),
 }  # fmt: skip
 DEFAULT = ("own, recomputed in part, clipped",)
 
