@@ -66,8 +66,13 @@ def is_late(grid: NDArray[np.void]) -> NDArray[np.bool_]:
 def scattering_bytes(
     grid: NDArray[np.void], block: Kind, late: NDArray[np.bool_], reduce_bytes: int
 ) -> Floats:
-    """[rows] what every rank then holds for its stages: each keeps its buffer to its next one."""
-    numel = float(sum(block.numels) - block.frozen)
+    """[rows] what every rank then holds for its stages: each keeps its buffer to its next one.
+
+    That is its last unit's: of a block whose experts are one of their own, either of them.
+    """
+    trained = float(sum(block.numels) - block.frozen)
+    apart = min(float(block.expert_numel), trained - block.expert_numel)
+    numel = np.where(grid["ep"] > 1, max(apart, 0.0), trained)
     scatters = late & (grid["mode"] == _SHARD) & ~in_halves(grid) & ~is_there(grid)
     many = np.where(scatters, grid["virtual"] - 1, 0)
     return np.asarray(many * numel * reduce_bytes, dtype=np.float64)
