@@ -25,7 +25,7 @@ SLACK: Final = 0.02
 Options = tuple[bool, ...]
 """Which of `cost.grid.OPTIONS` blocks may take."""
 
-_KEEP, _MOST_SIMPLER, _MOST_MESHES, _MOST_NEAR, _MOST_GUESSES, _MORE = 3, 8, 6, 4, 3, 1.02
+_KEEP, _MOST_SIMPLER, _MOST_MESHES, _MOST_NEAR, _MOST_GUESSES, _MORE = 3, 8, 6, 4, 1, 1.02
 
 
 class Near:
