@@ -22,7 +22,7 @@ from meshplan.assign.recompute import assign_recompute
 from meshplan.assign.split import gathered_throughout, split_problems
 from meshplan.assign.stages import assign_stages, idle_warnings, order_warnings
 from meshplan.assign.tensor_cuts import TensorParallel
-from meshplan.assign.tensor_parallel import assign_tp, no_dim
+from meshplan.assign.tensor_parallel import assign_tp, no_dim, sequence_problems
 from meshplan.assign.types import Assignment, Placed, Reason, Unit
 from meshplan.assign.units import PLACE, Units, assign_units, check_reshards
 from meshplan.compatibility import clashes
@@ -109,26 +109,9 @@ def assign(
                 "remove them, or use strategy: ddp without tp and mixed precision",
             )
         )
-    if spec.sequence_parallel and mesh.size("tp") == 1:
-        problems.append(
-            Problem(
-                "'sequence_parallel' has no effect without a tp axis",
-                spec.origin("sequence_parallel"),
-                "add tp to the mesh, or remove it",
-            )
-        )
     context, context_problems = assign_context(spec, graph, mesh)
     problems += context_problems
-    if spec.sequence_parallel and (spec.batch.seq_len or 0) % mesh.size("cp", "tp"):
-        axes = " x ".join(mesh.present(("cp", "tp")))
-        problems.append(
-            Problem(
-                f"a sequence of {spec.batch.seq_len} does not divide by {axes} "
-                f"{mesh.size('cp', 'tp')}, and sequence_parallel cuts it",
-                spec.origin("batch.seq_len"),
-                f"use a multiple of {mesh.size('cp', 'tp')}",
-            )
-        )
+    problems += sequence_problems(spec, mesh)
     if problems:
         raise PlanError(problems)
     return Assignment(

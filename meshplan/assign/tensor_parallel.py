@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from meshplan.assign.cascade import Cascade, Stated
@@ -289,3 +289,23 @@ def _record(out: TensorParallel, tensor: TensorInfo, cut: TensorCut) -> None:
         ))  # fmt: skip
         return
     out.cuts[tensor.fqn] = cut
+
+
+def sequence_problems(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
+    """Why the sequence cannot be cut along this mesh."""
+    if not spec.sequence_parallel:
+        return
+    parts = mesh.size("cp", "tp")
+    if mesh.size("tp") == 1:
+        yield Problem(
+            "'sequence_parallel' has no effect without a tp axis",
+            spec.origin("sequence_parallel"),
+            "add tp to the mesh, or remove it",
+        )
+    if (spec.batch.seq_len or 0) % parts:
+        yield Problem(
+            f"a sequence of {spec.batch.seq_len} does not divide by "
+            f"{' x '.join(mesh.present(('cp', 'tp')))} {parts}, and sequence_parallel cuts it",
+            spec.origin("batch.seq_len"),
+            f"use a multiple of {parts}",
+        )
