@@ -179,11 +179,11 @@ def shown_of(looks: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def _fold(kinds: Sequence[Kind], looks: Sequence[Hashable]) -> list[Kind]:
-    """Blocks that work alike are one kind; what the ends hold more is charged next to them.
+    """Blocks that work alike are one kind; what the ends hold otherwise is charged beside them.
 
-    The first block's input outlives it where the model's own frame holds it: one boundary that no
-    other block shows, and that is charged if it is there whatever runs again. A search over kinds
-    gains more from one kind than it loses by that.
+    Nobody keeps what the last block makes for it to be run again, and whoever reads it may keep
+    another copy: what every option of an end keeps more than between, or less, is charged there. A
+    search over kinds gains more from one kind than it loses by that.
 
     Args:
         looks: Of each block that is shown.
@@ -203,11 +203,9 @@ def _fold(kinds: Sequence[Kind], looks: Sequence[Hashable]) -> list[Kind]:
         if alike != middle or not 0 <= beside < len(kinds):
             continue
         pairs = zip(kinds[n].saved_bytes, middle.saved_bytes, strict=True)
-        more = max(0.0, min(own - usual for own, usual in pairs))
-        saved = out[beside].saved_bytes
-        out[beside] = replace(
-            out[beside], saved_bytes=(saved[0] + more, saved[1] + more, saved[2] + more)
-        )
+        more = min(own - usual for own, usual in pairs)
+        a, b, c = (max(0.0, saved + more) for saved in out[beside].saved_bytes)
+        out[beside] = replace(out[beside], saved_bytes=(a, b, c))
         out[n] = middle
     for look, place in middles.items():
         same = [n for n, own in zip(blocks, looks, strict=True) if own == look]
