@@ -58,9 +58,11 @@ class Writer:
 
     def at(self, module: str) -> Writer:
         """The same tape, in another module."""
+        # `dataclasses.replace` takes three times as long, and there are thousands of modules.
         return Writer(
-            self.tape, self.element_bytes, self.parameter_bytes, self.is_cuda, module,
-            self.saves, self.tokens, self.in_place, self.runs_again,
+            self.tape, self.element_bytes, self.parameter_bytes, self.is_cuda, module=module,
+            saves=self.saves, tokens=self.tokens, samples=self.samples, runs_again=self.runs_again,
+            in_place=self.in_place,
         )  # fmt: skip
 
     def row(
