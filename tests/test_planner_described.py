@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import meshplan
@@ -171,6 +172,13 @@ def test_a_subclass_is_another() -> None:
     assert "modules are not those" in str(found_of(model))
 
 
+@pytest.fixture(autouse=True)
+def _in_no_group() -> None:
+    """Whoever parallelized something in this process before is in a group ever since."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
     """(a plan of the live model, the same plan of its config)."""
@@ -278,8 +286,6 @@ def test_models_in_hand_are_planned_so_too() -> None:
 
 @contextmanager
 def _in_a_group() -> Iterator[None]:
-    import torch.distributed as dist
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

@@ -10,7 +10,7 @@ aten/native/transformers/cuda/attention.cu and flash_attn/flash_api.cpp.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import Final
 
@@ -49,6 +49,7 @@ class Writer:
     element_bytes: int
     parameter_bytes: int
     is_cuda: bool
+    _: KW_ONLY
     module: str = ""
     saves: frozenset[str] = KERNELS
     tokens: int = 0
