@@ -87,7 +87,7 @@ def chain_of(
                   is_sequence=is_sequence and tp > 1, is_cuda=is_cuda,
                   spread=Spread(ep), loss_chunks=loss_chunks)  # fmt: skip
         if styled is not None:
-            return tape_of(few, replace(run, styled=styled, is_chain=True))
+            return tape_of(few, replace(run, styled=styled.of_any_block(), is_chain=True))
         return decoder_tape(few, run, cuts_loss=cuts_loss)
 
     return chain_of_tapes(

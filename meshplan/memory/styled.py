@@ -10,7 +10,7 @@ and placement_types.py; for tables cut by rows _ops/_mask_buffer.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -61,6 +61,24 @@ class Styled:
             return None
         return self.styles.get(fqn) or self.styles.get(pattern_of(fqn))
 
+    def of_any_block(self) -> Styled:
+        """The same for blocks by any number: what is made of the same modules is styled alike."""
+        return replace(
+            self,
+            styles={pattern_of(f): style for f, style in self.styles.items()} | {**self.styles},
+            pieces={pattern_of(f): pieces for f, pieces in self.pieces.items()} | {**self.pieces},
+            whole=self.whole | {*map(pattern_of, self.whole)},
+            added=self.added | {*map(pattern_of, self.added)},
+        )
+
+    def pieces_of(self, fqn: str) -> tuple[Piece, ...]:
+        """Of a module whose output falls into several."""
+        return self.pieces.get(fqn) or self.pieces.get(pattern_of(fqn), ())
+
+    def is_whole(self, parameter: str) -> bool:
+        """Whether every rank holds one of these whole."""
+        return parameter in self.whole or pattern_of(parameter) in self.whole
+
     def check(self) -> Iterator[Problem]:
         """What no row stands for."""
         told: set[str] = set()
@@ -80,7 +98,8 @@ class Styled:
 
     def adds_up(self, fqn: str) -> bool:
         """Whether every rank has an addend of the gradients of a norm."""
-        return self.of(fqn) is not None or f"{fqn}.weight" in self.added
+        added = {f"{fqn}.weight", pattern_of(f"{fqn}.weight")}
+        return self.of(fqn) is not None or not added.isdisjoint(self.added)
 
     def spelled(self, flow: tuple[str, str]) -> tuple[str, str]:
         """With what activations look like between modules: whole, or parts of the sequence."""
@@ -157,7 +176,7 @@ def project(
     style, tp = styled.of(fqn), styled.tp
     if style is None:
         return w.linear(_of_width(w, x, into, fqn), into, out, name, bias=bias, weight=weight)
-    pieces = styled.pieces.get(fqn, ())
+    pieces = styled.pieces_of(fqn)
     if style.input[1] == "S(-1)":
         into = _part(into, tp, fqn)
     if style.output[0] == "S(-1)":
@@ -170,7 +189,7 @@ def project(
         x = entered.all_reduced(w, x, tp)
     parts = {}
     for leaf, size in (("weight", into * out), ("bias", out)):
-        if f"{fqn}.{leaf}" in styled.whole:
+        if styled.is_whole(f"{fqn}.{leaf}"):
             parts[f"{fqn}.{leaf}"] = _own_part(w.at(fqn), leaf, size, pieces)
     # Of a bias each rank adds its share, so that the sum has it once.
     share = out * w.parameter_bytes if bias and style.output[0] == "P" else 0
