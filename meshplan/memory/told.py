@@ -17,7 +17,7 @@ from meshplan.errors import PlanError, Problem
 from meshplan.memory.allocator import Reserve, reserve
 from meshplan.memory.assemble import assemble
 from meshplan.memory.driver import with_workspaces
-from meshplan.memory.estimate import MemoryEstimate, Tier
+from meshplan.memory.estimate import MemoryEstimate, Tier, margin
 from meshplan.memory.experts import Spread, most_arriving
 from meshplan.memory.fused import check_fused
 from meshplan.memory.groups import equal_ranks
@@ -119,34 +119,39 @@ def told_estimate(
                 in_full.add(number)
         most = max(log.peak.live_bytes for log in told.values())
         fullest = [n for n, log in told.items() if log.peak.live_bytes >= _NEARLY * most]
-        of_experts = tuple(_of_experts(plan, tells_worst=tells_worst))
-        while True:
-            fullest = [] if works.only_in_brief else fullest
+        errors = [ERROR + BRIEF_ERROR * (n not in in_full) for n in range(len(groups))]
+
+        def high(number: int) -> int:
+            """Where the band of a group ends, but for what all have."""
+            return int(margin(held[number].reserved_bytes) * (1 + errors[number]))
+
+        while not works.only_in_brief:
             for number in sorted(set(fullest) - in_full):
                 write(number, in_brief=False)
+                errors[number] = ERROR
             in_full.update(fullest)
-            found = assemble(
-                plan,
-                groups,
-                [told[number] for number in range(len(groups))],
-                device=device,
-                limit_bytes=limit_bytes,
-                tier=Tier.REPLAY,
-                certified=certified + _in_brief(len(in_full), len(groups)),
-                assumed=(
-                    ("inputs of a rank's step", shape),
-                    ("loss", _CROSS_ENTROPY + in_chunks(plan)),
-                    ("optimizer", called(spec.optimizer)),
-                    *of_experts,
-                ),
-                notes=notes,
-                error=[ERROR + BRIEF_ERROR * (n not in in_full) for n in range(len(groups))],
-                held=held,
-                packs=packs,
-            )
-            fullest = [groups.index(found.worst.ranks)]
-            if works.only_in_brief or in_full.issuperset(fullest):
+            fullest = [max(range(len(groups)), key=high)]
+            if in_full.issuperset(fullest):
                 break
+        found = assemble(
+            plan,
+            groups,
+            [told[number] for number in range(len(groups))],
+            device=device,
+            limit_bytes=limit_bytes,
+            tier=Tier.REPLAY,
+            certified=certified + _in_brief(len(in_full), len(groups)),
+            assumed=(
+                ("inputs of a rank's step", shape),
+                ("loss", _CROSS_ENTROPY + in_chunks(plan)),
+                ("optimizer", called(spec.optimizer)),
+                *_of_experts(plan, tells_worst=tells_worst),
+            ),
+            notes=notes,
+            error=errors,
+            held=held,
+            packs=packs,
+        )
     if tells_modules:
         found = with_modules(found, plan, [told[n] for n in range(len(groups))])
     return found
