@@ -119,16 +119,17 @@ def told_estimate(
                 in_full.add(number)
         most = max(log.peak.live_bytes for log in told.values())
         fullest = [n for n, log in told.items() if log.peak.live_bytes >= _NEARLY * most]
-        errors = [ERROR + BRIEF_ERROR * (n not in in_full) for n in range(len(groups))]
+
+        def error(number: int) -> float:
+            return ERROR + BRIEF_ERROR * (number not in in_full)
 
         def high(number: int) -> int:
             """Where the band of a group ends, but for what all have."""
-            return int(margin(held[number].reserved_bytes) * (1 + errors[number]))
+            return int(margin(held[number].reserved_bytes) * (1 + error(number)))
 
         while not works.only_in_brief:
             for number in sorted(set(fullest) - in_full):
                 write(number, in_brief=False)
-                errors[number] = ERROR
             in_full.update(fullest)
             fullest = [max(range(len(groups)), key=high)]
             if in_full.issuperset(fullest):
@@ -148,7 +149,7 @@ def told_estimate(
                 *_of_experts(plan, tells_worst=tells_worst),
             ),
             notes=notes,
-            error=errors,
+            error=[error(number) for number in range(len(groups))],
             held=held,
             packs=packs,
         )

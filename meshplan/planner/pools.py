@@ -56,11 +56,9 @@ def pools_of(
     Assumes: a block is one unit, and spread experts one of their own.
     """
     ranks = grid["dp_shard"].astype(np.float64) * grid["cp"]
+    is_spread, is_piped = grid["ep"] > 1, grid["pp"] > 1
     numel = float(sum(block.numels))
-    unit = np.where(grid["ep"] > 1, numel - block.expert_numel, numel)
-    around = [float(sum(sum(kind.numels) for kind in part)) for part in ends]
-    first, last = (np.where(grid["pp"] > 1, numel, 0.0) for numel in around)
-    root = np.where(grid["pp"] > 1, 0.0, sum(around))
+    unit = np.where(is_spread, numel - block.expert_numel, numel)
     # The buffer before is held until the next one's parameters are copied out; shards are cast.
     gathers = (grid["mode"] != _DDP) & (ranks > 1)
     is_cast = sizes.computed != sizes.stored
@@ -70,19 +68,16 @@ def pools_of(
     adds = (grid["mode"] == _SHARD) & (grid["microbatches"] > 1) & ~in_halves(grid)
     again = np.where(adds & ~is_there(grid), reduce_bytes / ranks, 0.0)
     own = unit * trained_share(block)
-    firsts, lasts, roots = (
-        numel * _trained(part)
-        for numel, part in ((first, ends[0]), (last, ends[1]), (root, [*ends[0], *ends[1]]))
+    first, last = (float(sum(sum(kind.numels) for kind in part)) for part in ends)
+    trains, trains_last = (
+        float(sum(sum(kind.numels) - kind.frozen for kind in part)) for part in ends
     )
+    root = np.where(is_piped, 0.0, first + last)
+    roots = np.where(is_piped, 0.0, trains + trains_last)
     every = gathered + root * ahead + np.maximum(own, roots) * again
-    return Pools(
-        every,
-        first * ahead + np.maximum(firsts - own, 0.0) * again,
-        last * ahead + np.maximum(lasts - own, 0.0) * again,
-    )
 
+    def more(around: float, trained: float) -> Floats:
+        found = around * ahead + np.maximum(trained - own, 0.0) * again
+        return np.asarray(np.where(is_piped, found, 0.0), dtype=np.float64)
 
-def _trained(kinds: Sequence[Kind]) -> float:
-    """The share of their elements that get a gradient."""
-    numel = sum(sum(kind.numels) for kind in kinds)
-    return 1 - sum(kind.frozen for kind in kinds) / numel if numel else 1.0
+    return Pools(every, more(first, trains), more(last, trains_last))
