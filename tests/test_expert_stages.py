@@ -185,6 +185,16 @@ def test_what_is_saved_loads_under_another_plan(pool: Any, other: Any, tmp_path:
     assert pool(4).run(saved_and_loaded, spread(PAIR), other, str(tmp_path / "saved")) == [0.0] * 4
 
 
+def refused(model: Any) -> str:
+    """What a step of it raises."""
+    batch = meshplan.local_batch(model, models.batch("mixtral", 0))
+    try:
+        meshplan.train_step(model, models.optimizer(model), *batch, models.loss)
+    except meshplan.ApplyError as error:
+        return str(error)
+    return ""
+
+
 def misrouted(plan: dict[str, Any], culprit: int) -> str:
     """What a step raises where the router of one rank fails in one of several groups of ep."""
     model = meshplan.parallelize(moe.build("mixtral grouped"), plan)
@@ -196,12 +206,7 @@ def misrouted(plan: dict[str, Any], culprit: int) -> str:
     if torch.distributed.get_rank() == culprit:
         dispatch = experts.forward
         experts.forward = lambda x, index, weights: dispatch(x, index + moe.EXPERTS, weights)
-    batch = meshplan.local_batch(model, models.batch("mixtral", 0))
-    try:
-        meshplan.train_step(model, models.optimizer(model), *batch, models.loss)
-    except meshplan.ApplyError as error:
-        return str(error)
-    return ""
+    return refused(model)
 
 
 @pytest.mark.wide
@@ -213,12 +218,7 @@ def test_a_routing_that_cannot_be_dispatched_is_told_to_every_stage(pool: Any) -
 
 def unrecorded(plan: dict[str, Any]) -> str:
     model = meshplan.parallelize(moe.build("stack"), plan)
-    batch = meshplan.local_batch(model, models.batch("mixtral", 0))
-    try:
-        meshplan.train_step(model, models.optimizer(model), *batch, models.loss)
-    except meshplan.ApplyError as error:
-        return str(error)
-    return ""
+    return refused(model)
 
 
 @pytest.mark.wide

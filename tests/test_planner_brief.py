@@ -24,8 +24,8 @@ from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Row, solve_row
 from meshplan.planner.widened import _twins, widen
+from tests.brute import random_numbers, random_rounds
 from tests.test_planner_gauge import LLAMA, job_in
-from tests.test_planner_search import random_numbers, random_rounds
 
 MIXTRAL = LLAMA | {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_hidden_layers": 8,

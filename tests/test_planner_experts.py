@@ -34,9 +34,9 @@ from meshplan.planner.space import Freedom, divisors
 from meshplan.planner.spread import experts_of
 from meshplan.planning import search_plan
 from meshplan.reader import load_spec
+from tests.brute import always_fits, fastest
 from tests.pooled import pooled_by_group
 from tests.test_planner import LLAMA, PLAN
-from tests.test_planner_search import always_fits, fastest
 
 MIXTRAL: dict[str, Any] = LLAMA | {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_hidden_layers": 3,

@@ -31,9 +31,9 @@ from meshplan.planner.row import solve_row
 from meshplan.planner.search import search
 from meshplan.planner.widened import searched
 from meshplan.reader import load_spec
+from tests.brute import always_fits, fastest
 from tests.pooled import pooled_bytes
 from tests.test_planner import LARGE, LLAMA, job, job_of
-from tests.test_planner_search import always_fits, fastest
 
 __all__ = ["job"]
 

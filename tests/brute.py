@@ -1,0 +1,280 @@
+"""Small random spaces of the planner, and their answers by trying everything."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from meshplan.cost.grid import GRID, OPTIONS, SCHEDULE_WORDS
+from meshplan.planner.flights import in_flight
+from meshplan.planner.found import Measured
+from meshplan.planner.numbers import Numbers, weights
+from meshplan.planner.row import Candidate
+from meshplan.schedules import SCHEDULES, actions
+
+NUM_OPTIONS = len(OPTIONS)
+HALVED = "InterleavedZeroBubble"
+
+
+def random_numbers(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
+    """(a small space, a capacity that is sometimes tight and sometimes not)."""
+    rng = np.random.default_rng(seed)
+    kinds, length = int(rng.integers(1, 4)), int(rng.integers(2, 6))
+    order = tuple(int(k) for k in rng.integers(0, kinds, length))
+    grid = np.zeros(num_rows, GRID)
+    for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual"):
+        grid[name] = 1
+    own = ("dp_replicate", "ep", "cp")[seed % 3]
+    grid[own] = 1 + np.arange(num_rows)  # Each is another mesh, or spreads experts otherwise.
+    for row in grid:
+        row["pp"] = rng.integers(1, min(3, length) + 1)
+        row["microbatches"] = rng.integers(1, 6)
+        if row["pp"] > 1:
+            row["schedule"] = rng.choice([1, 2])
+    shape = (num_rows, kinds, NUM_OPTIONS)
+    seconds = rng.uniform(1.0, 2.0, shape)
+    saved, resident = rng.uniform(0, 10, shape), rng.uniform(0, 5, shape)
+    if seed % 3 == 0:  # What is saved is paid for: the hard case.
+        saved = 10 * (2.0 - seconds) + rng.uniform(0, 0.01, shape)
+        resident[:] = 1.0
+    offered = rng.random(shape) < 0.8
+    offered[:, :, 0] = True
+    numbers = Numbers(
+        grid=grid,
+        order=order,
+        seconds=np.where(offered, seconds, np.inf),
+        saved=saved,
+        resident=resident,
+        later=rng.uniform(0, 3, (num_rows, kinds)),
+        first=rng.uniform(0, 2, num_rows),
+        last=rng.uniform(0, 2, num_rows),
+        top=rng.uniform(0, 5, num_rows),
+        turn=rng.uniform(0, 3, num_rows),
+        reducing=np.zeros(num_rows),
+        sent=rng.uniform(0, 2, num_rows),
+        beside=rng.uniform(0, 2, num_rows),
+        floor=np.zeros(num_rows),
+        once_s=rng.uniform(0, 0.5, num_rows),
+    )
+    return numbers, float(rng.uniform(5, 12 * length))
+
+
+def random_rounds(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
+    """The same of alike blocks between two ends, and ranks with several stages."""
+    numbers, _ = random_numbers(seed, num_rows)
+    rng = np.random.default_rng(seed + 10**6)
+    blocks = int(rng.integers(4, 8))
+    order = (0, *[1] * blocks, 2)
+    shape = (num_rows, 3, NUM_OPTIONS)
+    seconds, resident = rng.uniform(1.0, 2.0, shape), rng.uniform(0, 3, shape)
+    saved = rng.uniform(0, 4, shape)
+    if seed % 3 == 0:  # What is saved is paid for: the hard case.
+        saved = 4 * (2.0 - seconds) + rng.uniform(0, 0.01, shape)
+    offered = rng.random(shape) < 0.35
+    offered[:, :, 0] = True
+    offered[:, (0, 2), 1:] = False
+    for row in numbers.grid:
+        row["pp"] = rng.integers(1, 4)
+        row["virtual"], row["schedule"] = 1, (0 if row["pp"] == 1 else rng.choice([1, 2]))
+        row["microbatches"] = rng.integers(1, 8)
+        most = blocks // int(row["pp"])
+        if row["pp"] > 1 and most > 1 and rng.random() < 0.8:
+            row["schedule"], row["virtual"] = rng.choice([3, 4]), rng.integers(2, most + 1)
+            while row["microbatches"] < row["pp"] or SCHEDULES["Interleaved1F1B"].problem(
+                int(row["pp"]), int(row["microbatches"])
+            ):
+                row["microbatches"] = rng.integers(1, 8)
+    rounds = replace(
+        numbers,
+        order=order,
+        names=("", *(f"b.{n}" for n in range(blocks)), ""),
+        seconds=np.where(offered, seconds, np.inf),
+        saved=saved,
+        resident=resident,
+        later=rng.uniform(0, 3, (num_rows, 3)),
+    )
+    return rounds, float(rng.uniform(8, 12 * blocks))
+
+
+@functools.cache
+def kept_by(schedule: str, ranks: int, virtual: int, count: int) -> tuple[tuple[float, ...], ...]:
+    """By rank and its stages, forwards before the rank's first backward, as it is played.
+
+    Of backwards in two halves, those that wait for the second, when the most first do.
+    """
+    return _kept_by(schedule, ranks, virtual, count, "W")
+
+
+@functools.cache
+def handed_by(schedule: str, ranks: int, virtual: int, count: int) -> tuple[tuple[float, ...], ...]:
+    """At the same moment, those that wait for a first half or a whole backward."""
+    return _kept_by(schedule, ranks, virtual, count, "I")
+
+
+def _kept_by(
+    schedule: str, ranks: int, virtual: int, count: int, ends: str
+) -> tuple[tuple[float, ...], ...]:
+    out = []
+    for rank, order in enumerate(actions(SCHEDULES[schedule], ranks, virtual, count)):
+        if SCHEDULES[schedule].splits_backward:
+            live = dict.fromkeys("FIW", 0)
+            most, then = -1, [0.0] * virtual
+            by_stage = {kind: [0] * virtual for kind in "FIW"}
+            for step in (step for step in order if step.kind in "FIW"):
+                live[step.kind] += 1
+                by_stage[step.kind][step.stage // ranks] += 1
+                if live["F"] - live["W"] > most:
+                    most = live["F"] - live["W"]
+                    then = [
+                        float(f - e) for f, e in zip(by_stage["F"], by_stage[ends], strict=True)
+                    ]
+            out.append(tuple(then))
+            continue
+        steps = [step for step in order if step.kind in "FB"]
+        warm = [s.stage for s in itertools.takewhile(lambda step: step.kind == "F", steps)]
+        out.append(tuple(float(warm.count(rank + ranks * turn)) for turn in range(virtual)))
+    return tuple(out)
+
+
+@functools.cache
+def began_by(schedule: str, ranks: int, virtual: int, count: int) -> tuple[bool, ...]:
+    """By rank, whether as much is in flight again once its last stage alone had a backward."""
+    out = []
+    for rank, order in enumerate(actions(SCHEDULES[schedule], ranks, virtual, count)):
+        steps = [step for step in order if step.kind in "FB"]
+        at = next(n for n, step in enumerate(steps) if step.kind == "B")
+        warm = [s.stage for s in steps[:at]]
+        is_again = at + 1 < len(steps) and steps[at + 1].kind == "F"
+        last = rank + ranks * (virtual - 1)
+        is_again = is_again and steps[at].stage == steps[at + 1].stage == last
+        others = [warm.count(rank + ranks * turn) for turn in range(virtual - 1)]
+        out.append(ranks > 1 and is_again and warm.count(last) not in others)
+    return tuple(out)
+
+
+def beside_blocks(numbers: Numbers, row: int, rank: int) -> float:
+    """Bytes of a rank whatever its blocks do: a block's pass, or on the last rank the loss."""
+    is_last = rank == int(numbers.grid[row]["pp"]) - 1
+    held = float((numbers.top if is_last else numbers.turn)[row] + numbers.beside[row])
+    held += float(numbers.first[row]) * (rank == 0) + float(numbers.last[row]) * is_last
+    return held
+
+
+def rank_value(
+    numbers: Numbers, row: int, stages: Any, keeps: Any, began: bool, room: float
+) -> float:
+    """The least seconds of some stages' blocks on a rank, by trying all options of each."""
+    if began:
+        room -= sum(float(numbers.later[row, kind]) for kind in stages[-1])
+    best = float("inf")
+    ways = [
+        itertools.combinations_with_replacement(
+            [o for o in range(NUM_OPTIONS) if np.isfinite(numbers.seconds[row, kind, o])],
+            blocks.count(kind),
+        )
+        for blocks in stages
+        for kind in dict.fromkeys(blocks)
+    ]
+    at = [(k, keep) for b, keep in zip(stages, keeps, strict=True) for k in dict.fromkeys(b)]
+    for takes in itertools.product(*ways):
+        held = seconds = 0.0
+        for (kind, keep), options in zip(at, takes, strict=True):
+            for o in options:
+                held += numbers.resident[row, kind, o] + keep * numbers.saved[row, kind, o]
+                seconds += numbers.seconds[row, kind, o]
+        if held <= room * (1 + 1e-12) and seconds < best:
+            best = float(seconds)
+    return best
+
+
+def fastest_rounds(numbers: Numbers, row: int, capacity: float) -> float:
+    """Seconds of the best way of a row with several stages a rank, by trying every cut."""
+    config, blocks = numbers.grid[row], sum(map(bool, numbers.names))
+    ranks, virtual = int(config["pp"]), int(config["virtual"])
+    played = SCHEDULE_WORDS[config["schedule"]], ranks, virtual, int(config["microbatches"])
+    kept, handed = kept_by(*played), handed_by(*played)
+    began = began_by(*played) if played[0] != HALVED else (False,) * ranks
+    a, b = (float(each[row]) for each in weights(numbers.grid))
+    best, known = float("inf"), {}
+    for inner in itertools.combinations(range(1, blocks), ranks * virtual - 1):
+        sizes = [j - i for i, j in itertools.pairwise((0, *inner, blocks))]
+        own = [sizes[rank::ranks] for rank in range(ranks)]
+        if any(max(each) - min(each) > 1 for each in own):
+            continue
+        if any(each != sorted(each, reverse=r == ranks - 1) for r, each in enumerate(own)):
+            continue  # Where the longer ones are: the last rank has them first.
+        times = []
+        for rank, each in enumerate(own):
+            stages = [(1,) * size for size in each]
+            waiting = sum(handed[rank]) - (handed[rank][-1] if rank == ranks - 1 else 0.0)
+            waiting -= handed[rank][0] if rank == 0 else 0.0
+            room = capacity - waiting * float(numbers.sent[row])
+            if rank == 0:
+                stages[0] = (0, *stages[0])
+            if rank == ranks - 1:
+                stages[-1] = (*stages[-1], 2)
+            room -= beside_blocks(numbers, row, rank)
+            key = rank, sum(each)
+            if key not in known:
+                known[key] = rank_value(numbers, row, stages, kept[rank], began[rank], room)
+            times.append(known[key])
+        best = min(best, a * max(times) + b * sum(times) + float(numbers.once_s[row]))
+    return best
+
+
+def stage_values(numbers: Numbers, row: int, stage: int, blocks: Any, room: float) -> float:
+    """The least seconds of some blocks on a stage, by trying all options of each."""
+    keeps = in_flight(numbers.grid[row], stage)
+    config = numbers.grid[row]
+    played = SCHEDULE_WORDS[config["schedule"]], int(config["pp"]), 1, int(config["microbatches"])
+    if played[1] > 1 and began_by(*played)[stage]:
+        room -= sum(float(numbers.later[row, kind]) for kind in blocks)
+    best = float("inf")
+    ways = itertools.combinations_with_replacement
+    groups = [list(ways(range(NUM_OPTIONS), blocks.count(kind))) for kind in dict.fromkeys(blocks)]
+    for takes in itertools.product(*groups):
+        pairs = [
+            (kind, option)
+            for kind, options in zip(dict.fromkeys(blocks), takes, strict=True)
+            for option in options
+        ]
+        held = sum(numbers.resident[row, k, o] + keeps * numbers.saved[row, k, o] for k, o in pairs)
+        seconds = sum(numbers.seconds[row, k, o] for k, o in pairs)
+        if held <= room * (1 + 1e-12) and seconds < best:
+            best = float(seconds)
+    return best
+
+
+def fastest(numbers: Numbers, row: int, capacity: float) -> float:
+    """Seconds of the best way of one row, by trying every cut."""
+    config, length = numbers.grid[row], len(numbers.order)
+    if config["virtual"] > 1:
+        return fastest_rounds(numbers, row, capacity)
+    stages = int(config["pp"])
+    named = numbers.names or ("block",) * length
+    may_begin = [c for c in range(1, length) if named[c] and any(named[:c])]
+    a, b = (float(each[row]) for each in weights(numbers.grid))
+    best = float("inf")
+    known: dict[Any, float] = {}
+    for inner in itertools.combinations(may_begin, stages - 1):
+        ends = (0, *inner, length)
+        times = []
+        for stage, (i, j) in enumerate(itertools.pairwise(ends)):
+            is_last = stage == stages - 1
+            waiting = 0.0 if is_last or not stage else in_flight(config, stage)
+            room = capacity - waiting * float(numbers.sent[row])
+            room -= beside_blocks(numbers, row, stage)
+            key = (stage, i, j)
+            if key not in known:
+                known[key] = stage_values(numbers, row, stage, numbers.order[i:j], room)
+            times.append(known[key])
+        best = min(best, a * max(times) + b * sum(times) + float(numbers.once_s[row]))
+    return best
+
+
+def always_fits(candidate: Candidate) -> Measured:
+    return Measured(fits=True)
