@@ -139,7 +139,8 @@ def _print_trouble(
     args = asked.args
     if isinstance(found, Exception):
         problem = found.problems[0]
-        result, lines = no_space_to_json(problem.what), [f"{asked.path}: {problem.what}"]
+        result = no_space_to_json(problem.what)
+        lines = [f"{asked.path}: {problem.what}", f"  {problem.fix}"]
         is_whole = True
     else:
         colour = wants_colour(no_color=args.no_color)

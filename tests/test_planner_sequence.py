@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshplan.cli import main
 from meshplan.memory.told import told_rank
 from meshplan.plan import make_plan
 from meshplan.planner.asking import question_of_file
@@ -22,6 +23,7 @@ from meshplan.planner.explain import Asker
 from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Row, solve_row
+from meshplan.planner.space import EmptySpaceError
 from tests.test_planner_context import LLAMA
 
 ZERO_BUBBLE = "InterleavedZeroBubble"
@@ -48,6 +50,15 @@ def test_it_is_cut_wherever_tp_is_and_as_stated(tmp_path: Path) -> None:
     assert len(stated.grid) > len(job_of(tmp_path).grid)
     odd = job_of(tmp_path, batch={"global": 16, "seq_len": 2046})
     assert odd.free.sequence_parallel == {1: False, 2: True, 4: False}
+
+
+def test_what_cannot_be_cut_is_said_where_nothing_is_left(tmp_path: Path, capsys: Any) -> None:
+    batch = {"global": 16, "seq_len": 2047}
+    stated = {"mesh": {"dp_shard": 4, "tp": 2}, "sequence_parallel": True, "tp_plan": "auto"}
+    with pytest.raises(EmptySpaceError):
+        _ = job_of(tmp_path, batch=batch, **stated).grid
+    assert main(["plan", "-f", str(tmp_path / "plan.yaml"), "-q"]) == 1
+    assert "mesh.tp=2: a sequence of 2047 does not divide by tp 2" in capsys.readouterr().out
 
 
 @pytest.mark.wide
