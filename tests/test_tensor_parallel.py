@@ -186,8 +186,10 @@ class _Filled(TorchDispatchMode):
 
 
 def looked_up(case: str, plan: dict[str, Any]) -> tuple[float, float, list[int], int]:
-    """(how far output and gradient are from those of one process, elements of the gradient as it
-    is made, elements that the rank holds)."""
+    """How far output and gradient are from those of one process, and elements of the gradient.
+
+    As it is made, and as the rank holds it.
+    """
 
     def run(model: nn.Module) -> torch.Tensor:
         tokens = torch.arange(48).reshape(4, 12).mul(7).remainder(table.num_embeddings)
