@@ -16,7 +16,7 @@ from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
 from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
 from meshplan.memory.shape import shape_of
-from meshplan.memory.told import ERROR, OverError, told_estimate
+from meshplan.memory.told import ERROR, OverError, check_told, told_estimate
 from meshplan.memory.told_works import loss_chunks_of, refusals, styled_of
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.brief import Brief, Glance, Stages
@@ -144,7 +144,7 @@ class Job:
             if not problems and plan.mesh.size("tp") > 1:
                 self._chain_of(plan)
             elif not problems:
-                told_estimate(plan, device=self.question.device, limit_bytes=None)
+                check_told(plan, device=self.question.device)
         except PlanError as error:
             problems = list(error.problems)
         return problems[0].what if problems else ""
