@@ -154,9 +154,7 @@ class Cutter:
                 for fqn, start, stop in self._units_of.get(stage, ())
             ],
             loss_start=place(whole.loss_start - 1) + 1 if is_last else len(rows),
-            laid={
-                (place(number), fqn): size for number, fqn, size in self._laid_of.get(stage, ())
-            },
+            laid={(place(number), fqn): size for number, fqn, size in self._laid_of.get(stage, ())},
             lays_itself=whole.lays_itself,
             sums_apart={names[value] for value in whole.sums_apart & names.keys()},
         )
