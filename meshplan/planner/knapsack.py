@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshplan.planner.mixes import Counts as Counts
 from meshplan.planner.mixes import Floats as Floats
@@ -67,22 +68,29 @@ class Menu:
 
     def __init__(self, seconds: Floats, memory: Floats) -> None:
         self.seconds, self.memory = seconds, memory
-        self.fronts = [_front(t, m) for t, m in zip(seconds, memory, strict=True)]
+
+    @cached_property
+    def fronts(self) -> list[list[int]]:
         """By kind, the options that no other one beats, fastest first."""
+        # There are few options, and many menus: lists take a tenth of what arrays do.
+        return [
+            _front(t, m) for t, m in zip(self.seconds.tolist(), self.memory.tolist(), strict=True)
+        ]
 
     @cached_property
     def _hulls(self) -> list[_Step]:
         """The steps along the convex hulls, cheapest first."""
         rows = []
         for kind, front in enumerate(self.fronts):
-            t, m, at = self.seconds[kind, front], self.memory[kind, front], 0
+            t, m, at = self.seconds[kind].tolist(), self.memory[kind].tolist(), 0
             while at < len(front) - 1:
-                slopes = (t[at + 1 :] - t[at]) / (m[at] - m[at + 1 :])
-                to = at + 1 + int(np.argmin(slopes))
-                won = float(m[at] - m[to])
-                ends = int(front[at]), int(front[to])
-                rows.append(_Step(slopes[to - at - 1], float(t[to] - t[at]), won, kind, *ends))
-                at = to
+                source = front[at]
+                slopes = [(t[o] - t[source]) / (m[source] - m[o]) for o in front[at + 1 :]]
+                slope = min(slopes)
+                at += 1 + slopes.index(slope)
+                target = front[at]
+                lost, won = t[target] - t[source], m[source] - m[target]
+                rows.append(_Step(slope, lost, won, kind, source, target))
         return sorted(rows)
 
     @cached_property
@@ -97,6 +105,13 @@ class Menu:
         first = [front[0] if len(front) else 0 for front in self.fronts]
         kinds = np.arange(len(first))
         return self.seconds[kinds, first], self.memory[kinds, first]
+
+    @cached_property
+    def _there(self) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+        """`fastest` with nothing where a kind has no option, and whether it has one."""
+        there = np.isfinite(self.fastest[0])
+        seconds, memory = (np.where(there, each, 0.0) for each in self.fastest)
+        return seconds, memory, there
 
     @cached_property
     def smallest(self) -> Floats:
@@ -123,16 +138,14 @@ class Menu:
             counts: [kinds] or [questions, kinds].
             capacity: [questions], or [1] for all.
         """
-        counts = np.atleast_2d(counts)
-        there = np.isfinite(self.fastest[0])
-        seconds, memory = (np.where(there, each, 0.0) for each in self.fastest)
+        counts = counts.reshape(-1, len(self.seconds))
+        seconds, memory, there = self._there
         lost, won, kinds = self._steps
         many = counts[:, kinds]
-        zero = np.zeros((len(counts), 1))
-        ends = np.concatenate((zero, np.cumsum(many * won, axis=1)), axis=1)
-        prices = np.concatenate((zero, np.cumsum(many * lost, axis=1)), axis=1)
+        ends, prices = np.zeros((2, len(counts), len(kinds) + 1))
+        np.cumsum(many * won, axis=1, out=ends[:, 1:])
+        np.cumsum(many * lost, axis=1, out=prices[:, 1:])
         over = counts @ memory - capacity
-        is_over = over > 0
         # The step that the memory is won in, and how far into it.
         to = np.minimum((ends < over[:, None]).sum(axis=1), ends.shape[1] - 1)
         at = np.maximum(to - 1, 0)
@@ -140,10 +153,11 @@ class Menu:
         width = ends[row, to] - ends[row, at]
         share = np.where(width > 0, (over - ends[row, at]) / np.where(width > 0, width, 1.0), 1.0)
         price = prices[row, at] + share * (prices[row, to] - prices[row, at])
-        bound = counts @ seconds + np.where(is_over, price, 0.0)
+        bound = counts @ seconds + np.where(over > 0, price, 0.0)
         fits = counts @ self.smallest <= capacity
-        is_possible = ~(counts[:, ~there] > 0).any(axis=1)
-        return np.where(fits & is_possible, bound, np.inf)
+        if not there.all():
+            fits &= ~(counts[:, ~there] > 0).any(axis=1)
+        return np.where(fits, bound, np.inf)
 
 
 def solve(menu: Menu, counts: Counts, capacity: float, below: float = float("inf")) -> Choice:
@@ -164,7 +178,7 @@ def solve(menu: Menu, counts: Counts, capacity: float, below: float = float("inf
     return _Labels(menu, counts, capacity, below).best()
 
 
-def _used(menu: Menu, counts: Counts) -> list[tuple[int, Counts, int]]:
+def _used(menu: Menu, counts: Counts) -> list[tuple[int, list[int], int]]:
     return [(k, f, int(counts[k])) for k, f in enumerate(menu.fronts) if counts[k]]
 
 
@@ -178,10 +192,14 @@ def _choice(menu: Menu, takes: Sequence[tuple[int, int, int]]) -> Choice:
     return Choice(seconds, tuple(tuple(map(int, row)) for row in table))
 
 
-def _front(seconds: Floats, memory: Floats) -> Counts:
+def _front(seconds: list[float], memory: list[float]) -> list[int]:
     """The options that are there and that no other beats, by increasing time."""
-    there = np.flatnonzero(np.isfinite(seconds))
-    return there[undominated(seconds[there], memory[there])]
+    front, least = [], float("inf")
+    for time_s, held, option in sorted(zip(seconds, memory, range(len(seconds)), strict=True)):
+        if held < least and time_s < float("inf"):
+            front.append(option)
+            least = held
+    return front
 
 
 class _Labels:

@@ -34,6 +34,9 @@ def mixes_of(
     Args:
         held: Bytes at the least and at the most.
     """
+    if len(seconds) == 1:
+        t, m = float(count * seconds[0]), float(count * memory[0])
+        return [Mix(t, m, (count,))] if slack >= 0 and held[0] <= m <= held[1] else []
     paid = seconds + price * memory
     extra = paid - paid.min()
     # Few take what costs much. How many take those that cost nothing, the memory says.
