@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from meshplan.planner.mixes import Counts as Counts
 from meshplan.planner.mixes import Floats as Floats
-from meshplan.planner.mixes import Mix, mixes_of, undominated
+from meshplan.planner.mixes import Mixes, mixes_of, undominated
 
 _EPS: Final = 1e-12
 """Of seconds and bytes relative to their size: less than that is rounding."""
@@ -207,14 +207,18 @@ class _Labels:
 
     def __init__(self, menu: Menu, counts: Counts, capacity: float, below: float) -> None:
         self._menu, self._capacity = menu, capacity * (1 + _EPS)
-        self._kinds = sorted(_used(menu, counts), key=lambda kind: -len(kind[1]))
+        used = _used(menu, counts)
+        self._kinds = sorted((k for k in used if len(k[1]) > 1), key=lambda kind: -len(kind[1]))
+        self._alone = [k for k in used if len(k[1]) < 2]
+        """Those that have nothing to decide."""
         self._below = below
         self._suffixes = self._rest(counts)
 
     def _rest(self, counts: Counts) -> list[Counts]:
-        """By number of decided kinds, the counts of those that are left."""
-        left = counts.copy()
-        out = [left.copy()]
+        """By number of decided kinds, the counts of those that are left; all of them at first."""
+        left, out = counts.copy(), [counts]
+        for kind, _, _ in self._alone:
+            left[kind] = 0
         for kind, _, _ in self._kinds:
             left[kind] = 0
             out.append(left.copy())
@@ -228,13 +232,19 @@ class _Labels:
         price = menu.price(counts, self._capacity)
         held = self._held(slack / price if price > 0 else np.inf)
         seconds, memory = np.zeros(1), np.zeros(1)
-        layers: list[tuple[Counts, list[Mix]]] = []
+        for kind, front, count in self._alone:
+            seconds = seconds + count * menu.seconds[kind, front]
+            memory = memory + count * menu.memory[kind, front]
+        layers: list[tuple[Counts, Mixes]] = []
         for number, (kind, front, count) in enumerate(self._kinds):
             t, m = menu.seconds[kind, front], menu.memory[kind, front]
             mixes = mixes_of(t, m, count, price, slack, held[number])
-            seconds = np.add.outer(seconds, [mix.seconds for mix in mixes]).ravel()
-            memory = np.add.outer(memory, [mix.memory for mix in mixes]).ravel()
-            bounds = seconds + menu.relaxed(self._suffixes[number + 1], self._capacity - memory)
+            seconds = np.add.outer(seconds, mixes.seconds).ravel()
+            memory = np.add.outer(memory, mixes.memory).ravel()
+            room, left = self._capacity - memory, self._suffixes[number + 1]
+            bounds = seconds + (
+                menu.relaxed(left, room) if left.any() else np.where(room >= 0, 0.0, np.inf)
+            )
             hopeful = np.flatnonzero(bounds <= limit)
             kept = hopeful[undominated(seconds[hopeful], memory[hopeful])]
             if not len(kept):
@@ -250,7 +260,8 @@ class _Labels:
         Args:
             unused: Bytes of the capacity that may be left: at their price they cost the slack.
         """
-        memory = [(self._menu.memory[kind, front], count) for kind, front, count in self._kinds]
+        kinds = [*self._kinds, *self._alone]
+        memory = [(self._menu.memory[kind, front], count) for kind, front, count in kinds]
         least = [float(m.min()) * count for m, count in memory]
         most = [float(m.max()) * count for m, count in memory]
         low, high = (1 - _NEAR) * self._capacity - unused, (1 + _NEAR) * self._capacity
@@ -259,22 +270,22 @@ class _Labels:
             for own_least, own_most in zip(least, most, strict=True)
         ]
 
-    def _trace(self, layers: list[tuple[Counts, list[Mix]]]) -> list[tuple[int, int, int]]:
+    def _trace(self, layers: list[tuple[Counts, Mixes]]) -> list[tuple[int, int, int]]:
         """(kind, option, how many) that the fastest last label is made of."""
-        at, out = 0, []
+        at, out = 0, [(kind, front[0], count) for kind, front, count in self._alone]
         for (kind, front, _), (kept, mixes) in reversed(
             list(zip(self._kinds, layers, strict=True))
         ):
-            at, mix = divmod(int(kept[at]), len(mixes))
-            takes = mixes[mix].takes
-            out += [(kind, int(o), n) for o, n in zip(front, takes, strict=True) if n]
+            at, mix = divmod(int(kept[at]), len(mixes.takes))
+            takes = mixes.takes[mix].tolist()
+            out += [(kind, o, n) for o, n in zip(front, takes, strict=True) if n]
         return out
 
     def _first(self) -> float:
         """Seconds of a choice that fits, found greedily along the hulls, then made better."""
         menu, counts = self._menu, self._suffixes[0]
         takes = np.zeros(menu.seconds.shape, dtype=np.int64)
-        for kind, front, count in self._kinds:
+        for kind, front, count in (*self._kinds, *self._alone):
             takes[kind, front[0]] = count
         used = counts > 0
         over = float(counts[used] @ menu.fastest[1][used]) - self._capacity

@@ -14,18 +14,23 @@ _NEAR: Final = 1e-6
 """Of a block: less than that is rounding."""
 
 
-class Mix(NamedTuple):
-    """What the blocks of one kind take together."""
+class Mixes(NamedTuple):
+    """What the blocks of one kind may take together.
 
-    seconds: float
-    memory: float
-    takes: tuple[int, ...]
+    Attributes:
+        seconds, memory: Of each mix.
+        takes: [mixes, options] how many blocks take each option.
+    """
+
+    seconds: Floats
+    memory: Floats
+    takes: Counts
 
 
 def mixes_of(
     seconds: Floats, memory: Floats, count: int, price: float, slack: float,
     held: tuple[float, float],
-) -> list[Mix]:  # fmt: skip
+) -> Mixes:  # fmt: skip
     """What so many alike blocks may take, without what others beat.
 
     With memory at any price, the choice of each block costs at least what its cheapest option does.
@@ -34,9 +39,6 @@ def mixes_of(
     Args:
         held: Bytes at the least and at the most.
     """
-    if len(seconds) == 1:
-        t, m = float(count * seconds[0]), float(count * memory[0])
-        return [Mix(t, m, (count,))] if slack >= 0 and held[0] <= m <= held[1] else []
     paid = seconds + price * memory
     extra = paid - paid.min()
     # Few take what costs much. How many take those that cost nothing, the memory says.
@@ -76,7 +78,8 @@ def mixes_of(
         takes, spent, left, t, m = takes[kept], spent[kept], left[kept], t[kept], m[kept]
     takes = takes[:, np.argsort(order)]
     t, m = takes @ seconds, takes @ memory
-    return [Mix(float(t[i]), float(m[i]), tuple(map(int, takes[i]))) for i in undominated(t, m)]
+    kept = undominated(t, m)
+    return Mixes(t[kept], m[kept], takes[kept])
 
 
 def _undominated_each(groups: Counts, seconds: Floats, memory: Floats) -> Counts:
