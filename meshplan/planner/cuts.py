@@ -9,6 +9,7 @@ Source: Zheng et al., Alpa (2022), section 5.2, for going through the slowest st
 from __future__ import annotations
 
 from collections.abc import Callable
+
 import numpy as np
 
 from meshplan.planner.knapsack import Floats
@@ -59,7 +60,9 @@ def _best(
     if least_sum == float("inf") or a * least_slowest + b * least_sum >= best:
         return float("inf"), ()
     values = table[(table >= least_slowest) & (table < np.inf)]
-    for slowest in np.unique(values[a * values + b * least_sum < best]):
+    # Asked for counts too, numpy does without its masked arrays, which take long to import.
+    values, _ = np.unique(values[a * values + b * least_sum < best], return_counts=True)
+    for slowest in values:
         if a * slowest + b * least_sum >= best:
             break
         total, found = _shortest(np.where(table <= slowest, table, np.inf))
