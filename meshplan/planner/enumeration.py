@@ -105,8 +105,7 @@ def _microbatches(free: Freedom, ranks: int, is_pipeline: bool) -> Iterator[tupl
     A pipeline takes all that a rank has in a step at once: `batch.micro` is what it cuts.
     """
     if free.global_ is None:
-        assert free.accumulate is not None
-        own = free.micro[0] * free.accumulate
+        own = free.of_data_rank
     elif free.global_ % ranks:
         return
     else:

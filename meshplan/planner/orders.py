@@ -117,6 +117,11 @@ def stated_virtual(spec: Spec) -> int | None:
     return spec.pipeline.virtual if is_stated else None
 
 
+def stated_schedule(spec: Spec) -> str | None:
+    """The schedule that the plan asks for; that it has stages and no more asks for one too."""
+    return spec.pipeline.schedule if spec.pipeline is not None and _is_stated(spec) else None
+
+
 def _is_stated(spec: Spec) -> bool:
     """Whether the plan has a schedule: 1F1B is what `Pipeline` says where it says nothing."""
     if spec.pipeline is None or spec.pipeline.schedule == AUTO:
