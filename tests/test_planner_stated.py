@@ -89,6 +89,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
         MEMORY | {"hardware": tight(0.9), "offload": "none"},
         {"mesh", "offload"},
     ),
+    "offload, nothing else held": (
+        LARGE,
+        MEMORY | {"hardware": tight(0.935), "offload": "none"},
+        {"offload"},
+    ),
     "batch": (
         WIDE,
         {"mesh": {"dp_shard": 4}, "hardware": tight(0.945), "activation_checkpointing": "none",
@@ -97,7 +102,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     ),
 }  # fmt: skip
 """By what is in the way: (config, fields, the paths of the conflict)."""
-DEAR = ("batch", "ep", "rules.stage", "loss_chunks")
+DEAR = ("offload, nothing else held", "batch", "ep", "rules.stage", "loss_chunks")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from meshplan.cost.grid import SCHEDULE_WORDS
@@ -67,28 +67,6 @@ def schedules_of(
     for word, why in reasons.items():
         by_reason.setdefault(why, []).append(word)
     return left, tuple((", ".join(words), why) for why, words in by_reason.items())
-
-
-def halved_beside(
-    sequence: Mapping[int, bool], schedules: Sequence[int], pipelines: Sequence[int]
-) -> tuple[tuple[str, str], ...]:
-    """(what is not tried with a schedule that splits the backward, why).
-
-    Args:
-        sequence: By size of tp, whether the sequence is cut.
-        schedules: That are free; one alone is stated.
-        pipelines: Sizes that pp may have.
-    """
-    cut = [str(size) for size, is_cut in sequence.items() if is_cut and size > 1]
-    if (
-        not cut
-        or len(schedules) == 1
-        or max(pipelines) == 1
-        or SCHEDULE_WORDS.index(_HALVED) not in schedules
-    ):
-        return ()
-    why = "what halves of a backward hold of parts of a sequence has no bound yet"
-    return ((f"sequence_parallel beside {_HALVED} (tp {', '.join(cut)})", why),)
 
 
 def _keeps_from_halves(spec: Spec) -> str:

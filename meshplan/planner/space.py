@@ -17,7 +17,7 @@ from meshplan.mesh import AXES
 from meshplan.planner.batches import of_data_rank
 from meshplan.planner.contexts import context_of, contexts_of, shared_heads
 from meshplan.planner.hosted import as_stated, stated_offloads
-from meshplan.planner.orders import halved_beside, schedules_of, stated_virtual
+from meshplan.planner.orders import schedules_of, stated_virtual
 from meshplan.planner.spread import NO_EXPERTS, Experts, as_trial, is_placed
 from meshplan.spec import AUTO, Borrow, Offload, Pipeline, Rule, Spec
 
@@ -144,8 +144,6 @@ def freedom_of(
     axes["ep"] = tuple(_spread(spec, axes["ep"], experts, refuses, rejected))
     schedules, without = schedules_of(spec, axes["pp"], keeps_from_rounds)
     rejected += (Rejected(f"pipeline.schedule={words}", why) for words, why in without)
-    apart = halved_beside(sequence, schedules, axes["pp"])
-    rejected += (Rejected(what, why) for what, why in apart)
     modes: tuple[int, ...] = tuple(range(len(MODES)))
     reshard: tuple[int, ...] = (0, 1)
     hybrid = None
