@@ -19,6 +19,7 @@ from meshplan.memory.shape import shape_of
 from meshplan.memory.told import ERROR, OverError, check_told, told_estimate
 from meshplan.memory.told_works import loss_chunks_of, refusals, styled_of
 from meshplan.plan import Plan, make_plan
+from meshplan.planner.batches import check_batch
 from meshplan.planner.brief import Brief, Glance, Stages
 from meshplan.planner.certified import OVER, certified, words_of
 from meshplan.planner.contexts import EXCHANGES, context_of
@@ -38,7 +39,6 @@ from meshplan.planner.space import (
     EmptySpaceError,
     Freedom,
     Rejected,
-    check_batch,
     freedom_of,
     with_axes,
 )
