@@ -56,11 +56,11 @@ def test_nothing_in_the_space_is_faster(block):
 
 
 @pytest.mark.parametrize(
-    "block", [0, *(pytest.param(n, marks=pytest.mark.wide) for n in range(1, 50))]
+    "block", [0, 1, *(pytest.param(n, marks=pytest.mark.wide) for n in range(2, 10))]
 )
 def test_nothing_is_faster_with_several_stages_a_rank(block):
     several = 0
-    for seed in range(block * 8, block * 8 + 8):
+    for seed in range(block * 40, block * 40 + 40):
         numbers, capacity = random_rounds(seed)
         by_row = [fastest(numbers, row, capacity) for row in range(len(numbers.grid))]
         for row, each in enumerate(by_row):
