@@ -13,9 +13,8 @@ from meshplan.planner.asking import question_of_file
 from meshplan.planner.job import Job
 from meshplan.planner.lock import lock_path, overrides
 from meshplan.planner.remedy import Trouble, _Asking, trouble_of
-from meshplan.planner.search import search
 from meshplan.planner.stated import Statement, statements_of, without
-from meshplan.planner.widened import searched
+from meshplan.planner.widened import fastest_that_fits
 from meshplan.planning import search_plan
 from meshplan.reader import load_spec
 from meshplan.render.trouble import trouble_to_text
@@ -53,11 +52,7 @@ def fits(question, dropped):
     """Whether anything does, by a whole search."""
     again = replace(question, read=lambda more: without(question.read, dropped, more))
     try:
-        at = Job(again)
-        _, found = searched(
-            at,
-            lambda numbers: search(numbers, at.capacity, lambda one: at.measure(numbers, one)),
-        )
+        found = fastest_that_fits(Job(again))
     except PlanError:
         return False
     assert found.is_whole

@@ -21,9 +21,8 @@ from meshplan.planner.least import least_rows
 from meshplan.planner.lock import overrides
 from meshplan.planner.numbers import memory_bounds
 from meshplan.planner.row import Row
-from meshplan.planner.search import search
 from meshplan.planner.stated import Statement, in_words, statements_of, without
-from meshplan.planner.widened import searched, widen
+from meshplan.planner.widened import fastest_that_fits, widen
 
 _MOST_TIMES: Final = 16
 """How many times as many devices are tried."""
@@ -291,16 +290,7 @@ class _Asking:
                 self._is_whole = self._is_whole and (is_proved or small is not None)
                 return _Outcome(True if small else False if is_proved else None, small)
             deadline = min(self._deadline, time.monotonic() + self._limit / _SHARES)
-            _, found = searched(
-                job,
-                lambda numbers: search(
-                    numbers,
-                    job.capacity,
-                    lambda candidate: job.measure(numbers, candidate),
-                    deadline=deadline,
-                    is_stopped=question.is_stopped,
-                ),
-            )
+            found = fastest_that_fits(job, deadline)
         except PlanError as error:
             return _Outcome(False, why=error.problems[0].what)
         way = found.measured.result if found.measured is not None else small
