@@ -82,6 +82,7 @@ def told_estimate(
     tells_worst: bool = False,
     packs: bool = True,
     tells_modules: bool = False,
+    likely: Sequence[float] = (),
 ) -> MemoryEstimate:
     """What every rank needs, without torch and in a second.
 
@@ -92,11 +93,12 @@ def told_estimate(
         tells_worst: Whether to tell what a rank would need that all tokens are routed to.
         packs: As for `assemble`.
         tells_modules: Whether to tell of which modules the peak is.
+        likely: By place along pp, what its ranks may need: the more, the sooner they are told.
+            Where nobody says, what is last holds the loss, and what is first most microbatches.
 
     Raises:
         PlanError: The model's operations, or something in the plan, are not known.
-        OverError: Some rank takes more than `most_bytes`; that is known first where it is likely:
-            what is last in a pipeline holds the loss, what is first the most microbatches.
+        OverError: Some rank takes more than `most_bytes`.
     """
     spec, (micro, seq_len) = plan.spec, _batch(plan)
     check_fused(plan, seq_len, device=device)
@@ -121,7 +123,11 @@ def told_estimate(
         if reserved > most_bytes and (works.only_in_brief or not in_brief):
             raise OverError(rank, reserved)
 
-    for number in (len(groups) - 1, *range(len(groups) - 1)):
+    order = [len(groups) - 1, *range(len(groups) - 1)]
+    if likely:
+        places = [plan.mesh.index(ranks[0], ("pp",)) for ranks in groups]
+        order.sort(key=lambda number: -likely[places[number]])
+    for number in order:
         write(number, in_brief=brief)
         if held[number].reserve.reserved_bytes > most_bytes:  # In brief: is it so?
             write(number, in_brief=False)
@@ -136,11 +142,11 @@ def told_estimate(
 
     # What is requested is the same in brief; where the most may be reserved, more is known.
     while not works.only_in_brief:
-        fullest = max(range(len(groups)), key=high)
-        if fullest in in_full:
+        highest = max(range(len(groups)), key=high)
+        if highest in in_full:
             break
-        write(fullest, in_brief=False)
-        in_full.add(fullest)
+        write(highest, in_brief=False)
+        in_full.add(highest)
     found = assemble(
         plan,
         groups,

@@ -318,7 +318,8 @@ class Job:
         try:
             plan = make_plan(question.read(overrides(stated)), self._graph)
             links = self._brief.links(plan)
-            memory = self._memory(plan, float("inf") if to_the_end else self.capacity - links)
+            most = float("inf") if to_the_end else self.capacity - links
+            memory = self._memory(plan, most, candidate)
         except OverError as over:
             held = candidate.linear_bytes[plan.mesh.index(over.rank, ("pp",))]
             excess = over.reserved_bytes + links - held
@@ -346,14 +347,15 @@ class Job:
         kinds = self.chain_at(1).kinds
         return self._traced is None or sum(kind.has_options for kind in kinds) < 2
 
-    def _memory(self, plan: Plan, most_bytes: float) -> MemoryEstimate:
+    def _memory(self, plan: Plan, most: float, candidate: Candidate) -> MemoryEstimate:
         if self._traced is not None:
-            return self._traced.memory(plan, most_bytes)
+            return self._traced.memory(plan, most)
         return told_estimate(
             plan,
             device=self.question.device,
             limit_bytes=self.question.limit_bytes,
-            most_bytes=most_bytes,
+            most_bytes=most,
+            likely=candidate.linear_bytes,
         )
 
     def certified(self, way: Way) -> Way | None:

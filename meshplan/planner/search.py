@@ -259,7 +259,9 @@ class _Search:
             state.over_from, state.seconds = min(state.over_from, held), candidate.seconds
             # Many that have several stages a rank fail at first, for what is beside the figures.
             self._failures += 1.0 if self._numbers.grid[row]["virtual"] == 1 else 0.25
-            if state.tries == 2 and not self._can_fit(self._smallest(row), candidate):
+            if state.tries == 2 and not self._can_fit(
+                self._smallest(row), candidate, measured.excess_bytes
+            ):
                 return
             if not measured.is_of_row:  # Some other answer, no slower, may hold less.
                 self._unproved = min(self._unproved, candidate.seconds)
@@ -351,9 +353,18 @@ class _Search:
             return self.is_over(smallest)
         return self._likely_excess(smallest) is not None and not self._can_fit(smallest)
 
-    def _can_fit(self, smallest: Candidate, failed: Candidate | None = None) -> bool:
-        """Whether what holds the least does; if not, the row is out, and others with it."""
+    def _can_fit(
+        self, smallest: Candidate, failed: Candidate | None = None, excess: float = float("inf")
+    ) -> bool:
+        """Whether what holds the least does; if not, the row is out, and others with it.
+
+        Args:
+            failed: An answer of the row that was measured, and `excess`, what it held above its
+                linear figures: where the smallest would fit with that, nobody need measure it.
+        """
         if failed is None or smallest.linear_bytes != failed.linear_bytes:
+            if max(smallest.linear_bytes) + excess <= self._capacity:
+                return True
             if failed is not None and self._likely_fits(smallest):
                 return True
             measured = self._measured(smallest)
