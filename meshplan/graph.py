@@ -178,6 +178,8 @@ class ModelGraph:
         init=False, repr=False, compare=False, default_factory=dict
     )
     """Likewise of `inner_first`."""
+    _order: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """Likewise of `order`."""
 
     def __post_init__(self) -> None:
         aliases = {alias: m.fqn for m in self.modules.values() for alias in m.aliases}
@@ -228,6 +230,12 @@ class ModelGraph:
                     out.setdefault(module, []).append(tensor)
             self._inside.update({module: tuple(held) for module, held in out.items()})
         return self._inside
+
+    def order(self) -> Mapping[str, int]:
+        """The place of each module in definition order."""
+        if not self._order:
+            self._order.update({fqn: place for place, fqn in enumerate(self.modules)})
+        return self._order
 
     def inner_first(self) -> Mapping[str, int]:
         """The place of each module where every module comes after those inside it."""

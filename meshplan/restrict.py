@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import TypeVar
 
 from meshplan.assign.types import Assignment, Placed, Stages, Unit
 from meshplan.graph import around
 from meshplan.plan import Plan
+
+_T = TypeVar("_T")
 
 
 def restrict(plan: Plan, stage: int) -> Plan:
@@ -19,54 +22,71 @@ def restrict(plan: Plan, stage: int) -> Plan:
         The tensors that the stage holds, the units, styles and other decisions on modules that
         run in it; as many microbatches as backwards per optimizer step.
     """
-    if stage not in plan.by_stage:  # Every rank of a stage asks again.
-        plan.by_stage[stage] = _restricted(plan, stage)
+    if not plan.by_stage:  # Every rank of a stage asks again, and most ask for several stages.
+        plan.by_stage.update(enumerate(_restricted(plan)))
     return plan.by_stage[stage]
 
 
-def _restricted(plan: Plan, stage: int) -> Plan:
+def _restricted(plan: Plan) -> Iterator[Plan]:
+    """The plans of all stages, in one pass over what the whole one says."""
     whole = plan.assignment
     stages = whole.stages
     assert stages is not None
-    tensors = {f: p for f, p in whole.tensors.items() if stage in stages.tensors[f]}
-    where = _places(stages.units)
-    owning = {placed.unit for placed in tensors.values()}
+    where, every = _places(stages.units), range(stages.num)
 
-    def is_here(fqn: str) -> bool:
-        return where.runs(fqn, stage)
+    def apart(items: Mapping[str, _T]) -> list[dict[str, _T]]:
+        """What is said of modules, by the stages that they run in."""
+        out: list[dict[str, _T]] = [{} for _ in every]
+        for fqn, value in items.items():
+            for stage in where.stages(fqn) or every:
+                out[stage][fqn] = value
+        return out
 
-    def is_whole(unit: str) -> bool:
-        """Whether a unit runs here, and not only modules inside it.
+    def owned(items: Sequence[_T], fqn_of: Callable[[_T], str]) -> list[tuple[_T, ...]]:
+        out: list[list[_T]] = [[] for _ in every]
+        for each in items:
+            for stage in where.stages(fqn_of(each)) or every:
+                out[stage].append(each)
+        return [tuple(own) for own in out]
 
-        A unit gathers for its backward when a gradient comes to its output. Where modules inside
-        it are cut apart, or its forward is called by name so that only what it calls is known, what
-        is sent on is not its output; that of the stage always is.
-        """
-        return unit not in where.outer and is_here(unit)
-
-    units = {
-        fqn: _without_cast(unit) if not fqn and stage < stages.num - 1 else unit
-        for fqn, unit in whole.units.items()
-        if not fqn or (fqn in owning and is_whole(fqn))
-    }
-
-    def here(items: Any) -> Any:
-        return MappingProxyType({f: v for f, v in items.items() if is_here(f)})
-
-    part: Assignment = replace(
-        whole,
-        tensors=MappingProxyType({f: _housed(p, units) for f, p in tensors.items()}),
-        units=MappingProxyType(units),
-        styles=here(whole.styles),
-        experts=here(whole.experts),
-        recompute=here(whole.recompute),
-        host_activations=here(whole.host_activations),
-        attributes=tuple(a for a in whole.attributes if is_here(a.module)),
-        crossings=tuple(c for c in whole.crossings if is_here(c.module)),
-        synchronized=tuple(f for f in whole.synchronized if is_here(f)),
-        apply=(),
-    )
-    return replace(plan, assignment=part, accumulate=plan.accumulate * stages.microbatches)
+    tensors: list[dict[str, Placed]] = [{} for _ in every]
+    for fqn, placed in whole.tensors.items():
+        for stage in stages.tensors[fqn]:
+            tensors[stage][fqn] = placed
+    owning = [{placed.unit for placed in own.values()} for own in tensors]
+    units: list[dict[str, Unit]] = [{} for _ in every]
+    for fqn, unit in whole.units.items():
+        if not fqn:
+            for stage in every:
+                units[stage][fqn] = unit if stage == stages.num - 1 else _without_cast(unit)
+        elif fqn not in where.outer:
+            # A unit gathers for its backward when a gradient comes to its output. Where modules
+            # inside it are cut apart, or its forward is called by name so that only what it calls
+            # is known, what is sent on is not its output; that of the stage always is.
+            for stage in where.stages(fqn) or every:
+                if fqn in owning[stage]:
+                    units[stage][fqn] = unit
+    styles, experts = apart(whole.styles), apart(whole.experts)
+    recompute, host_activations = apart(whole.recompute), apart(whole.host_activations)
+    attributes = owned(whole.attributes, lambda each: each.module)
+    crossings = owned(whole.crossings, lambda each: each.module)
+    synchronized = owned(whole.synchronized, str)
+    for stage in every:
+        own = units[stage]
+        part: Assignment = replace(
+            whole,
+            tensors=MappingProxyType({f: _housed(p, own) for f, p in tensors[stage].items()}),
+            units=MappingProxyType(own),
+            styles=MappingProxyType(styles[stage]),
+            experts=MappingProxyType(experts[stage]),
+            recompute=MappingProxyType(recompute[stage]),
+            host_activations=MappingProxyType(host_activations[stage]),
+            attributes=attributes[stage],
+            crossings=crossings[stage],
+            synchronized=synchronized[stage],
+            apply=(),
+        )
+        yield replace(plan, assignment=part, accumulate=plan.accumulate * stages.microbatches)
 
 
 def runs(fqn: str, stages: Stages, stage: int) -> bool:
@@ -92,11 +112,16 @@ class _Places:
 
     def runs(self, fqn: str, stage: int) -> bool:
         """Whether a module runs in a stage; one that no stage has runs in every one."""
+        found = self.stages(fqn)
+        return stage in found if found else True
+
+    def stages(self, fqn: str) -> frozenset[int]:
+        """Those that have a module, or one around it."""
         found = self._known.get(fqn)
         if found is None:
             found = frozenset().union(*(self._own.get(module, ()) for module in around(fqn)))
             self._known[fqn] = found
-        return stage in found if found else True
+        return found
 
 
 @lru_cache(maxsize=8)

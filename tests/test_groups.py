@@ -1,7 +1,8 @@
 """Ranks that are alike, beside what every single rank holds.
 
 Which seeded bug would this catch? Parts taken for full that are shorter or empty, a cut along one
-dim taken for a cut along another, and ranks told apart that hold the same.
+dim taken for a cut along another, parts of another place of the pipeline, and ranks told apart that
+hold the same.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import pytest
 
 from meshplan.assign import Assignment
 from meshplan.blueprint import from_mapping
-from meshplan.memory.groups import _cuts, equal_ranks
+from meshplan.memory.groups import equal_ranks
+from meshplan.mesh import UNIT_AXES
 from meshplan.plan import make_plan
 from meshplan.reader import load_spec
 
@@ -30,10 +32,17 @@ QWEN = LLAMA | {
 def one_by_one(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
     """The same, every rank looked at."""
     mesh, groups = assignment.mesh, dict[tuple[Any, ...], list[int]]()
-    cuts = list(dict.fromkeys(_cuts(assignment)))
+    stages = assignment.stages
     for rank in range(mesh.world_size):
-        held = tuple(cut.of_rank(mesh, rank) for cut in cuts)
-        groups.setdefault((mesh.index(rank, ("pp",)), held), []).append(rank)
+        place = mesh.index(rank, ("pp",))
+        held = tuple(
+            (layout.local_shape(p.info.shape, mesh, rank),
+             layout.padded_numel(p.info.shape, mesh, UNIT_AXES, rank))
+            for fqn, p in assignment.tensors.items()
+            if stages is None or stages.holds(fqn, place)
+            for layout in (p.stored, p.computed, p.gradient)
+        )  # fmt: skip
+        groups.setdefault((place, held), []).append(rank)
     return tuple(map(tuple, groups.values()))
 
 
@@ -47,6 +56,9 @@ def one_by_one(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
         (LLAMA, {"mesh": {"dp_shard": 5, "tp": 2}, "tp_plan": "auto"}),
         (LLAMA, {"mesh": {"pp": 2, "dp_shard": 11}, "strategy": "zero1",
                  "pipeline": {"schedule": "1F1B", "microbatches": 2}}),
+        # Blocks divide by 8; the ends, which two of the places hold, do not.
+        (LLAMA | {"num_hidden_layers": 3}, {"mesh": {"pp": 3, "dp_shard": 8},
+                 "pipeline": {"schedule": "1F1B", "microbatches": 3}}),
         (QWEN, {"mesh": {"dp_shard": 10, "ep": "2 in dp_shard"},
                 "rules": [{"match": "model.layers.*.mlp.experts",
                            "place": {"ep": "ep_dispatch_experts"}}]}),

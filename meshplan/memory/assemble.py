@@ -7,10 +7,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from meshplan.memory.allocator import Reserve, reserve
+from meshplan.memory.allocator import reserve
 from meshplan.memory.driver import communicators, driver_bytes, with_workspaces
 from meshplan.memory.estimate import MemoryEstimate, Tier, group_of
 from meshplan.memory.fusing import BOUND, least_of
+from meshplan.memory.held import Held, Holding
 from meshplan.memory.hosts import host_of
 from meshplan.memory.log import EventLog
 from meshplan.memory.reconcile import reconcile
@@ -31,7 +32,7 @@ def assemble(
     assumed: tuple[tuple[str, str], ...] = (),
     notes: Sequence[str] = (),
     error: float | Sequence[float] = 0.0,
-    held: Mapping[int, Reserve] = MappingProxyType({}),
+    held: Mapping[int, Held] = MappingProxyType({}),
     packs: bool = True,
 ) -> MemoryEstimate:
     """What every rank needs, beside the limit, and the way there from the textbook.
@@ -42,29 +43,29 @@ def assemble(
         limit_bytes: What it may hold; None where nobody says.
         error: How far the logs, or each of them, may be from the truth, as a share.
         packs: Whether to tell, where it does not fit, what expandable segments would reserve.
-        held: By place in `logs`, what is reserved for it, workspaces included, where that is known.
+        held: By place in `logs`, what is reserved for it, where that is known.
     """
+    holding = Holding(device)
+    known = [held.get(number) or holding.of(log) for number, log in enumerate(logs)]
     errors = [error] * len(logs) if isinstance(error, float) else error
     hardware = plan.spec.hardware
     per_node = hardware.gpus_per_node if hardware else _GPUS_PER_NODE
     driver = driver_bytes(device, communicators(plan.assignment, gpus_per_node=per_node))
     found = [
         group_of(
-            with_workspaces(log, device),
+            own,
             ranks,
             driver=driver,
             limit_bytes=limit_bytes,
             stages=_stages_of(plan, ranks[0]),
             error=each,
-            held=held.get(number),
             least=_least(plan, log, device),
         )
-        for number, (log, ranks, each) in enumerate(zip(logs, groups, errors, strict=True))
+        for log, own, ranks, each in zip(logs, known, groups, errors, strict=True)
     ]
     worst = max(range(len(found)), key=lambda number: found[number].band[1])
     if packs and found[worst].fits is False:
-        log = with_workspaces(logs[worst], device)
-        packed = reserve(log, expandable=True).reserved_bytes
+        packed = reserve(known[worst].log, expandable=True).reserved_bytes
         found[worst] = replace(found[worst], packed_bytes=packed)
     estimate = MemoryEstimate(
         groups=tuple(found),

@@ -12,10 +12,10 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from meshplan.memory.allocator import Reserve, reserve
 from meshplan.memory.generations import Band
+from meshplan.memory.held import Held
 from meshplan.memory.hosts import Host
-from meshplan.memory.log import EventLog, Term
+from meshplan.memory.log import Term
 
 RESERVED_ERROR: Final = 0.02
 """How much more than predicted the allocator may reserve, as a share. [Empirical]: of six published
@@ -200,33 +200,31 @@ def margin(reserved_bytes: int) -> int:
 
 
 def group_of(
-    log: EventLog,
+    held: Held,
     ranks: Sequence[int],
     *,
     driver: Band,
     limit_bytes: int | None,
     stages: Sequence[int] = (),
     error: float = 0.0,
-    held: Reserve | None = None,
     least: int | None = None,
 ) -> RankGroup:
-    """What ranks need whose step is this log.
+    """What ranks need that hold this.
 
     Args:
         driver: What lies outside of torch's allocator.
         limit_bytes: What the GPU may hold; None where nothing says.
         error: How far the log may be from the truth, as a share.
-        held: What `reserve` says of the log, where somebody has asked.
         least: What is allocated at the least where the log is an upper bound.
     """
-    held = held or reserve(log)
+    log, found = held.log, held.reserve
     made = log.storages[log.changes[log.peak.event][1]]
     peak = PeakBytes(
-        held.requested_bytes, held.allocated_bytes, held.reserved_bytes, driver.expected
+        found.requested_bytes, found.allocated_bytes, found.reserved_bytes, driver.expected
     )
-    allocated = held.allocated_bytes if least is None else least
+    allocated = found.allocated_bytes if least is None else least
     low = int(allocated * (1 - error)) + driver.low
-    high = int(margin(held.reserved_bytes) * (1 + error)) + driver.high
+    high = int(margin(found.reserved_bytes) * (1 + error)) + driver.high
     terms = {term: size for term, size in log.terms_at_peak.items() if size}
     fits = None if limit_bytes is None else high <= limit_bytes
     return RankGroup(

@@ -5,7 +5,7 @@ They hold parts of the same sizes and stand at the same place of the pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -21,33 +21,40 @@ def equal_ranks(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
     Assumes: What a rank does depends on the sizes of its parts, on its stage and its part of a
         sequence alone. Tokens that are routed to experts are taken to be spread evenly.
     """
-    cuts = dict.fromkeys(_cuts(assignment))
-    context = assignment.context
+    mesh, context = assignment.mesh, assignment.context
     # Masks over what was gathered are of another size on each rank.
     axes = ("cp",) if context is not None and context.attention == "all_gather" else ()
-    uneven = tuple(cut for cut in cuts if not cut.is_even(assignment.mesh))
-    return _grouped(assignment.mesh, uneven, axes)
+    uneven = tuple(
+        (cut, tuple(sorted(places)))
+        for cut, places in _cuts(assignment).items()
+        if not cut.is_even(mesh)
+    )
+    return _grouped(mesh, uneven, axes)
 
 
 @lru_cache(maxsize=64)
 def _grouped(
-    mesh: Mesh, uneven: tuple[_Cut, ...], axes: tuple[str, ...]
+    mesh: Mesh, uneven: tuple[tuple[_Cut, tuple[int, ...]], ...], axes: tuple[str, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """The groups that these cuts make; the planner asks of many plans that cut the same."""
+    """The groups that these cuts make; the planner asks of many plans that cut the same.
+
+    Args:
+        uneven: Each with the places along pp at which something is cut so.
+    """
     columns: dict[object, Sequence[object]] = {("pp",): mesh.indices(("pp",))}
     if axes:
         columns[axes] = mesh.indices(axes)
-    for cut in uneven:
+    places: dict[_Cut | _Kind, set[int]] = {}
+    for cut, held in uneven:
         kinds = cut.kinds(mesh)
-        if kinds is None:
-            columns[cut] = cut.by_rank(mesh)
-            continue
-        for kind in kinds:
-            if kind not in columns:
-                columns[kind] = kind.by_rank(mesh)
+        for key in (cut,) if kinds is None else kinds:
+            places.setdefault(key, set()).update(held)
+    for key, at in places.items():
+        each = zip(columns["pp",], key.by_rank(mesh), strict=True)
+        columns[key] = [part if place in at else None for place, part in each]
     groups: dict[tuple[object, ...], list[int]] = {}
-    for rank, key in enumerate(zip(*columns.values(), strict=True)):
-        groups.setdefault(key, []).append(rank)
+    for rank, own in enumerate(zip(*columns.values(), strict=True)):
+        groups.setdefault(own, []).append(rank)
     return tuple(map(tuple, groups.values()))
 
 
@@ -114,11 +121,19 @@ class _Cut:
         return local, self.layout.padded_numel(self.shape, mesh, UNIT_AXES, rank)
 
 
-def _cuts(assignment: Assignment) -> Iterator[_Cut]:
-    seen = set()
-    for placed in assignment.tensors.values():
+def _cuts(assignment: Assignment) -> Mapping[_Cut, set[int]]:
+    """Every way in which something is cut, with the places along pp of what is."""
+    stages = assignment.stages
+    seen: dict[tuple[object, ...], tuple[_Cut, ...]] = {}
+    out: dict[_Cut, set[int]] = {}
+    for fqn, placed in assignment.tensors.items():
         layouts = placed.stored, placed.computed, placed.gradient
         # Most are the very same as another tensor's; to tell that takes no look at what they say.
-        if (key := (placed.info.shape, *map(id, layouts))) not in seen:
-            seen.add(key)
-            yield from (_Cut(placed.info.shape, layout) for layout in layouts)
+        key = placed.info.shape, *map(id, layouts)
+        if key not in seen:
+            seen[key] = tuple(_Cut(placed.info.shape, layout) for layout in layouts)
+        held = [0] if stages is None else map(stages.rank_of, stages.tensors[fqn])
+        places = {*held}
+        for cut in seen[key]:
+            out.setdefault(cut, set()).update(places)
+    return out

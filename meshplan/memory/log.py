@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 
@@ -57,6 +58,7 @@ class Event(NamedTuple):
     phase: int
 
 
+_DELTA = itemgetter(0)
 Change = tuple[int, int, int]
 """An event without names for what it is made of: a step has tens of thousands, and whoever plans
 plays thousands of steps."""
@@ -102,7 +104,7 @@ class EventLog:
     @cached_property
     def peak(self) -> Peak:
         """Of all phases."""
-        live = [*accumulate([delta for delta, _, _ in self.changes])]
+        live = [*accumulate(map(_DELTA, self.changes))]
         most = max(live, default=0)
         return Peak(most, live.index(most)) if most > 0 else Peak(0, -1)
 

@@ -7,13 +7,14 @@ stand-in without memory that nothing of this stage reads. Its forward ends with 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshplan.assign.types import Stages
 from meshplan.errors import PlanError, Problem
 from meshplan.memory.log import Term
-from meshplan.memory.row import Grad, Row, Tape
+from meshplan.memory.row import Grad, Row, Span, Tape
 
 _ABSENT = -1
 """In place of its base, of a value that a stage does not have."""
@@ -86,6 +87,17 @@ class Cutter:
             for value in row.reads:
                 if value in tape.before:
                     self._readers.setdefault(value, []).append(number)
+        self._spans_of: dict[int | None, list[Span]] = {}
+        self._units_of: dict[int | None, list[tuple[str, int, int]]] = {}
+        self._laid_of: dict[int | None, list[tuple[int, str, int]]] = {}
+        for span in tape.spans:
+            self._spans_of.setdefault(self.owner[span.start], []).append(span)
+        for unit in tape.units:
+            self._units_of.setdefault(self.owner[unit[1]], []).append(unit)
+        for (number, fqn), size in tape.laid.items():
+            self._laid_of.setdefault(self.owner[number], []).append((number, fqn, size))
+        self._free: dict[str, bool] = {}
+        """By module, whether it is free, where somebody asked."""
 
     def _follow(self) -> None:
         """Whose modules' values each stage depends on, itself or through what is between them."""
@@ -110,34 +122,53 @@ class Cutter:
                     self.maker[base] = owner
 
     def part(self, stage: int) -> StageTape:
-        """The tape of one stage."""
-        part = self._part(stage)
-        if self._widening > 1 and stage:
-            _widen(part.tape, self.stages.free, self._widening)
-        return part
+        """The tape of one stage, whose values have numbers of their own, in the same order.
 
-    def _part(self, stage: int) -> StageTape:
-        whole = self.tape
-        is_last = stage == self.last
-        received, sent = tuple(self._received[stage]), tuple(self._sent[stage])
+        It takes as long as the stage has rows, however many the model has.
+        """
+        whole, is_last = self.tape, stage == self.last
         own = self._rows_of[stage]
         end = len(whole.rows) if is_last else own[-1] + 1
         kept = sorted((*own, *(number for number in self._everywhere if number < end)))
-        out = Tape(nbytes=list(whole.nbytes))
-        out.before = self._before(kept) | dict.fromkeys(received, Term.COMMUNICATION)
-        out.rows = list(self._rows(kept, received))
-        made = {whole.base[v] for row in out.rows for v in row.makes} | out.before.keys()
-        out.base = [base if base in made else _ABSENT for base in whole.base]
-        places = [*self._places(kept), len(out.rows)]
-        out.last_use = [places[use] for use in whole.last_use]
-        out.loss_start = places[whole.loss_start - 1] + 1 if is_last else len(out.rows)
-        out.laid = {
-            (places[n], fqn): size
-            for (n, fqn), size in whole.laid.items()
-            if self.owner[n] == stage
-        }
-        out.lays_itself, out.sums_apart = set(whole.lays_itself), set(whole.sums_apart)
-        self._take_spans(out, stage, places)
+        received = self._received[stage]
+        before = self._before(kept) | dict.fromkeys(received, Term.COMMUNICATION)
+        rows = list(self._rows(kept, received))
+        spans = self._spans_of.get(stage, [])
+        made = {whole.base[v] for row in rows for v in row.makes} | before.keys()
+        values = sorted(made.union(*(_handled(row) for row in rows), *map(_called_with, spans)))
+        names = {value: number for number, value in enumerate(values)}
+
+        def place(number: int) -> int:
+            """Of a row of the whole, the last one of the part that has run by then."""
+            is_after = number == len(whole.rows)
+            return len(kept) if is_after else max(bisect_right(kept, number) - 1, 0)
+
+        out = Tape(
+            rows=[_renumbered(row, names) for row in rows],
+            nbytes=[whole.nbytes[value] for value in values],
+            base=[names[b] if (b := whole.base[v]) in made else _ABSENT for v in values],
+            before={names[value]: term for value, term in before.items()},
+            last_use=[place(whole.last_use[value]) for value in values],
+            units=[
+                (fqn, place(start), place(stop - 1) + 1)
+                for fqn, start, stop in self._units_of.get(stage, ())
+            ],
+            loss_start=place(whole.loss_start - 1) + 1 if is_last else len(rows),
+            laid={(place(number), fqn): size for number, fqn, size in self._laid_of.get(stage, ())},
+            lays_itself=whole.lays_itself,
+            sums_apart={names[value] for value in whole.sums_apart & names.keys()},
+        )
+        out.spans = [
+            replace(
+                span,
+                start=place(span.start),
+                end=place(span.end - 1) + 1,
+                given=tuple(names[value] for value in span.given),
+                enters=names.get(span.enters, -1),
+            )
+            for span in spans
+        ]
+        sent = tuple(names[value] for value in self._sent[stage])
         if not is_last:
             done = out.value(0)
             grads = tuple(Grad(value, out.nbytes[value]) for value in sent)
@@ -145,10 +176,17 @@ class Cutter:
                 out.last_use[value] = len(out.rows) + 1
                 out.outlive.add(value)
             out.add(Row("send", "", sent, (done,), grads=grads))
-        out.outlive |= whole.outlive & made
-        return StageTape(out, received, sent)
+        out.outlive |= {names[value] for value in whole.outlive & made}
+        if self._widening > 1 and stage:
+            _widen(out, self._is_free, self._widening)
+        return StageTape(out, tuple(names[value] for value in received), sent)
 
-    def _before(self, kept: list[int]) -> dict[int, Term]:
+    def _is_free(self, module: str) -> bool:
+        if module not in self._free:
+            self._free[module] = any(each in self.stages.free for each in around(module))
+        return self._free[module]
+
+    def _before(self, kept: Sequence[int]) -> dict[int, Term]:
         """What is there before: no buffers that other stages' modules alone read."""
         whole, readers, here = self.tape, self._readers, set(kept)
         return {
@@ -157,7 +195,7 @@ class Cutter:
             if term != Term.BUFFERS or value not in readers or not here.isdisjoint(readers[value])
         }
 
-    def _rows(self, kept: list[int], received: tuple[int, ...]) -> Iterator[Row]:
+    def _rows(self, kept: Sequence[int], received: Sequence[int]) -> Iterator[Row]:
         """The rows; what only stand-ins flow through has no gradient and keeps nothing."""
         tape = self.tape
         flows = set(received)
@@ -171,42 +209,39 @@ class Cutter:
                 flows |= {tape.base[value] for value in row.makes}
             yield row
 
-    def _places(self, kept: list[int]) -> list[int]:
-        """By row of the whole, the last one of the part that has run by then."""
-        places: list[int] = []
-        for place, number in enumerate(kept):
-            places += [max(place - 1, 0)] * (number - len(places))
-            places.append(place)
-        return places + [max(len(kept) - 1, 0)] * (len(self.tape.rows) - len(places))
 
-    def _take_spans(self, out: Tape, stage: int, places: list[int]) -> None:
-        whole = self.tape
-        out.spans = [
-            replace(span, start=places[span.start], end=places[span.end - 1] + 1)
-            for span in whole.spans
-            if self.owner[span.start] == stage
-        ]
-        out.units = [
-            (fqn, places[start], places[end - 1] + 1)
-            for fqn, start, end in whole.units
-            if self.owner[start] == stage
-        ]
+def _handled(row: Row) -> tuple[int, ...]:
+    """The values that a row names."""
+    return (*row.reads, *row.makes, *row.keeps, *[value for value, _ in row.grads])
 
 
-def _widen(tape: Tape, free: Collection[str], times: int) -> None:
+def _called_with(span: Span) -> tuple[int, ...]:
+    return span.given if span.enters < 0 else (*span.given, span.enters)
+
+
+def _renumbered(row: Row, names: Mapping[int, int]) -> Row:
+    name = names.__getitem__
+    return Row(
+        row.op,
+        row.module,
+        tuple(map(name, row.reads)),
+        tuple(map(name, row.makes)),
+        tuple(map(name, row.keeps)),
+        tuple([Grad(name(value), nbytes) for value, nbytes in row.grads]),
+        *row[6:],
+    )
+
+
+def _widen(tape: Tape, is_free: Callable[[str], bool], times: int) -> None:
     """Let free modules make what they make wider, and every unit cast what it is called with.
 
     What is computed from stand-ins alone is as wide as these. A unit inside of another one is
     called with what that one has cast.
     """
-    is_free = {
-        name: any(module in free for module in around(name))
-        for name in {row.module for row in tape.rows}
-    }
     wide = {
         value
         for row in tape.rows
-        if is_free[row.module]
+        if is_free(row.module)
         or (row.reads and all(tape.base[value] == _ABSENT for value in row.reads))
         for value in row.makes
     }

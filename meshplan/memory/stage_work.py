@@ -12,6 +12,9 @@ from meshplan.memory.stage_tape import StageTape
 from meshplan.memory.tape import Player
 from meshplan.memory.work import Mark, Moment, Work
 
+_NAMELESS: Final = ("num_before", "sizes", "left", "host_bytes", "changes", "plain_until")
+_NAMELESS_IN_HALVES: Final = ("waiting", "held")
+"""What does not change when modules are called otherwise."""
 _FORWARD: Final = (Moment.BEFORE_FORWARD, Moment.AFTER_FORWARD)
 
 
@@ -36,6 +39,13 @@ class StageWork:
     given: tuple[int, ...]
     returned: tuple[int, ...]
     turn: tuple[int, int] | None = None
+
+    def renamed(self, names: Mapping[str, str]) -> StageWork:
+        """The same work of other modules, each called as `names` has it."""
+        out = replace(self, work=_renamed(self.work, names))
+        for figure in _NAMELESS if self.turn is None else (*_NAMELESS, *_NAMELESS_IN_HALVES):
+            out.__dict__[figure] = getattr(self, figure)
+        return out
 
     @cached_property
     def num_before(self) -> int:
@@ -204,6 +214,26 @@ def played(part: StageTape, player: StagePlayer) -> StageWork:
         given=player.given,
         returned=player.returned,
         turn=player.turn,
+    )
+
+
+def _renamed(work: Work, names: Mapping[str, str]) -> Work:
+    """The same, with names of modules, units and parameters put for others."""
+    return replace(
+        work,
+        log=replace(
+            work.log,
+            storages=tuple(
+                [
+                    Storage(term, op, names[module], phase, stream)
+                    for term, op, module, phase, stream in work.log.storages
+                ]
+            ),
+        ),
+        marks=tuple([Mark(event, moment, names[unit]) for event, moment, unit in work.marks]),
+        gradients={names[fqn]: storage for fqn, storage in work.gradients.items()},
+        ready={names[fqn]: event for fqn, event in work.ready.items()},
+        settling={names[fqn]: each for fqn, each in work.settling.items()},
     )
 
 

@@ -14,16 +14,15 @@ from dataclasses import replace
 from typing import Final
 
 from meshplan.errors import PlanError, Problem
-from meshplan.memory.allocator import Reserve, reserve
 from meshplan.memory.assemble import assemble
-from meshplan.memory.driver import with_workspaces
 from meshplan.memory.estimate import MemoryEstimate, Tier, margin
 from meshplan.memory.experts import Spread, most_arriving
 from meshplan.memory.fused import check_fused
 from meshplan.memory.groups import equal_ranks
+from meshplan.memory.held import Held, Holding
 from meshplan.memory.log import EventLog, Term
 from meshplan.memory.modules import with_modules
-from meshplan.memory.replay import replay
+from meshplan.memory.replay import check_rules, replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.replay.shards import offloads_params, unit_shards
 from meshplan.memory.replay.unit import GATHERING, REDUCING
@@ -42,8 +41,21 @@ BRIEF_ERROR: Final = 0.03
 """How much farther what is reserved may be where microbatches are written in brief.
 [Empirical]: between 1 % less and 5 % more in 27 cases; what is requested is the same in all."""
 _CROSS_ENTROPY: Final = "cross-entropy in float32 over the last dim of logits"
-_NEARLY: Final = 0.96
-"""Ranks that need so much of what the fullest needs are written out whole."""
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """To look for cycles among tens of thousands of tuples takes a third of the time.
+
+    Of a whole function, so that they are gone when it is looked for again.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class OverError(Exception):
@@ -59,6 +71,7 @@ class OverError(Exception):
         self.rank, self.reserved_bytes = rank, reserved_bytes
 
 
+@_no_collection()
 def told_estimate(
     plan: Plan,
     *,
@@ -85,77 +98,93 @@ def told_estimate(
         OverError: Some rank takes more than `most_bytes`; that is known first where it is likely:
             what is last in a pipeline holds the loss, what is first the most microbatches.
     """
-    spec = plan.spec
-    if plan.micro is None or spec.batch.seq_len is None:
-        what = "nothing says how many samples of which length a rank takes at once"
-        fix = "add batch: {micro: 1, seq_len: 2048}"
-        raise PlanError(Problem(what, spec.origin("batch"), fix))
-    check_fused(plan, spec.batch.seq_len, device=device)
+    spec, (micro, seq_len) = plan.spec, _batch(plan)
+    check_fused(plan, seq_len, device=device)
     groups = equal_ranks(plan.assignment)
-    own = spec.batch.seq_len // plan.mesh.size("cp")
-    shape = f"[{plan.micro * plan.accumulate}, {own}] int64"
+    shape = f"[{micro * plan.accumulate}, {seq_len // plan.mesh.size('cp')}] int64"
     certified = f"told from the config; traced models differ by at most {ERROR:.0%}"
-    with _no_collection():
-        works = told_works(plan, plan.micro, spec.batch.seq_len, device=device)
-        brief = works.in_brief
-        told: dict[int, EventLog] = {}
-        held: dict[int, Reserve] = {}
-        in_full = set() if brief else set(range(len(groups)))
+    works = told_works(plan, micro, seq_len, device=device)
+    brief = works.in_brief
+    told: dict[int, EventLog] = {}
+    held: dict[int, Held] = {}
+    holding = Holding(device)  # Places along pp may do the same with other blocks.
+    in_full = set() if brief else set(range(len(groups)))
 
-        def write(number: int, *, in_brief: bool) -> None:
-            rank = groups[number][0]
-            log = told[number] = _log_of(works, plan, rank, in_brief=in_brief)
-            can_tell = in_brief and not works.only_in_brief and most_bytes < math.inf
-            if can_tell and log.pooled_bytes > most_bytes:
-                raise OverError(rank, log.pooled_bytes)
-            found = held[number] = reserve(with_workspaces(log, device))
-            if found.reserved_bytes > most_bytes and (works.only_in_brief or not in_brief):
-                raise OverError(rank, found.reserved_bytes)
+    def write(number: int, *, in_brief: bool) -> None:
+        rank = groups[number][0]
+        log = told[number] = _log_of(works, plan, rank, in_brief=in_brief)
+        can_tell = in_brief and not works.only_in_brief and most_bytes < math.inf
+        if can_tell and log.pooled_bytes > most_bytes:
+            raise OverError(rank, log.pooled_bytes)
+        held[number] = holding.of(log)
+        reserved = held[number].reserve.reserved_bytes
+        if reserved > most_bytes and (works.only_in_brief or not in_brief):
+            raise OverError(rank, reserved)
 
-        for number in (len(groups) - 1, *range(len(groups) - 1)):
-            write(number, in_brief=brief)
-            if held[number].reserved_bytes > most_bytes:  # In brief: is it so?
-                write(number, in_brief=False)
-                in_full.add(number)
-        most = max(log.peak.live_bytes for log in told.values())
-        fullest = [n for n, log in told.items() if log.peak.live_bytes >= _NEARLY * most]
+    for number in (len(groups) - 1, *range(len(groups) - 1)):
+        write(number, in_brief=brief)
+        if held[number].reserve.reserved_bytes > most_bytes:  # In brief: is it so?
+            write(number, in_brief=False)
+            in_full.add(number)
 
-        def error(number: int) -> float:
-            return ERROR + BRIEF_ERROR * (number not in in_full)
+    def error(number: int) -> float:
+        return ERROR + BRIEF_ERROR * (number not in in_full)
 
-        def high(number: int) -> int:
-            """Where the band of a group ends, but for what all have."""
-            return int(margin(held[number].reserved_bytes) * (1 + error(number)))
+    def high(number: int) -> int:
+        """Where the band of a group ends, but for what all have."""
+        return int(margin(held[number].reserve.reserved_bytes) * (1 + error(number)))
 
-        while not works.only_in_brief:
-            for number in sorted(set(fullest) - in_full):
-                write(number, in_brief=False)
-            in_full.update(fullest)
-            fullest = [max(range(len(groups)), key=high)]
-            if in_full.issuperset(fullest):
-                break
-        found = assemble(
-            plan,
-            groups,
-            [told[number] for number in range(len(groups))],
-            device=device,
-            limit_bytes=limit_bytes,
-            tier=Tier.REPLAY,
-            certified=certified + _in_brief(len(in_full), len(groups)),
-            assumed=(
-                ("inputs of a rank's step", shape),
-                ("loss", _CROSS_ENTROPY + in_chunks(plan)),
-                ("optimizer", called(spec.optimizer)),
-                *_of_experts(plan, tells_worst=tells_worst),
-            ),
-            notes=notes,
-            error=[error(number) for number in range(len(groups))],
-            held=held,
-            packs=packs,
-        )
+    # What is requested is the same in brief; where the most may be reserved, more is known.
+    while not works.only_in_brief:
+        fullest = max(range(len(groups)), key=high)
+        if fullest in in_full:
+            break
+        write(fullest, in_brief=False)
+        in_full.add(fullest)
+    found = assemble(
+        plan,
+        groups,
+        [told[number] for number in range(len(groups))],
+        device=device,
+        limit_bytes=limit_bytes,
+        tier=Tier.REPLAY,
+        certified=certified + _in_brief(len(in_full), len(groups)),
+        assumed=(
+            ("inputs of a rank's step", shape),
+            ("loss", _CROSS_ENTROPY + in_chunks(plan)),
+            ("optimizer", called(spec.optimizer)),
+            *_of_experts(plan, tells_worst=tells_worst),
+        ),
+        notes=notes,
+        error=[error(number) for number in range(len(groups))],
+        held=held,
+        packs=packs,
+    )
     if tells_modules:
         found = with_modules(found, plan, [told[n] for n in range(len(groups))])
     return found
+
+
+@_no_collection()
+def check_told(plan: Plan, *, device: str) -> None:
+    """Refuse what `told_estimate` would, for a part of its time.
+
+    Raises:
+        PlanError: As `told_estimate`.
+    """
+    micro, seq_len = _batch(plan)
+    check_fused(plan, seq_len, device=device)
+    works = told_works(plan, micro, seq_len, device=device)
+    check_rules(plan, works.of_rank(0, in_brief=True))
+
+
+def _batch(plan: Plan) -> tuple[int, int]:
+    """(samples, tokens of each) that a rank takes at once."""
+    if plan.micro is None or plan.spec.batch.seq_len is None:
+        what = "nothing says how many samples of which length a rank takes at once"
+        fix = "add batch: {micro: 1, seq_len: 2048}"
+        raise PlanError(Problem(what, plan.spec.origin("batch"), fix))
+    return plan.micro, plan.spec.batch.seq_len
 
 
 def told_at_worst(
@@ -173,19 +202,17 @@ def told_at_worst(
     return replace(estimate, assumed=(*estimate.assumed[:before], *experts))
 
 
+@_no_collection()
 def told_rank(plan: Plan, rank: int, *, device: str) -> EventLog:
     """The step of one rank as `told_estimate` has it, in brief where there is much to do.
 
     Raises:
         PlanError: As `told_estimate`.
     """
-    spec = plan.spec
-    assert plan.micro is not None
-    assert spec.batch.seq_len is not None
-    check_fused(plan, spec.batch.seq_len, device=device)
-    with _no_collection():
-        works = told_works(plan, plan.micro, spec.batch.seq_len, device=device)
-        return _log_of(works, plan, rank, in_brief=True)
+    micro, seq_len = _batch(plan)
+    check_fused(plan, seq_len, device=device)
+    works = told_works(plan, micro, seq_len, device=device)
+    return _log_of(works, plan, rank, in_brief=True)
 
 
 def _of_experts(plan: Plan, *, tells_worst: bool) -> Iterator[tuple[str, str]]:
@@ -263,6 +290,7 @@ def streams_of(plan: Plan, rank: int) -> dict[tuple[Term, int], int]:
     return streams
 
 
+@_no_collection()
 def told_log(
     plan: Plan,
     *,
@@ -295,21 +323,8 @@ def told_log(
         PlanError: The model's operations, or something in the plan, are not known.
     """
     check_fused(plan, seq_len, is_cuda=is_cuda, device=device)
-    with _no_collection():
-        works = told_works(
-            plan, batch, seq_len, is_cuda=is_cuda, in_place=in_place, spread=spread, device=device
-        )
-        work = works.of_rank(rank)
-        return replay(work, plan, optimizer, rank=rank, foreach=foreach, has_host=has_host)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """To look for cycles among tens of thousands of tuples takes a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    works = told_works(
+        plan, batch, seq_len, is_cuda=is_cuda, in_place=in_place, spread=spread, device=device
+    )
+    work = works.of_rank(rank)
+    return replay(work, plan, optimizer, rank=rank, foreach=foreach, has_host=has_host)

@@ -5,15 +5,16 @@ What has no rule is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Final
 
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import DTYPE_BYTES, is_inside
+from meshplan.memory.alike import outline_of
 from meshplan.memory.rank_work import work_of_rank
 from meshplan.memory.replay import Prepared
 from meshplan.memory.stage_halves import play_in_halves
-from meshplan.memory.stage_tape import Cutter
+from meshplan.memory.stage_tape import Cutter, StageTape
 from meshplan.memory.stage_work import StageWork, play_stage
 from meshplan.memory.tape import Tape
 from meshplan.plan import Plan
@@ -54,6 +55,8 @@ class StageWorks:
         num_rows = len(tape.rows) * count
         self.in_brief, self.only_in_brief = num_rows > _MOST, num_rows > _FAR_TOO_MANY
         self._played: dict[tuple[int, bool], StageWork] = {}
+        self._alike: dict[Hashable, tuple[tuple[str, ...], StageWork]] = {}
+        """By what stages do alike, the names in the first one, and its work."""
         self._modules = {name: n for n, name in enumerate(plan.graph.modules)}
         self._tensors = {fqn: n for n, fqn in enumerate(plan.assignment.tensors)}
         self._found: dict[tuple[int, bool], Prepared] = {}
@@ -88,12 +91,20 @@ class StageWorks:
         key = stage, in_halves
         if key not in self._played:
             part = self._cutter.part(stage)
-            if in_halves:
-                played = play_in_halves(part, self._order, sums_in_place=self._in_place)
-            else:
-                played = play_stage(part, sums_in_place=self._in_place)
+            outline = outline_of(part, self._order if in_halves else None)
+            alike = outline.shape, in_halves
+            if alike not in self._alike:
+                self._alike[alike] = outline.names, self._play(part, in_halves=in_halves)
+            names, played = self._alike[alike]
+            if names != outline.names:
+                played = played.renamed(dict(zip(names, outline.names, strict=True)))
             self._played[key] = played
         return self._played[key]
+
+    def _play(self, part: StageTape, *, in_halves: bool) -> StageWork:
+        if in_halves:
+            return play_in_halves(part, self._order, sums_in_place=self._in_place)
+        return play_stage(part, sums_in_place=self._in_place)
 
     def _order(self, module: str, fqn: str) -> tuple[int, int]:
         """A tied weight stands where it is used: the module that it is of may be elsewhere."""

@@ -18,13 +18,12 @@ from torch import nn
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, Origin, PlanError, Problem
 from meshplan.graph import ModelGraph
-from meshplan.memory.allocator import Reserve, reserve
 from meshplan.memory.assemble import assemble
 from meshplan.memory.compose import Composer
 from meshplan.memory.composed import composed_log
-from meshplan.memory.driver import with_workspaces
 from meshplan.memory.estimate import MemoryEstimate, Tier
 from meshplan.memory.groups import equal_ranks
+from meshplan.memory.held import Held, Holding
 from meshplan.memory.log import EventLog
 from meshplan.memory.pieces import NotComposableError
 from meshplan.memory.replay import Prepared
@@ -260,14 +259,15 @@ class TracedModel:
     def _estimate(self, plan: Plan, work: Prepared, most_bytes: float) -> MemoryEstimate:
         groups = equal_ranks(plan.assignment)
         logs: list[EventLog] = []
-        held: dict[int, Reserve] = {}
+        held: dict[int, Held] = {}
+        holding = Holding(self._device)
         for number, ranks in enumerate(groups):
             logs.append(composed_log(work, plan, ranks[0]))
             if logs[-1].pooled_bytes > most_bytes:
                 raise OverError(ranks[0], logs[-1].pooled_bytes)
-            held[number] = reserve(with_workspaces(logs[-1], self._device))
-            if held[number].reserved_bytes > most_bytes:
-                raise OverError(ranks[0], held[number].reserved_bytes)
+            held[number] = holding.of(logs[-1])
+            if held[number].reserve.reserved_bytes > most_bytes:
+                raise OverError(ranks[0], held[number].reserve.reserved_bytes)
         is_exact = any(work is each for each in self._exact.values())
         how = "as the plan has it" if is_exact else "in pieces, and put together"
         return assemble(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Final, TypeVar
 
 from meshplan.assign import Assignment
@@ -14,10 +13,10 @@ from meshplan.memory.replay.buckets import Options
 from meshplan.memory.replay.clip import clip
 from meshplan.memory.replay.optimizer import Updated, check_optimizer, step
 from meshplan.memory.replay.part import Part, splits_backward
-from meshplan.memory.replay.prepare import Prepared
+from meshplan.memory.replay.prepare import Act, Prepared, apart
 from meshplan.memory.replay.unscale import unscale
 from meshplan.memory.replay.writer import Copy, Writer
-from meshplan.memory.work import AT_STAGE, Mark, Moment, Work
+from meshplan.memory.work import AT_STAGE, Moment, Work
 from meshplan.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.restrict import restrict
@@ -49,24 +48,30 @@ def replay(
     Raises:
         PlanError: There is no rule for something in this plan: trace the whole step instead.
     """
-    check_optimizer(optimizer, plan.assignment)
     prepared = work if isinstance(work, Prepared) else Prepared(work)
-    if problems := list(_unknown(plan, prepared)):
-        raise PlanError(problems)
+    check_rules(plan, prepared, optimizer)
     # Without an end what waits for it, the root before all, would never be reduced.
     ends = any(mark.moment == Moment.END_OF_BACKWARD for mark in prepared.marks)
     assert ends or not plan.assignment.units
     return _Step(prepared, plan, optimizer, rank, foreach=foreach, has_host=has_host).play()
 
 
-def check_rules(plan: Plan) -> None:
-    """Refuse what no traced work of a plan could be composed for, before it is traced.
+def check_rules(plan: Plan, work: Prepared | None = None, optimizer: str = "") -> None:
+    """Refuse what has no rule.
+
+    Args:
+        work: As of `replay`; None where it is to be traced still.
+        optimizer: As of `replay`; the plan's own where nobody says.
 
     Raises:
         PlanError: As of `replay`.
     """
-    if problems := list(_unknown(plan, None)):
+    if work is not None:
+        check_optimizer(optimizer or plan.spec.optimizer, plan.assignment)
+    if problems := list(_unknown(plan, work)):
         raise PlanError(problems)
+    if work is not None and plan.accumulate > 1:
+        work.check_repeats()
 
 
 def _unknown(plan: Plan, work: Prepared | None) -> Iterator[Problem]:
@@ -131,7 +136,7 @@ class _Step:
         self._num_backwards = stages.microbatches if stages is not None else 1
         ends = (mark for mark in work.marks if mark.moment == Moment.END_OF_BACKWARD)
         # Of a told pipeline not every backward is marked.
-        self._ends = Counter(_split(mark.unit)[1] for mark in ends)
+        self._ends = Counter(apart(mark.unit)[1] for mark in ends)
         self._loss: int | None = None
         self._total: int | None = None
         self._carried: tuple[int, ...] = ()
@@ -170,7 +175,6 @@ class _Step:
     def _known(self) -> dict[int, int]:
         """What the next microbatch finds, by the numbers that the work gives it."""
         work = self._work
-        work.check_repeats()
         return {storage: storage for _, storage, _ in work.before} | dict(
             zip(work.forgotten, self._carried, strict=True)
         )
@@ -180,42 +184,34 @@ class _Step:
         for part in self._parts.values():
             part.begin(is_first=is_first, is_last=is_last and self._num_backwards == 1)
         backwards = Counter[str]()
-        acts: list[tuple[int, bool, Callable[[], None]]] = [
-            (event, False, partial(self._take, copy, fqn, storage, size))
-            for event, fqn, storage, size in self._work.arrivals
-        ]
-        for mark in self._work.marks:
-            at_mark = partial(self._at, mark, backwards, is_last=is_last)
-            acts.append((mark.event, _is_before(mark), at_mark))
-        acts.append((self._work.first_made_in_backward, False, self._drop_loss))
-        for event, enters, act in sorted(acts, key=lambda each: each[0]):
-            copy.until(event, enters=enters)
-            act()
+        for act in self._work.acts:
+            copy.until(act.event, enters=act.enters)
+            if act.moment is not None:
+                self._at(act, act.moment, backwards, is_last=is_last)
+            elif act.storage < 0:
+                self._drop_loss()
+            else:
+                number = copy.number(act.storage)
+                self._writer.adopt(number, act.size)
+                self._parts[act.at].has_gradient(act.fqn, number)
         copy.until(self._work.num_events)
         self._keep_loss(copy)
         self._carried = tuple(map(copy.number, self._work.kept))
 
-    def _take(self, copy: Copy, name: str, storage: int, size: int) -> None:
-        """A gradient is there."""
-        fqn, at = _split(name)
-        number = copy.number(storage)
-        self._writer.adopt(number, size)
-        self._parts[at].has_gradient(fqn, number)
-
-    def _at(self, mark: Mark, backwards: Counter[str], *, is_last: bool) -> None:
+    def _at(self, act: Act, moment: Moment, backwards: Counter[str], *, is_last: bool) -> None:
         """A wrapper acts."""
-        if mark.moment == Moment.SHARING:
+        if moment is Moment.SHARING:
             if is_last:
                 self._share()
             return
-        unit, at = _split(mark.unit)
+        at = act.at
         part = self._parts[at]
-        if mark.moment == Moment.REDUCING:
+        if moment is Moment.REDUCING:
             if is_last:
                 part.reduce()
             return
-        if mark.moment != Moment.END_OF_BACKWARD:
-            part.act(mark.moment, unit, in_backward=self._work.is_in_backward(mark))
+        if moment is not Moment.END_OF_BACKWARD:
+            part.act(moment, act.fqn, in_backward=act.in_backward)
             return
         backwards[at] += 1
         if splits_backward(self._plan.assignment):
@@ -306,18 +302,7 @@ def shared_tensors(a: Assignment) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _is_before(mark: Mark) -> bool:
-    """Whether a mark belongs to the phase that it begins rather than to the one that it ends."""
-    return mark.moment in (Moment.BEFORE_FORWARD, Moment.BEFORE_BACKWARD)
-
-
-def _split(name: str) -> tuple[str, str]:
-    """(fqn, where) of a name that may tell its stage."""
-    fqn, at, stage = name.partition(AT_STAGE)
-    return fqn, at + stage
-
-
 def _own(items: Mapping[str, _T], at: str) -> dict[str, _T]:
     """What is said of one stage, by fqn."""
-    return {fqn: value for name, value in items.items() for fqn, where in (_split(name),)
+    return {fqn: value for name, value in items.items() for fqn, where in (apart(name),)
             if where == at}  # fmt: skip

@@ -3,10 +3,40 @@
 from __future__ import annotations
 
 from functools import cached_property
+from operator import itemgetter
+from typing import Final, NamedTuple
 
 from meshplan.errors import PlanError, Problem
 from meshplan.memory.log import Change, EventLog
-from meshplan.memory.work import Mark, Work
+from meshplan.memory.work import AT_STAGE, Mark, Moment, Work
+
+_EVENT: Final = itemgetter(0)
+_BEGINNING: Final = (Moment.BEFORE_FORWARD, Moment.BEFORE_BACKWARD)
+"""When a mark belongs to the phase that it begins rather than to the one that it ends."""
+
+
+class Act(NamedTuple):
+    """What wrappers do while a work is done.
+
+    Attributes:
+        event: Before which.
+        enters: Whether it belongs to the phase that begins there.
+        moment: When a unit acts; None where a gradient is there, or backward begins.
+        fqn: Of the unit, or of the parameter.
+        at: The stage that it is of, where a rank has several.
+        storage: Of the gradient; -1 where there is none.
+        size: Its bytes.
+        in_backward: Whether backward runs.
+    """
+
+    event: int
+    enters: bool
+    moment: Moment | None
+    fqn: str = ""
+    at: str = ""
+    storage: int = -1
+    size: int = 0
+    in_backward: bool = False
 
 
 class Prepared:
@@ -88,7 +118,30 @@ class Prepared:
             if phase == backward and delta > 0
         )  # fmt: skip
 
-    def is_in_backward(self, mark: Mark) -> bool:
+    @cached_property
+    def acts(self) -> tuple[Act, ...]:
+        """All that wrappers do, in order: gradients before marks where they come at once."""
+        acts = [
+            Act(event, False, None, *apart(name), storage, size)
+            for event, name, storage, size in self.arrivals
+        ]
+        acts += [
+            Act(
+                event, moment in _BEGINNING, moment, *apart(unit),
+                in_backward=self._is_in_backward(event),
+            )
+            for event, moment, unit in self.marks
+        ]  # fmt: skip
+        acts.append(Act(self.first_made_in_backward, False, None))
+        return tuple(sorted(acts, key=_EVENT))
+
+    def _is_in_backward(self, event: int) -> bool:
         """Whether backward runs at a mark that ends something."""
-        phase = self.log.changes[mark.event - 1][2] if mark.event else 0
+        phase = self.log.changes[event - 1][2] if event else 0
         return self.log.phases[phase] == "backward"
+
+
+def apart(name: str) -> tuple[str, str]:
+    """(fqn, where) of a name that may tell its stage."""
+    fqn, at, stage = name.partition(AT_STAGE)
+    return fqn, at + stage

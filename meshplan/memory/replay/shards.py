@@ -119,22 +119,21 @@ def offloads_params(assignment: Assignment) -> bool:
 
 def unit_shards(assignment: Assignment, graph: ModelGraph, rank: int) -> list[UnitShards]:
     """The units of a plan, in the order of the modules."""
-    order = graph.inner_first()
+    inner_first, places = graph.inner_first(), graph.order()
     owned: dict[str, list[Placed]] = {fqn: [] for fqn in assignment.units}
     for placed in assignment.tensors.values():
         if placed.unit is not None:
             owned[placed.unit].append(placed)
-    places = {fqn: number for number, fqn in enumerate(graph.modules)}
     known: _Known = {}
     return [
         _unit(
             assignment.units[fqn],
-            sorted(owned[fqn], key=lambda p: order[p.info.module]),
+            sorted(owned[fqn], key=lambda p: inner_first[p.info.module]),
             assignment.mesh,
             rank,
             known,
         )
-        for fqn in sorted(assignment.units, key=lambda fqn: places[fqn])
+        for fqn in sorted(assignment.units, key=places.__getitem__)
     ]
 
 
