@@ -9,12 +9,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from hypothesis import settings
 
 from tests.pool import Pool, forkserver
-
-settings.register_profile("untimed", deadline=None)  # A machine may have other things to do.
-settings.load_profile("untimed")
 
 WIDE = frozenset((Path(__file__).parent / "wide_cases.txt").read_text().splitlines())
 """Cases that take seconds and combine what others show, beside those that say so themselves."""
