@@ -6,6 +6,7 @@ The order is the whole architecture on one page. A new module gets a level here 
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -208,4 +209,32 @@ def test_estimate_starts_without_anything_heavy():
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_plan_is_searched_without_what_answers_other_questions(tmp_path):
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "vocab_size": 256, "max_position_embeddings": 128,
+        "tie_word_embeddings": False, "hidden_act": "silu",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = {
+        "version": 1, "model": {"config": "config.json"}, "mesh": "auto", "strategy": "auto",
+        "precision": "bf16-mixed", "batch": {"global": 8, "seq_len": 64},
+        "hardware": {"nodes": 1, "gpus_per_node": 2, "gpu": "h100-sxm-80gb"},
+    }  # fmt: skip
+    (tmp_path / "plan.yaml").write_text(json.dumps(plan))
+    script = (
+        "import sys; from meshplan.cli import main\n"
+        "code = main(['plan', '-f', sys.argv[1], '--dry-run', '--json'])\n"
+        "late = {'torch', 'sympy', 'networkx', 'matplotlib', 'numpy.ma', 'meshplan.traffic',\n"
+        "        'meshplan.planner.explain', 'meshplan.planner.remedy'} & set(sys.modules)\n"
+        "sys.exit(f'exit code {code}, imported {late}' if code or late else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "plan.yaml")],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshplan.assign import Assignment
 from meshplan.cost.grid import SCHEDULE_WORDS
@@ -77,14 +78,15 @@ class Brief:
         opened = communicators(assignment, gpus_per_node=per_node)
         return (driver_bytes(self._question.device, opened).high - self._alone) / self._widening
 
-    def taken(self, row: np.void) -> float:
+    def taken(self, grid: NDArray[np.void], number: int) -> float:
         """The same of a row of the grid, whatever its blocks do; 0 where nothing tells."""
+        row = grid[number]
         key = tuple(int(row[name]) for name in (*AXES, "mode", "offload"))
         if key not in self._taken:
-            self._taken[key] = self._least(row)
+            self._taken[key] = self._least(grid, row)
         return self._taken[key]
 
-    def _least(self, row: np.void) -> float:
+    def _least(self, grid: NDArray[np.void], row: np.void) -> float:
         """What is opened follows from the axes that are spread; how much that is, from the mesh."""
         shorter = self._question.shorter
         kind = tuple(bool(row[axis] > 1) for axis in AXES), int(row["mode"]), int(row["offload"])
@@ -92,7 +94,7 @@ class Brief:
             return 0.0
         try:
             if kind not in self._kinds:
-                self._kinds[kind] = self._like(row, shorter)
+                self._kinds[kind] = self._like(_shortest(grid, row), shorter)
         except MeshplanError:
             return 0.0  # What is measured tells why.
         found = self._kinds[kind]
@@ -180,3 +182,16 @@ class Brief:
 
     def _plan(self, row: np.void, stages: Stages, graph: ModelGraph) -> Plan:
         return make_plan(self._question.read(overrides(self._stated(row, stages))), graph)
+
+
+def _shortest(grid: NDArray[np.void], row: np.void) -> np.void:
+    """Of the rows that spread the same axes in the same mode, one with the fewest stages."""
+    if row["pp"] * row["virtual"] <= 2:
+        return row
+    alike = (grid["mode"] == row["mode"]) & (grid["offload"] == row["offload"])
+    for axis in AXES:
+        alike &= (grid[axis] > 1) == (row[axis] > 1)
+    stages = grid["pp"] * grid["virtual"]
+    at = np.flatnonzero(alike)
+    found: np.void = grid[at[np.argmin(stages[at])]]
+    return found

@@ -381,7 +381,7 @@ class Job:
 
     def taken(self, row: int) -> float:
         """What a row's communicators take of the capacity, whatever its blocks do."""
-        return self._brief.taken(self.grid[row])
+        return self._brief.taken(self.grid, row)
 
     @cached_property
     def _brief(self) -> Brief:

@@ -217,8 +217,6 @@ class _Labels:
     def _rest(self, counts: Counts) -> list[Counts]:
         """By number of decided kinds, the counts of those that are left; all of them at first."""
         left, out = counts.copy(), [counts]
-        for kind, _, _ in self._alone:
-            left[kind] = 0
         for kind, _, _ in self._kinds:
             left[kind] = 0
             out.append(left.copy())
@@ -232,26 +230,27 @@ class _Labels:
         price = menu.price(counts, self._capacity)
         held = self._held(slack / price if price > 0 else np.inf)
         seconds, memory = np.zeros(1), np.zeros(1)
-        for kind, front, count in self._alone:
-            seconds = seconds + count * menu.seconds[kind, front]
-            memory = memory + count * menu.memory[kind, front]
         layers: list[tuple[Counts, Mixes]] = []
         for number, (kind, front, count) in enumerate(self._kinds):
             t, m = menu.seconds[kind, front], menu.memory[kind, front]
             mixes = mixes_of(t, m, count, price, slack, held[number])
             seconds = np.add.outer(seconds, mixes.seconds).ravel()
             memory = np.add.outer(memory, mixes.memory).ravel()
-            room, left = self._capacity - memory, self._suffixes[number + 1]
-            bounds = seconds + (
-                menu.relaxed(left, room) if left.any() else np.where(room >= 0, 0.0, np.inf)
-            )
+            bounds = seconds + menu.relaxed(self._suffixes[number + 1], self._capacity - memory)
             hopeful = np.flatnonzero(bounds <= limit)
             kept = hopeful[undominated(seconds[hopeful], memory[hopeful])]
             if not len(kept):
                 return NONE
             seconds, memory = seconds[kept], memory[kept]
             layers.append((kept, mixes))
-        chosen = _choice(menu, self._trace(layers))
+        for kind, front, count in self._alone:
+            seconds = seconds + count * menu.seconds[kind, front[0]]
+            memory = memory + count * menu.memory[kind, front[0]]
+        hopeful = np.flatnonzero((seconds <= limit) & (memory <= self._capacity))
+        if not len(hopeful):
+            return NONE
+        first = int(hopeful[np.lexsort((memory[hopeful], seconds[hopeful]))[0]])
+        chosen = _choice(menu, self._trace(layers, first))
         return chosen if chosen.seconds < self._below else NONE
 
     def _held(self, unused: float) -> list[tuple[float, float]]:
@@ -270,9 +269,9 @@ class _Labels:
             for own_least, own_most in zip(least, most, strict=True)
         ]
 
-    def _trace(self, layers: list[tuple[Counts, Mixes]]) -> list[tuple[int, int, int]]:
-        """(kind, option, how many) that the fastest last label is made of."""
-        at, out = 0, [(kind, front[0], count) for kind, front, count in self._alone]
+    def _trace(self, layers: list[tuple[Counts, Mixes]], at: int) -> list[tuple[int, int, int]]:
+        """(kind, option, how many) that a last label is made of."""
+        out = [(kind, front[0], count) for kind, front, count in self._alone]
         for (kind, front, _), (kept, mixes) in reversed(
             list(zip(self._kinds, layers, strict=True))
         ):

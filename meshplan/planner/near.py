@@ -6,8 +6,9 @@ that blocks do are worth more than that.
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -42,13 +43,7 @@ class Near:
             return None, ()
         best = found.measured.result
         assert isinstance(best, Way)
-        simplest = self._complexity(found.best)
-        simpler = sorted(
-            (each, number, options)
-            for number, (one, options) in enumerate(self._simpler(simplest[:2]))
-            if (each := (*self._complexity(one), one.row)) < (*simplest, -1)
-        )
-        tries = ((int(key[-1]), options) for key, _, options in simpler)
+        tries = self._simpler(self._complexity(found.best))
         chosen = next(self._that_fit(tries, _MOST_SIMPLER), best)
         everything = (True,) * len(OPTIONS)
         keep = int(self._job.spec.solve.get("keep", _KEEP))
@@ -67,16 +62,28 @@ class Near:
                 known.add(mesh)
                 yield candidate.row
 
-    def _simpler(self, most: tuple[float, ...]) -> Iterator[tuple[Candidate, Options]]:
-        """Rows near the best that may be as simple, with fewer things that their blocks may do."""
+    def _simpler(self, simplest: tuple[float, ...]) -> Iterator[tuple[int, Options]]:
+        """Rows near the best, and what their blocks may do, that are simpler: simplest first.
+
+        Most are solved for nothing if they are before their turn, which is by what is sure of them:
+        blocks that may do one thing do one, and where they may do more and do one, they do what
+        those do that may do no other.
+        """
+        waiting: list[tuple[tuple[float, ...], int, int, Options]] = []
         rows = (candidate.row for candidate in self._found.near)
-        for row in (row for row in rows if self._of_row(row) <= most):
-            for again in _subsets(range(len(RECOMPUTE))):
-                for back in ((0,), (1,), (0, 1)):
-                    options = tuple(r in again and s in back for r, s in OPTIONS)
-                    one = self._solve(row, options)
-                    if one is not None:
-                        yield one, options
+        for row in (row for row in rows if self._of_row(row) <= simplest[:2]):
+            for options in _sets_of_options():
+                sure = (*self._of_row(row), min(sum(options), 2), self._virtual(row))
+                heapq.heappush(waiting, (sure, len(waiting), row, options))
+        limit = (*simplest, -1)
+        while waiting and waiting[0][0] < limit:
+            least, number, row, options = heapq.heappop(waiting)
+            if len(least) == len(limit):
+                yield row, options
+            elif (one := self._solve(row, options)) is not None:
+                key = (*self._complexity(one), row)
+                if least <= key < limit:
+                    heapq.heappush(waiting, (key, number, row, options))
 
     def _solve(self, row: int, options: Options) -> Candidate | None:
         """The fastest way of a row within the slack, as far as is known what it really holds."""
@@ -123,8 +130,11 @@ class Near:
             for stage in self._job.blocks(self._numbers, candidate)
             for b in stage
         }
-        virtual = int(self._job.grid[candidate.row]["virtual"])
-        return *self._of_row(candidate.row), len(blocks), virtual, candidate.seconds
+        row = candidate.row
+        return *self._of_row(row), len(blocks), self._virtual(row), candidate.seconds
+
+    def _virtual(self, row: int) -> int:
+        return int(self._job.grid[row]["virtual"])
 
     def _of_row(self, row: int) -> tuple[int, int]:
         """What of a row's own counts first."""
@@ -132,6 +142,9 @@ class Near:
         return int(config["offload"]).bit_count(), sum(int(config[axis] > 1) for axis in AXES)
 
 
-def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    for size in range(1, len(items) + 1):
-        yield from itertools.combinations(items, size)
+def _sets_of_options() -> Iterator[Options]:
+    """Some recomputations with parameters that are kept, that are given back, and with both."""
+    for size in range(1, len(RECOMPUTE) + 1):
+        for again in itertools.combinations(range(len(RECOMPUTE)), size):
+            for back in ((0,), (1,), (0, 1)):
+                yield tuple(r in again and s in back for r, s in OPTIONS)

@@ -1,0 +1,58 @@
+"""What is simpler and hardly slower is tried in order, and nothing simpler is left out."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from meshplan.cost.grid import OPTIONS
+from meshplan.planner.near import SLACK, Near
+from meshplan.planner.search import search
+from tests.brute import always_fits
+from tests.test_planner import LARGE, LLAMA, job, job_of
+
+__all__ = ["job"]
+
+
+@pytest.mark.parametrize("memory", [None, "40GiB", "32GiB"])
+def test_what_is_simpler_comes_simplest_first(job, memory):
+    config = LLAMA | LARGE | {"num_hidden_layers": 8}
+    at = job_of(job(config, batch={"global": 32, "seq_len": 8192}, activation_checkpointing="auto"))
+    if memory is not None:
+        at.allow(int(memory.removesuffix("GiB")) * 2**30)
+    numbers = at.usual
+    found = search(numbers, at.capacity, always_fits, slack=SLACK)
+    assert found.best is not None
+    near = Near(at, numbers, found)
+    # Anything counts as simpler than what no row is as bad as.
+    limit = (9.0, 9.0, 9.0, 99.0, float("inf"))
+    tried = list(near._simpler(limit))
+    keys = [answered(near, row, options) for row, options in tried]
+    assert keys == sorted(keys)
+    every = {
+        key
+        for row in {candidate.row for candidate in found.near}
+        for size in range(1, len(OPTIONS) + 1)
+        for some in combinations(range(len(OPTIONS)), size)
+        if is_product(some)
+        if (key := answered(near, row, tuple(n in some for n in range(len(OPTIONS)))))
+    }
+    assert every
+    assert {key[:4] for key in every} == {key[:4] for key in keys}
+    assert every == set(keys)
+    simplest = min(every)
+    assert [*near._simpler(simplest[:-1])][:1] in ([], [tried[0]])
+    assert next(near._simpler(limit)) == tried[0]
+
+
+def answered(near, row, options):
+    """How simple the fastest way with these options is; () where none is near."""
+    one = near._solve(row, options)
+    return () if one is None else (*near._complexity(one), row)
+
+
+def is_product(some):
+    """Some recomputations with the same choices of parameters."""
+    pairs = {OPTIONS[n] for n in some}
+    return pairs == {(again, back) for again, _ in pairs for _, back in pairs}
