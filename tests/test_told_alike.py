@@ -14,27 +14,30 @@ from typing import Any
 
 import pytest
 
-from meshplan.memory import alike, stage_work, told_stages
+from meshplan.memory import alike, stage_work, told_stages, told_works
 from meshplan.memory.log import EventLog, Term
 from meshplan.memory.replay import replay
 from meshplan.memory.row import Row, Tape
 from meshplan.memory.stage_tape import StageTape
-from meshplan.memory.told_works import told_works
+from meshplan.memory.told import told_rank
 from meshplan.plan import Plan
 from tests import told
 from tests.test_told_stages import (
     DEEP,
+    FUSED,
     GPT2,
     LLAMA,
     MIXED,
     MIXTRAL,
     QWEN,
+    SPREAD,
     decided,
     plan_of,
 )
 
 TWELVE = {"num_hidden_layers": 12}
 SOME_AGAIN = {"rules": [{"match": "model.layers.{4..6}", "activation_checkpointing": "full"}]}
+BATCH = {"batch": {"micro": 8, "seq_len": 64}}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "interleaved": (LLAMA | TWELVE, plan_of("Interleaved1F1B", 2, 4, virtual=6, **MIXED)),
     "some run again": (LLAMA | TWELVE, plan_of(
@@ -51,7 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def logs_of(plan: Plan) -> list[EventLog]:
     """Of one rank of each place along pp."""
     count, batch = plan.mesh.world_size, told.samples(plan) // plan.accumulate
-    works = told_works(plan, batch, told.LENGTH, is_cuda=False, in_place=False)
+    works = told_works.told_works(plan, batch, told.LENGTH, is_cuda=False, in_place=False)
     ranks = range(0, count, count // plan.mesh.size("pp"))
     return [replay(works.of_rank(rank), plan, "adamw", rank=rank) for rank in ranks]
 
@@ -125,3 +128,33 @@ def test_of_names_only_which_are_the_same_is_compared() -> None:
     assert other.names == ("", "a.1.up", "a.1.up.weight")
     assert named("a.0.up", "a.0.up").shape != one.shape
     assert named("", "a.0.up.weight").shape != one.shape
+
+
+NEAR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "interleaved": (FUSED | TWELVE, plan_of(
+        "Interleaved1F1B", 3, 4, virtual=4, **BATCH, **MIXED, **SOME_AGAIN)),
+    "experts": (MIXTRAL | {"num_hidden_layers": 8, "head_dim": 16}, plan_of(
+        "1F1B", 4, 8, **BATCH, **SPREAD, **MIXED)),
+    "halves": (FUSED, plan_of("InterleavedZeroBubble", 2, 4, virtual=4, **BATCH)),
+    "a cut sequence": (FUSED, plan_of(
+        "1F1B", 4, 8, mesh={"tp": 2}, tp_plan="auto", sequence_parallel=True, **BATCH)),
+}  # fmt: skip
+
+
+def one_by_one(plan: Plan) -> list[EventLog]:
+    count = plan.mesh.world_size
+    ranks = range(0, count, count // plan.mesh.size("pp"))
+    return [told_rank(plan, rank, device="h100-sxm-80gb") for rank in ranks]
+
+
+@pytest.mark.parametrize("case", NEAR)
+def test_of_one_rank_only_blocks_near_it_are_told(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where blocks of its own are left out too, that shows."""
+    plan = decided(*NEAR[case])
+    found, num = one_by_one(plan), len(plan.graph.blocks())
+    monkeypatch.setattr(told_works, "_near", lambda *_: set(range(num)))
+    assert one_by_one(plan) == found
+    monkeypatch.setattr(told_works, "_near", lambda *_: {0, num - 1})
+    assert one_by_one(plan) != found

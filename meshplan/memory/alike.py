@@ -9,7 +9,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from meshplan.memory.halves import Order
-from meshplan.memory.row import Tape
 from meshplan.memory.stage_tape import StageTape
 
 

@@ -196,7 +196,7 @@ def told_rank(plan: Plan, rank: int, *, device: str) -> EventLog:
     assert plan.micro is not None
     assert spec.batch.seq_len is not None
     check_fused(plan, spec.batch.seq_len, device=device)
-    works = told_works(plan, plan.micro, spec.batch.seq_len, device=device)
+    works = told_works(plan, plan.micro, spec.batch.seq_len, device=device, rank=rank)
     return _log_of(works, plan, rank, in_brief=True)
 
 
