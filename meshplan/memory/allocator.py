@@ -111,34 +111,34 @@ class _Allocator:
 
     def play(self, log: EventLog) -> Reserve:
         """All events, in one loop: whoever plans plays millions."""
-        sizes = [0] * len(log.storages)
         streams = [storage.stream for storage in log.storages]
-        taken: list[tuple[int, int, list[int]]] = [(0, 0, [])] * len(log.storages)
+        taken: list[tuple[int, int, int, list[int]] | None] = [None] * len(log.storages)
         small, large = self._small, self._large
         small_rest, large_rest = _ROUND, _ROUND if self.expandable else _SMALL + 1
         beginning, ending = self._beginning, self._ending
+        is_beginning, is_ending = beginning.pop, ending.pop
         bits, mask, round_up, round_down = _ADDRESS_BITS, _ADDRESS, _ROUND - 1, -_ROUND
         find, put, most_small = bisect.bisect_left, bisect.insort, _SMALL
         allocated = most_allocated = 0
         for delta, storage, _ in log.changes:
-            before = sizes[storage]
-            sizes[storage] = asked = before + delta
-            if before:
-                address, length, free = taken[storage]
+            if before := taken[storage]:
+                asked, address, length, free = before
                 allocated -= length
                 # What is free beside it joins it.
-                if near := beginning.pop(address + length, 0):
+                if near := is_beginning(address + length, 0):
                     del free[find(free, near << bits | address + length)]
                     length += near
-                if near := ending.pop(address, 0):
+                if near := is_ending(address, 0):
                     address -= near
                     del free[find(free, near << bits | address)]
                     length += near
                 put(free, length << bits | address)
                 beginning[address] = ending[address + length] = length
-            if not asked:
+                delta += asked
+                taken[storage] = None
+            if not delta:
                 continue
-            size = asked + round_up & round_down
+            size = delta + round_up & round_down
             if size <= most_small:
                 pools, least = small, small_rest
             else:
@@ -163,7 +163,7 @@ class _Allocator:
                 length = size
             else:
                 del ending[address + length]
-            taken[storage] = address, length, free
+            taken[storage] = delta, address, length, free
             allocated += length
             if allocated > most_allocated:
                 most_allocated = allocated

@@ -5,7 +5,7 @@ The same interface as a traced model gives, so that the wrappers' rules act on e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -94,8 +94,12 @@ def work_of(graph: ModelGraph, run: Run) -> Work:
     return play(tape_of(shape_of(graph), run), sums_in_place=run.in_place)
 
 
-def tape_of(shape: Shape, run: Run) -> Tape:
+def tape_of(shape: Shape, run: Run, *, only: Collection[int] | None = None) -> Tape:
     """The operations of a causal language model of transformers, loss included.
+
+    Args:
+        only: The numbers of the blocks that are of interest, the first and the last among them: for
+            any other stands one operation that makes what it gives. None for all.
 
     Raises:
         PlanError: There are no rows for what the run does.
@@ -118,6 +122,10 @@ def tape_of(shape: Shape, run: Run) -> Tape:
     block, blocks = (llama_block, "layers") if is_llama else (gpt2_block, "h")
     for number in range(shape.layers):
         start, fqn = len(tape.rows), f"{body.module}.{blocks}.{number}"
+        if only is not None and number not in only:
+            x = w.at(fqn).row("block", (x,), w.size(x), grads=(Grad(x, w.size(x)),))
+            tape.units.append((fqn, start, len(tape.rows)))
+            continue
         saved, runs_again = run.saved(number), number in run.recomputed
         embedded, on_host = x, number in run.hosted
         if part.styled.has_stream and number == 0:

@@ -217,7 +217,7 @@ def told_rank(plan: Plan, rank: int, *, device: str) -> EventLog:
     """
     micro, seq_len = _batch(plan)
     check_fused(plan, seq_len, device=device)
-    works = told_works(plan, micro, seq_len, device=device)
+    works = told_works(plan, micro, seq_len, device=device, rank=rank)
     return _log_of(works, plan, rank, in_brief=True)
 
 

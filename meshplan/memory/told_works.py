@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
+from meshplan.assign.types import Stages
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.analytic import Run, tape_of
@@ -75,10 +76,13 @@ def told_works(
     in_place: bool = True,
     spread: Spread | None = None,
     device: str = "",
+    rank: int | None = None,
 ) -> Works:
     """What the ranks do.
 
     Args:
+        rank: The only one that is of interest; None for all. How much there is to do is not
+            known then.
         device: As for `fused.check_fused`.
 
     Raises:
@@ -110,7 +114,8 @@ def told_works(
     )
     shape = shape_of(plan.graph)
     if stages is not None:
-        return StageWorks(tape_of(shape, run), plan, in_place=in_place)
+        only = None if rank is None else _near(plan, stages, rank)
+        return StageWorks(tape_of(shape, run, only=only), plan, in_place=in_place)
     if gathered_of(plan, 0, is_cuda=is_cuda, device=device) is None:
         return _Same(_played(shape, run, in_place=in_place))
 
@@ -226,6 +231,15 @@ def styled_of(plan: Plan) -> Styled:
         has_stream=bool(a.crossings),
         ends=any(crossing.path is None for crossing in a.crossings),
     )
+
+
+def _near(plan: Plan, stages: Stages, rank: int) -> set[int]:
+    """Blocks of a rank's stages and of their neighbours, and those at the ends of the model."""
+    held = stages.of_rank(plan.mesh.index(rank, ("pp",)))
+    near = {each for stage in held for each in (stage - 1, stage, stage + 1)}
+    blocks = plan.graph.blocks()
+    known = {fqn for fqn, stage in stages.units if stage in near}.intersection(blocks)
+    return {_number(fqn) for fqn in (blocks[0], *known, blocks[-1])}
 
 
 def _number(fqn: str) -> int:
