@@ -89,7 +89,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
         MEMORY | {"hardware": tight(0.9), "offload": "none"},
         {"mesh", "offload"},
     ),
-    "offload, nothing else held": (
+    "offload_alone": (
         LARGE,
         MEMORY | {"hardware": tight(0.935), "offload": "none"},
         {"offload"},
@@ -102,7 +102,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     ),
 }  # fmt: skip
 """By what is in the way: (config, fields, the paths of the conflict)."""
-DEAR = ("offload, nothing else held", "batch", "ep", "rules.stage", "loss_chunks")
+DEAR = ("offload_alone", "batch", "ep", "rules.stage", "loss_chunks")
 
 
 @pytest.mark.parametrize(
