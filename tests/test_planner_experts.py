@@ -297,3 +297,29 @@ def test_explain_knows_ep(job, capsys):
     assert main(["explain", "why-not", "mesh.ep=4", "-f", path, "-q", "--json"]) == 0
     (answer,) = json.loads(capsys.readouterr().out)["result"]["answers"]
     assert answer["step_s"] >= answer["best_step_s"] * (1 - 1e-4)
+
+
+def test_tokens_that_may_come_are_planned_for_where_experts_are_spread(job):
+    """Where they are not, the plan takes the word back; figures stay below what is held."""
+
+    def measured(capacity):
+        stated = {"strategy": "zero1", "mesh": {"dp_shard": 8, "ep": "auto"}}
+        batch = {"global": 64, "micro": 8, "seq_len": 1024}
+        at = job_of(job(**stated, batch=batch, experts={"capacity": capacity}))
+        ways = [solve_row(at.usual, row, float("inf")) for row in range(len(at.grid))]
+        found = [at.measure(at.usual, way, to_the_end=True) for way in ways]
+        for way, each in zip(ways, found, strict=True):
+            assert max(way.linear_bytes) <= max(pooled_by_group(at, each))
+        return [(way.seconds, each.result) for way, each in zip(ways, found, strict=True)]
+
+    spread = 0
+    for (seconds, even), (others, most) in zip(measured(None), measured(4), strict=True):
+        assert seconds == others
+        if even.plan.mesh.size("ep") == 1:
+            assert most.plan.spec.experts.capacity is None
+            assert most.memory.worst.band == even.memory.worst.band
+        else:
+            assert most.plan.spec.experts.capacity == 4
+            assert most.memory.worst.band[1] > even.memory.worst.band[1]
+            spread += 1
+    assert spread == 2

@@ -89,10 +89,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
         MEMORY | {"hardware": tight(0.9), "offload": "none"},
         {"mesh", "offload"},
     ),
-    "offload, nothing else held": (
+    "offload_alone": (
         LARGE,
         MEMORY | {"hardware": tight(0.935), "offload": "none"},
         {"offload"},
+    ),
+    "experts.capacity": (
+        MIXTRAL | {"hidden_size": 1024, "intermediate_size": 2816},
+        {"mesh": {"dp_shard": 4, "ep": "4 in dp_shard"}, "hardware": tight(0.9),
+         "activation_checkpointing": "none", "experts": {"capacity": 4},
+         "rules": [{"match": "**.experts", "place": {"ep": "ep_dispatch_experts"}}],
+         "batch": {"global": 16, "micro": 4, "seq_len": 2048}},
+        {"activation_checkpointing", "batch.micro", "experts.capacity", "rules[0].place"},
     ),
     "batch": (
         WIDE,
@@ -102,7 +110,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     ),
 }  # fmt: skip
 """By what is in the way: (config, fields, the paths of the conflict)."""
-DEAR = ("offload, nothing else held", "batch", "ep", "rules.stage", "loss_chunks")
+DEAR = ("offload_alone", "experts.capacity", "batch", "ep", "rules.stage", "loss_chunks")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +159,7 @@ def test_every_key_that_narrows_is_a_statement(job: Any) -> None:
         mesh={"pp": 2, "dp_shard": 4, "ep": "2 in dp_shard"}, rules=rules, tp_plan="hf",
         context={"attention": "all_to_all", "balance": False}, offload={"params": True},
         pipeline={"microbatches": 8}, sequence_parallel=False, loss_parallel=True, loss_chunks=2,
-        compile=True, batch={"micro": 2, "accumulate": 4, "seq_len": 64},
+        compile=True, experts={"capacity": 1.5}, batch={"micro": 2, "accumulate": 4, "seq_len": 64},
     )  # fmt: skip
     found = {each.path: each for each in statements_of(load_spec(path))}
     assert {path: each.text for path, each in found.items()} == {
@@ -159,8 +167,8 @@ def test_every_key_that_narrows_is_a_statement(job: Any) -> None:
         "mesh": "no axes but pp, dp_shard, ep", "batch.micro": "2", "batch.accumulate": "4",
         "offload.params": "true", "context": "attention all_to_all, balance false",
         "tp_plan": "hf", "sequence_parallel": "false", "loss_parallel": "true",
-        "loss_chunks": "2", "compile": "true", "pipeline": "there is one",
-        "pipeline.schedule": "1F1B", "pipeline.microbatches": "8",
+        "loss_chunks": "2", "compile": "true", "experts.capacity": "1.5",
+        "pipeline": "there is one", "pipeline.schedule": "1F1B", "pipeline.microbatches": "8",
         "rules[0].unit": "true of model.layers.0",
         "rules[0].place": "tp colwise of model.layers.0",
     }  # fmt: skip

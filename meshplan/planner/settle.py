@@ -82,6 +82,8 @@ def statements(
     out: dict[str, Any] = {"mesh": mesh or {"dp_replicate": 1}}
     if ep > 1:
         out["mesh"] = {**mesh, "ep": f"{ep} in {LENDER}"}
+    elif spec.experts.capacity is not None:
+        out["experts.capacity"] = None  # No tokens are sent to ranks.
     blocks = [block for stage in stages for block in stage]
     usual = max((block.reshard for block in blocks), default=0)
     mode = MODES[int(row["mode"])]

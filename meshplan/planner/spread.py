@@ -62,7 +62,8 @@ def as_trial(spec: Spec, sizes: Mapping[str, int], modules: tuple[str, ...]) -> 
     ep, rules = sizes.get("ep", 1), spec.rules
     if ep == 1:
         bare = {axis: size for axis, size in sizes.items() if axis != "ep"}
-        return replace(spec, mesh=bare, rules=tuple(map(_without, rules)))
+        nothing = replace(spec.experts, capacity=None)
+        return replace(spec, mesh=bare, rules=tuple(map(_without, rules)), experts=nothing)
     mesh: dict[str, int | Literal["auto"] | Borrow] = {**sizes}
     mesh |= {LENDER: max(ep, sizes.get(LENDER, 1)), "ep": Borrow(ep, LENDER)}
     if not is_placed(spec):

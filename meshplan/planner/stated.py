@@ -121,6 +121,8 @@ def _of_whole(spec: Spec) -> Iterator[Statement]:
     if "sequence_parallel" in spec.origins:
         cuts = spec.sequence_parallel
         yield Statement("sequence_parallel", _words(cuts), allows_more=not cuts)
+    if spec.experts.capacity is not None:
+        yield Statement("experts.capacity", f"{spec.experts.capacity:g}")
     for name in _SWITCHES:
         value = getattr(spec, name)
         if value != getattr(Spec(), name):
