@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from meshplan import api, cli_draw, cli_planning, cli_report
+from meshplan.collecting import leave_at_once
 from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.recipes import find_plan
 from meshplan.render.estimate import estimate_to_json, estimate_to_text
@@ -289,6 +290,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; never raises for a user's mistake."""
+    leave_at_once()
     try:
         args = _parser().parse_args(argv)
         code: int = args.run(args)

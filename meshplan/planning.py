@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshplan.collecting import collecting_rarely
 from meshplan.cost.calibration import profile_from, read_profile, write_profile
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.plan import Plan
@@ -128,9 +129,12 @@ def _question(
     is_live = model is not None or (config is None and stated is not None and stated.entry)
     if not is_live:
         return question_of_file(plan, overrides, config, gpu, memory, profile)
-    from meshplan.runtime.planned import question_of_entry  # torch
+    with collecting_rarely():  # Many modules are loaded, and a model is built.
+        from meshplan.runtime.planned import question_of_entry  # torch
 
-    question = question_of_entry(plan, overrides, model, config, gpu=gpu, memory=memory, told=told)
+        question = question_of_entry(
+            plan, overrides, model, config, gpu=gpu, memory=memory, told=told
+        )
     return with_profile(question, Path(profile) if profile is not None else None)
 
 

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "meshplan"
 LEVELS = [
     line.split()
     for line in """
-        version errors units
+        version errors units collecting
         mesh hardware recipes schedules optimizers
         layout flow spec styles heads
         rehearsal

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from meshplan.memory.log import EventLog
-from meshplan.runtime import private_results
+from meshplan.runtime import private_legs, private_results
 from meshplan.runtime.ledger import Ledger
 from meshplan.runtime.private_fakes import fake_like, fake_mode
 from meshplan.runtime.shadows import Shadows
@@ -141,3 +141,71 @@ def test_modes_are_called_as_they_are() -> None:
     """Torch's wrapper costs as much as an operator; its compiler would hear of nothing."""
     for kind in (Ledger, Shadows):
         assert not hasattr(kind.__torch_dispatch__, "__wrapped__")
+
+
+def _operators() -> list[tuple[str, Callable[..., Any]]]:
+    """Of each of torch's ways to what an operator makes, some, with their backward."""
+    return [
+        ("norms", lambda x: functional.group_norm(x, 3) + functional.layer_norm(x, x.shape[1:])),
+        ("rms", lambda x: functional.rms_norm(x, x.shape[-1:])),
+        ("batch", lambda x: functional.batch_norm(x, None, None, training=True)),
+        ("activations", lambda x: functional.silu(x) + functional.gelu(x) + torch.sigmoid(x)),
+        ("softmax", lambda x: functional.softmax(x, -1) * functional.log_softmax(x, 1)),
+        ("pools", lambda x: functional.interpolate(functional.avg_pool2d(x, 2), scale_factor=2.0)),
+        ("numbers", lambda x: 2 - x * 3 + x / 2 - torch.rsub(x, 1) + x.pow(2).clamp(max=1)),
+        ("dtypes", lambda x: (x.double() + x).to(torch.bfloat16) * x.to(torch.float32)),
+        ("broadcast", lambda x: x[:, :1] * x[..., :1] + x.mean((2, 3), keepdim=True)),
+        ("views", lambda x: x.reshape(x.shape[0], -1).unflatten(1, (3, -1)).transpose(1, 2) + 1),
+        ("parts", lambda x: torch.cat(x.split((2, 4), 1), 1).repeat(1, 3, 1, 1)),
+        ("strided", lambda x: (x.mT * 2 + x.mT).contiguous().flip(0).roll(1, 2).tril()),
+        ("channels last", lambda x: x.contiguous(memory_format=torch.channels_last).relu() + x),
+        ("attention", lambda x: functional.scaled_dot_product_attention(x, x, x, is_causal=True)),
+        ("convolution", lambda x: functional.conv2d(x, x[:1].expand(4, -1, -1, -1), padding=2)),
+        ("losses", lambda x: functional.mse_loss(x, x.detach()) + functional.smooth_l1_loss(x, -x)),
+        ("norm of all", lambda x: x.norm() + x.amax((1, 2)).logsumexp(-1).sum()),
+        ("where", lambda x: torch.where(x > 0, x, torch.zeros_like(x)).masked_fill(x > 1, 0.5)),
+        ("einsum", lambda x: torch.einsum("abcd,abde->abce", x, x.mT).cumsum(-1)),
+        ("pad", lambda x: functional.pad(x, (1, 2, 0, 1)).unfold(3, 2, 1).std(-1)),
+    ]
+
+
+@pytest.mark.parametrize(("what", "run"), _operators(), ids=[what for what, _ in _operators()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shorter_ways_lead_to_the_same(
+    what: str, run: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    """Forward and backward, for the first time and then remembered, against torch's own way."""
+    private_results._KNOWN.clear()
+    mode, other, found = fake_mode(), fake_mode(), []
+    for each, shadows in ((mode, Shadows(mode)), (mode, Shadows(mode)), (other, Shadows())):
+        for shape in ((2, 6, 4, 8), (1, 6, 4, 4)):
+            with each, shadows:
+                x = torch.empty(shape, dtype=dtype, requires_grad=True)
+                ledger = Ledger({})
+                with ledger:
+                    made = run(x)
+                    made.float().square().sum().backward()
+                assert x.grad is not None
+                found.append((ledger.log(), [_facts(t) for t in (made, made.detach(), x.grad)]))
+    assert found[:2] == found[2:4] == found[4:]
+
+
+def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    own: Any = tensor
+    keys: Any = torch._C._dispatch_key_set
+    attributes = {name: v for name, v in vars(own).items() if name != "fake_mode"}
+    return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device,
+            tensor.untyped_storage().nbytes(), tensor.requires_grad, keys(own),
+            attributes)  # fmt: skip
+
+
+def test_most_operators_take_a_shorter_way() -> None:
+    private_results._KNOWN.clear()
+    mode = fake_mode()
+    with mode, Shadows(mode):
+        for _, run in _operators():
+            x = torch.empty((2, 6, 4, 8), requires_grad=True)
+            run(x).float().square().sum().backward()
+    legs = list(private_legs._LEGS.values())
+    assert len(legs) > 80
+    assert legs.count(private_legs._Leg.LONG) < len(legs) / 10

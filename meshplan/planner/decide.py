@@ -6,14 +6,13 @@ given.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
 
+from meshplan.collecting import collecting_rarely
 from meshplan.cost.profile import without
 from meshplan.mesh import AXES
 from meshplan.planner.decision import Bound, Decision, Ladder, Question
@@ -29,8 +28,6 @@ from meshplan.planner.widened import searched
 
 _MOST_CHOICES: Final = 8
 """After each the memory room knows better what it was wrong about."""
-_MOST_NEW: Final = 1 << 20
-"""Objects that may be there beyond those of before until cycles among them are looked for."""
 
 
 def decide(question: Question, told: Callable[[str], None] = lambda text: None) -> Decision:
@@ -42,18 +39,7 @@ def decide(question: Question, told: Callable[[str], None] = lambda text: None) 
     return decide_job(Job(question), told)
 
 
-@contextmanager
-def _collecting_rarely() -> Iterator[None]:
-    """A search makes millions of objects and next to no cycles; to look for those takes a tenth."""
-    before = gc.get_threshold()
-    gc.set_threshold(_MOST_NEW, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-@_collecting_rarely()
+@collecting_rarely()
 def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Decision:
     """The plan of a question made concrete."""
     began = time.monotonic()

@@ -6,7 +6,7 @@ accumulates and updates is not, and is composed by `memory.replay`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from meshplan.assign import Assignment
+from meshplan.flow import Change
 from meshplan.memory.log import Term
 from meshplan.memory.replay.buckets import Options
 from meshplan.memory.stretch import Run, stretch
@@ -37,6 +38,7 @@ from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.personality import CPU, Behaviour
 from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.pretend import INSTEAD_OF_WRAPPING
+from meshplan.runtime.remembered import changes, hooks_of, remembered
 from meshplan.runtime.runs import Edges, runs_of, short_plan, shortened
 
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -96,7 +98,8 @@ def _traced(
         batch, goals = mapped(inputs, fake), mapped(targets, fake)
         wrapped = apply_plan(twin, bare, mesh, Values())
         applied(wrapped).is_tested = True
-        return _watched(wrapped, plan, batch, goals, loss_fn, behaviour, runs)
+        is_plain = _is_plain(model, plan)
+        return _watched(wrapped, plan, batch, goals, loss_fn, behaviour, runs, is_plain=is_plain)
 
 
 def _traced_pass(
@@ -189,8 +192,14 @@ def _watched(
     loss_fn: LossFn,
     behaviour: Behaviour,
     runs: Sequence[Run],
+    *,
+    is_plain: bool,
 ) -> tuple[Work, list[Run]]:
-    """The second of two microbatches: what a model keeps from one to the next is there by then."""
+    """The second of two microbatches: what a model keeps from one to the next is there by then.
+
+    Where nothing but the model itself could do otherwise the second time (`is_plain`), and the
+    first one leaves nothing in it or of it behind, the second would do the same, and is not run.
+    """
     ledger = Ledger(names_of(model), behaviour)
     held = note_held(ledger, model, (inputs, targets))
     marking = marking_of(model, plan, ledger)
@@ -219,14 +228,38 @@ def _watched(
             for edge in edges:
                 edge.clear()
             ledger.forget()
+            there, known = ledger.alive, remembered(model)
             with ledger:
                 loss = microbatch()
                 marking.finish()
             num_left_out = sum(event.storage in held for event in ledger.log().events)
             work = work_of(ledger, [marking], held, loss)
             del loss
+            marking.clear()
+            if is_plain and ledger.alive == there and not any(_changed(known, model)):
+                break
     assert work is not None
     return work, [edge.found(num_left_out) for edge in edges]
+
+
+def _is_plain(model: nn.Module, plan: Plan) -> bool:
+    """Whether nothing but the model's modules may do something else the first time.
+
+    What cuts layers learns where tensors lie, what runs again which buffers are written; and what
+    hooks and functions of the user's know is not to be seen.
+    """
+    a = plan.assignment
+    if plan.mesh.size("tp", "cp", "ep") > 1 or a.apply or a.compiled:
+        return False
+    if any(hooks for module in model.modules() for hooks in hooks_of(module)):
+        return False
+    again = (model.get_submodule(fqn) for fqn in a.recompute)
+    return not any(True for module in again for _ in module.buffers())
+
+
+def _changed(known: Mapping[tuple[str, str], Any], model: nn.Module) -> Iterator[Change]:
+    """What a model remembers otherwise than before."""
+    return changes(known, remembered(model), lambda tensor: 0)
 
 
 def note_held(ledger: Ledger, model: nn.Module, batch: Any) -> set[int]:

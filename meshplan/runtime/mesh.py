@@ -90,6 +90,7 @@ def _leave() -> None:
     end in "terminate called without an active exception".
     """
     _meshes.clear()
+    gc.unfreeze()  # As `leave_at_once` may have left it.
     gc.collect()  # Wrapped models are cycles, and hold groups.
     if dist.is_initialized():
         dist.destroy_process_group()

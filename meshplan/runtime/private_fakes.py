@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -32,8 +33,6 @@ def fake_like(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
     What an operator would make under the mode, which takes several times as long: a model has
     thousands of tensors.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
-
     shape, stride = tuple(tensor.shape), tensor.stride()
     with torch._C._DisableTorchDispatch():
         meta = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
@@ -58,8 +57,6 @@ def quiet_fakes() -> Iterator[None]:
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor was made under `fake_mode`; no public name tells."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return isinstance(tensor, FakeTensor)
 
 

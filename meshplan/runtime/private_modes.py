@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _DEVICE: Final = torch.ops.prim.device.default
@@ -32,8 +33,6 @@ def device_told(func: Any, args: Any) -> torch.device | None:
     Autograd asks several times for each gradient, and torch answers through every mode that is
     open. The answer is the tensor's own, and private to it.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
-
     if func is not _DEVICE or not isinstance(args[0], FakeTensor):
         return None
     fake: Any = args[0]

@@ -7,11 +7,14 @@ operator of torch's own is given, and from nothing else, or it is not remembered
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from enum import Enum, auto
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from meshplan.runtime.nest import given_to
+from meshplan.runtime.private_legs import Legs
 
 _ops: Final[Any] = torch.ops.aten
 _TELLING: Final = frozenset(
@@ -23,9 +26,11 @@ _NUMBERS_TELL: Final = frozenset(
     {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 )
 _LIFTS: Final = frozenset({_ops.lift_fresh.default, _ops.lift_fresh_copy.default})
+_DETACH: Final = _ops.detach.default
 _SHARES: Final = _ops._unsafe_view.default
 """Its result lies where what it is given does, though torch calls it no view."""
 _MOST: Final = 1 << 16
+_CPU: Final = torch.device("cpu")
 
 
 class _Made(NamedTuple):
@@ -52,7 +57,19 @@ class _Recipe(NamedTuple):
 
 _KNOWN: Final[dict[tuple[Any, ...], _Recipe | None]] = {}
 """None: to be run each time. Of no model and no mode, so that it lasts."""
-_MAY: Final[dict[Any, bool]] = {}
+
+
+class _Asks(Enum):
+    """What an operator must know of what it is given."""
+
+    FORMS = auto()
+    """Shapes, strides and dtypes: they say all."""
+    FORMS_EACH_TIME = auto()
+    """The same, but what it makes is not remembered."""
+    ALL = auto()
+
+
+_ASKS: Final[dict[Any, _Asks]] = {}
 
 
 class Results:
@@ -66,28 +83,39 @@ class Results:
         from torch._subclasses.fake_tensor import FakeTensor
 
         self._mode, self._fake = mode, FakeTensor
+        self._legs = Legs(mode, self.of, self._faked)
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+        is_unsafe = mode._allow_unsafe_data_ptr_access
+        private: Any = torch._C
+        self._guard: Callable[[Any], None] = (
+            private._set_warn_deprecated_on_mutable_data_ptr
+            if is_unsafe
+            else private._set_throw_on_mutable_data_ptr
+        )
 
     def of(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operator makes."""
-        may = _MAY.get(func)
-        if may is None:
-            may = _MAY[func] = _may_be_known(func)
-        key = self._key(func, args, kwargs) if may else None
+        if func is _DETACH and type(args[0]) is self._fake and self._is_plain(args[0]):
+            return self._beside(args[0])  # Autograd asks for these more than for all others.
+        asks = _ASKS.get(func)
+        if asks is None:
+            asks = _ASKS[func] = _asked_of(func)
+        key = self._key(func, args, kwargs) if asks is not _Asks.ALL else None
         if key is None:
             return func(*args, **kwargs)
+        if asks is _Asks.FORMS_EACH_TIME:
+            return self._legs.run(func, args, kwargs)
         try:
             recipe = _KNOWN[key]
         except KeyError:
             return self._first(key, func, args, kwargs)
-        return func(*args, **kwargs) if recipe is None else self._again(recipe, args)
+        if recipe is None:
+            return self._legs.run(func, args, kwargs)
+        return self._again(recipe, args)
 
     def _first(self, key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
-        """Run it, and see what it made; torch need not remember as well."""
-        before, self._mode.cache_enabled = self._mode.cache_enabled, False
-        try:
-            out = func(*args, **kwargs)
-        finally:
-            self._mode.cache_enabled = before
+        """Run it, and see what it made."""
+        out = self._legs.run(func, args, kwargs)
         if len(_KNOWN) >= _MOST:
             _KNOWN.clear()
         _KNOWN[key] = self._recipe(func, args, kwargs, out)
@@ -135,6 +163,7 @@ class Results:
         return (
             fake.fake_mode is self._mode
             and fake.constant is None
+            and fake.fake_device == _CPU
             and fake.layout is torch.strided
             and not fake.is_conj()
             and not fake.is_neg()
@@ -192,18 +221,46 @@ class Results:
                 meta = torch.empty(0, dtype=made.dtype, device="meta")
                 storage = args[made.of].untyped_storage()
                 meta.set_(storage, made.offset, made.shape, made.stride)
-        return self._fake(self._mode, meta, made.device)
+        return self._faked(meta, made.device)
+
+    def _beside(self, fake: Any) -> Any:
+        """Another fake in the same place."""
+        with torch._C._DisableTorchDispatch():
+            meta = torch.empty(0, dtype=fake.dtype, device="meta")
+            storage = fake.untyped_storage()
+            meta.set_(storage, fake.storage_offset(), fake.shape, fake.stride())
+        return self._faked(meta, fake.fake_device)
+
+    def _faked(self, meta: torch.Tensor, device: torch.device) -> Any:
+        """`FakeTensor(mode, meta, device)`, whose attributes are those of all that it makes.
+
+        They are asked for once: it looks at each of its arguments for longer than it takes to make
+        one. What else there is to it is as there.
+        """
+        known = self._attributes.get(device)
+        if known is None:
+            first = self._fake(self._mode, meta, device)
+            self._attributes[device] = dict(vars(first))
+            return first
+        fake: Any = torch.Tensor._make_subclass(
+            self._fake, meta, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        self._guard(fake)
+        vars(fake).update(known)
+        return fake
 
 
-def _may_be_known(func: Any) -> bool:
+def _asked_of(func: Any) -> _Asks:
     """Whether shapes, strides and dtypes say all; what writes is run each time."""
-    if func.namespace != "aten" or func._schema.is_mutable or func in _LIFTS:
-        return False
+    if func.namespace not in ("aten", "prims") or func._schema.is_mutable or func in _LIFTS:
+        return _Asks.ALL
     if not _NUMBERS_TELL.isdisjoint(func.tags):
-        return False
+        return _Asks.ALL
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     has: Any = torch._C._dispatch_has_kernel_for_dispatch_key
-    return not (func.is_view and has(func.name(), composite))
+    if func.is_view and has(func.name(), composite):
+        return _Asks.FORMS_EACH_TIME  # Its result may be what it is given.
+    return _Asks.FORMS
 
 
 def _spanned(tensor: torch.Tensor) -> int:

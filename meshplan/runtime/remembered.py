@@ -21,6 +21,12 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
     return {n: v for n, v in vars(module).items() if n not in _OF_EVERY_MODULE}
 
 
+def hooks_of(module: nn.Module) -> Iterator[Mapping[Any, Any]]:
+    """What is called around its forward and its backward, kind by kind."""
+    for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+        yield vars(module)[name]
+
+
 def remembered(model: nn.Module) -> dict[tuple[str, str], Any]:
     """By module and name: tensors and plain values that are no parameters."""
     out: dict[tuple[str, str], Any] = {}

@@ -48,6 +48,8 @@ class Shadows(Watching):
         super().__init__()
         self._results = None if mode is None else Results(mode)
         self._real = WeakTensorKeyDictionary()
+        self._ids: set[int] = set()
+        """Of all that were ever in there: what is not among these need not be looked for."""
         self._phase = ""
 
     def hear(self, phase: str) -> None:
@@ -58,7 +60,7 @@ class Shadows(Watching):
         """Say what the numbers of a fake tensor are."""
         if real.numel() <= _MOST:
             with without_modes():
-                self._real[fake] = real.detach().clone()
+                self._keep(fake, real.detach().clone())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (device := device_told(func, args)) is not None:
@@ -69,7 +71,7 @@ class Shadows(Watching):
         if func is _GROUPED and args[0].dtype != torch.bfloat16:
             return _grouped(func, args, kwargs)
         tensors = given_to((args, kwargs))
-        is_known = all(t in self._real or not is_fake(t) for t in tensors) and (
+        is_known = all(self._knows(t) or not is_fake(t) for t in tensors) and (
             bool(tensors) or func.overloadpacket in _MAKERS
         )
         if not is_known and func in _ANSWERS[:1] and self._phase == "step":
@@ -93,8 +95,15 @@ class Shadows(Watching):
         out = self._like(real) if is_free else func(*args, **kwargs)
         for fake, number in zip(tree_leaves(out), tree_leaves(real), strict=True):
             if isinstance(fake, torch.Tensor) and number.numel() <= _MOST:
-                self._real[fake] = number
+                self._keep(fake, number)
         return out
+
+    def _knows(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._ids and tensor in self._real
+
+    def _keep(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        self._ids.add(id(fake))
+        self._real[fake] = real
 
     def _forget_written(self, func: Any, args: tuple[Any, ...]) -> None:
         for argument, value in zip(func._schema.arguments, args, strict=False):
