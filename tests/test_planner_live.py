@@ -199,10 +199,38 @@ def test_composed_microbatches_are_those_that_are_traced(name, ask):
             assert low.marks == seen.work.marks
 
 
-def with_micro(question: Question, micro: int) -> Plan:
+def test_what_was_traced_is_not_traced_again(ask, monkeypatch):
+    question = ask("unet").job.question
+    traced = question.traced
+    assert isinstance(traced, TracedModel)
+    traced.chain()
+    asked: list[Ask] = []
+
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        asked.extend(args[6])
+        return watch(*args, **kwargs)
+
+    monkeypatch.setattr("meshplan.runtime.traced.watch", watching)
+    blocks = frozenset(question.graph.blocks())
+    for micro, word, again in ((1, "none", frozenset()), (2, "full", blocks)):
+        plan = with_micro(question, micro, word)
+        traced._exact.clear()
+        told = traced.certify(plan)
+        assert not asked
+        traced._exact.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(TracedModel, "_traced_already", lambda *_: None)
+            assert traced.certify(plan) == told
+        assert asked.pop() == Ask(micro, again)
+    traced._exact.clear()
+    traced.certify(with_micro(question, 3))
+    assert asked == [Ask(3)]
+
+
+def with_micro(question: Question, micro: int, word: str = "none") -> Plan:
     stated = {"mesh": {"dp_shard": 4}, "strategy": "full_shard", "batch.micro": micro,
               "batch.accumulate": 1, "batch.global": 4 * micro,
-              "activation_checkpointing": "none"}  # fmt: skip
+              "activation_checkpointing": word}  # fmt: skip
     return make_plan(question.read(overrides(stated)), question.graph)
 
 

@@ -25,6 +25,7 @@ from meshplan.runtime.optimizers import OPTIMIZERS
 from meshplan.runtime.pretend import pretending
 from meshplan.runtime.private_fakes import fake_mode, quiet_fakes
 from meshplan.runtime.record import stand_in, twin_of
+from meshplan.runtime.runs import runs_of, shortened
 from meshplan.runtime.sample import call, results, sample_inputs
 from meshplan.runtime.shadows import Shadows
 from meshplan.spec import Spec
@@ -115,7 +116,7 @@ def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> L
     _check_in_parts(plan)
     assert plan.micro is not None
     samples = plan.micro * plan.accumulate
-    name, shapes = returned = returned or _returned(model, few)
+    name, shapes = returned = returned or _returned_by(model, plan, few)
     targets, loss_fn, words = _loss(name, shapes, few, samples)
     inputs = _whole_batch(few, lambda: sample_inputs(model, spec, samples, 0), samples)
     inputs, targets = _local_parts(plan, (inputs, targets))
@@ -176,6 +177,20 @@ def _local_parts(plan: Plan, batch: Any) -> Any:
         origin = plan.spec.origin("batch.seq_len")
         raise ApplyError(Problem(what, origin, f"use a multiple of {chunks}"))
     return mapped(batch, lambda t: t.chunk(size, 1)[0].clone() if has_sequence(t, length) else t)
+
+
+def _returned_by(model: nn.Module, plan: Plan, inputs: Any) -> Returned:
+    """What a model returns, it returns with few of many alike blocks too."""
+    runs = [] if plan.assignment.apply else runs_of(model, plan)
+    if runs:
+        try:
+            with shortened(model, runs) as used:
+                found = _returned(model, inputs)
+            if not used:
+                return found
+        except Exception:  # The model's code may count on all its blocks, and raise anything:
+            runs = []  # it is run with all of them, and what is really wrong raised again.
+    return _returned(model, inputs)
 
 
 def _returned(model: nn.Module, inputs: Any) -> Returned:

@@ -37,6 +37,7 @@ from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.personality import CPU, Behaviour
 from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.pretend import INSTEAD_OF_WRAPPING
+from meshplan.runtime.remembered import contents, hooks_of
 from meshplan.runtime.runs import Edges, runs_of, short_plan, shortened
 
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -96,7 +97,8 @@ def _traced(
         batch, goals = mapped(inputs, fake), mapped(targets, fake)
         wrapped = apply_plan(twin, bare, mesh, Values())
         applied(wrapped).is_tested = True
-        return _watched(wrapped, plan, batch, goals, loss_fn, behaviour, runs)
+        is_plain = _is_plain(model, plan)
+        return _watched(wrapped, plan, batch, goals, loss_fn, behaviour, runs, is_plain=is_plain)
 
 
 def _traced_pass(
@@ -189,8 +191,14 @@ def _watched(
     loss_fn: LossFn,
     behaviour: Behaviour,
     runs: Sequence[Run],
+    *,
+    is_plain: bool,
 ) -> tuple[Work, list[Run]]:
-    """The second of two microbatches: what a model keeps from one to the next is there by then."""
+    """The second of two microbatches: what a model keeps from one to the next is there by then.
+
+    Where nothing but the model itself could do otherwise the second time (`is_plain`), and the
+    first one leaves nothing in it or of it behind, the second would do the same, and is not run.
+    """
     ledger = Ledger(names_of(model), behaviour)
     held = note_held(ledger, model, (inputs, targets))
     marking = marking_of(model, plan, ledger)
@@ -219,14 +227,39 @@ def _watched(
             for edge in edges:
                 edge.clear()
             ledger.forget()
+            there, known = ledger.alive, _known_by(model)
             with ledger:
                 loss = microbatch()
                 marking.finish()
             num_left_out = sum(event.storage in held for event in ledger.log().events)
             work = work_of(ledger, [marking], held, loss)
             del loss
+            marking.clear()
+            if is_plain and ledger.alive == there and _known_by(model) == known:
+                break
     assert work is not None
     return work, [edge.found(num_left_out) for edge in edges]
+
+
+def _is_plain(model: nn.Module, plan: Plan) -> bool:
+    """Whether nothing but the model's modules may do something else the first time.
+
+    What cuts layers learns where tensors lie, what runs again which buffers are written; and what
+    hooks and functions of the user's know is not to be seen.
+    """
+    a = plan.assignment
+    if plan.mesh.size("tp", "cp", "ep") > 1 or a.apply or a.compiled:
+        return False
+    if any(hooks for module in model.modules() for hooks in hooks_of(module)):
+        return False
+    again = (model.get_submodule(fqn) for fqn in a.recompute)
+    return not any(True for module in again for _ in module.buffers())
+
+
+def _known_by(model: nn.Module) -> Any:
+    """What a model's modules keep: to be told whether a microbatch changed it."""
+    buffers = {name: id(buffer) for name, buffer in model.named_buffers()}
+    return buffers, contents(model)
 
 
 def note_held(ledger: Ledger, model: nn.Module, batch: Any) -> set[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -74,6 +74,11 @@ class Ledger(Watching):
     def num_events(self) -> int:
         """How many there are so far."""
         return len(self._events)
+
+    @property
+    def alive(self) -> frozenset[int]:
+        """The storages that have memory now, on the device or on the host."""
+        return frozenset(number for number, size in self._sizes.items() if size)
 
     def cut(self, first: int) -> tuple[Event, ...]:
         """Take back the events from the one of this number on."""
@@ -147,11 +152,12 @@ class Ledger(Watching):
         on_host = self._is_on_host(func, (args, kwargs))
         # A view of what nobody saw being made is a glance into a backend's own buffers.
         if not func.is_view:
+            name = _name_of(func)
             for tensor in given_to(out):
                 for plain in _plain(tensor):
-                    self._see(plain, str(func), Term.TEMPORARIES, on_host=on_host)
-        if not on_host:
-            self._pass_by(str(func), self._behaviour.inside(func, args, out))
+                    self._see(plain, name, Term.TEMPORARIES, on_host=on_host)
+        if not on_host and (sizes := self._behaviour.inside(func, args, out)):
+            self._pass_by(_name_of(func), sizes)
         if func.namespace in _SENDING:
             for tensor in given_to((args, kwargs, out)):
                 for plain in _plain(tensor):
@@ -251,6 +257,11 @@ class _Muted:
 
     def __exit__(self, *error: object) -> None:
         self.depth -= 1
+
+
+@cache
+def _name_of(func: Any) -> str:
+    return str(func)
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

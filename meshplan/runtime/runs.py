@@ -304,12 +304,10 @@ def is_alike(
     Args:
         but: Attributes that do not count.
     """
-    pairs = list(zip(one.named_modules(), other.named_modules(), strict=False))
-    if len(pairs) != sum(1 for _ in other.modules()) or len(pairs) != sum(1 for _ in one.modules()):
-        return False
-    return all(
+    ones, others = list(one.named_modules()), list(other.named_modules())
+    return len(ones) == len(others) and all(
         name == other_name and _has_alike(left, right, step, but)
-        for (name, left), (other_name, right) in pairs
+        for (name, left), (other_name, right) in zip(ones, others, strict=True)
     )
 
 

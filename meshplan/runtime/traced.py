@@ -37,7 +37,6 @@ from meshplan.runtime.assumed import Loop, loop_of
 from meshplan.runtime.chain import Kept, Traces, chain_of
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.probe import Ask, Seen, watch
-from meshplan.runtime.runs import runs_of, shortened
 from meshplan.runtime.stumble import problem_of
 from meshplan.spec import Spec
 
@@ -106,13 +105,24 @@ class TracedModel:
         key = _key(plan)
         if key not in self._exact:
             composed = self._known.get(key)
-            (seen,) = self._watched(self._loop(plan), [Ask(*key)])
-            self._exact[key] = Prepared(seen.work)
+            self._exact[key] = Prepared(self._traced_already(key) or self._traced(plan, key))
             if composed is not None and _peak(composed[1]) < _peak(self._exact[key]):
                 self._doubted.add(key[0])
         return self._estimate(plan, self._exact[key], most_bytes)
 
     # Traces
+
+    def _traced_already(self, key: tuple[int, frozenset[str]]) -> Work | None:
+        """What was traced for the search, where a plan does just that."""
+        samples, again = key
+        found = self._traces[0].get(samples)
+        if found is None or again not in (frozenset(), frozenset(self._blocks)):
+            return None
+        return found.again.work if again else found.plain.work
+
+    def _traced(self, plan: Plan, key: tuple[int, frozenset[str]]) -> Work:
+        (seen,) = self._watched(self._loop(plan), [Ask(*key)])
+        return seen.work
 
     @cached_property
     def _plan(self) -> Plan:
@@ -123,20 +133,7 @@ class TracedModel:
 
     @cached_property
     def _few(self) -> Loop:
-        return self._in_words(self._first_loop)
-
-    def _first_loop(self) -> Loop:
-        """What a model returns, it returns with few of many alike blocks too."""
-        runs = runs_of(self._model, self._plan)
-        if runs:
-            try:
-                with shortened(self._model, runs) as used:
-                    found = loop_of(self._model, self._plan)
-                if not used:
-                    return found
-            except Exception:  # The model's code may count on all its blocks, and raise anything:
-                runs = []  # it is run with all of them, and what is really wrong raised again.
-        return loop_of(self._model, self._plan)
+        return self._in_words(lambda: loop_of(self._model, self._plan))
 
     def _loop(self, plan: Plan) -> Loop:
         """Of one microbatch of a plan."""

@@ -1,0 +1,153 @@
+"""What is traced once is not traced twice, unless the second time could be another.
+
+Which seeded bug would this catch? A model that keeps something, in a module or out of it, of which
+the first microbatch is taken for all; flops remembered for another product; a trace's garbage.
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry
+
+from meshplan.collecting import collecting_rarely
+from meshplan.memory.work import Work
+from meshplan.plan import make_plan
+from meshplan.reader import load_spec
+from meshplan.runtime import counting
+from meshplan.runtime.blocks import trace_work
+from meshplan.runtime.trace import graph_of
+
+_TABLES: Final[dict[int, torch.Tensor]] = {}
+
+
+class Keeping(nn.Module):
+    """Takes more the first time, or leaves something behind."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.line, self.how = nn.Linear(8, 8), how
+        self.is_first, self.kept = True, None
+        self.state: dict[str, bool] = {}
+        self.object = SimpleNamespace()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        counts.append(0)
+        out = self.line(x)
+        if self.how == "flag":
+            if self.is_first:
+                out = out + (out.repeat(1, 9).exp()).sum(1, keepdim=True)
+            self.is_first = False
+        if self.how == "table":
+            if "done" not in self.state:
+                out = out + (out.repeat(1, 9).exp()).sum(1, keepdim=True)
+            self.state["done"] = True
+        if self.how == "object":
+            if not vars(self.object):
+                out = out + (out.repeat(1, 9).exp()).sum(1, keepdim=True)
+            self.object.done = True
+        if self.how == "tensor":
+            self.kept = out.detach() * 2
+        if self.how == "buffer":
+            self.seen = self.seen + 1
+        if self.how == "outside":
+            out = out + _TABLES.setdefault(len(x), torch.ones(8, device=x.device))
+        return out
+
+
+counts: list[int] = []
+
+
+def traced(how: str, plan: dict[str, Any]) -> tuple[int, int, int]:
+    """(how often the model ran, bytes at the most, bytes that were there before)."""
+    warnings.simplefilter("ignore")
+    counts.clear()
+    _TABLES.clear()
+    model = Keeping(how)
+    if how == "hook":
+        model.line.register_forward_hook(lambda *_: None)
+    found = make_plan(load_spec(plan), graph_of(model), world_size=4)
+    counts.clear()
+    _TABLES.clear()
+    batch = torch.zeros(2, 8), torch.zeros(2, 8)
+    work: Work = trace_work(model, found, *batch, nn.functional.mse_loss)
+    live, most = 0, 0
+    for event in work.log.events:
+        live += event.delta
+        most = max(most, live)
+    before = sum(e.delta for e in work.log.events if not e.phase)
+    _TABLES.clear()
+    return len(counts), most, before
+
+
+@pytest.mark.parametrize(
+    "how", ["", "flag", "table", "object", "tensor", "buffer", "outside", "hook"]
+)
+def test_the_first_microbatch_tells_all_where_it_leaves_nothing(
+    apart: ProcessPoolExecutor, how: str
+) -> None:
+    plan = {"version": 1, "strategy": "full_shard"}
+    plain = apart.submit(traced, "", plan).result()
+    count, most, before = apart.submit(traced, how, plan).result()
+    assert count == (1 if not how else 2)
+    if how in ("flag", "table", "object", "hook"):
+        assert (most, before) == plain[1:]  # What it does the first time is not what it does.
+    elif how in ("tensor", "outside"):
+        assert before > plain[2]  # What it keeps is there when the next one begins.
+
+
+def _products() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    x, w = torch.zeros(2, 4, 9, 9), torch.zeros(4, 4, 3, 3)
+    conv = torch.ops.aten.convolution.default
+    rest = ([0, 0], [1, 1], False, [0, 0])
+    return [
+        (conv, (x, w, None, [1, 1], *rest, 1)),
+        (conv, (x, w, None, [2, 2], *rest, 1)),
+        (conv, (x, w[:, :2], None, [1, 1], *rest, 2)),
+        (conv, (x, w, None, [1, 1], [0, 0], [1, 1], True, [0, 0], 1)),
+        (torch.ops.aten.mm.default, (x[0, 0], x[0, 1])),
+        (torch.ops.aten.mm.default, (x[0, 0], x[0, 1, :, :5])),
+        (torch.ops.aten.bmm.default, (x[0], x[1])),
+    ]
+
+
+def test_flops_are_of_the_product_that_is_asked_for() -> None:
+    counting._TOLD.clear()
+    for _ in range(2):
+        for func, args in _products():
+            out = func(*args)
+            told = counting._done(func, args, {}, out)
+            rule: Any = flop_registry[func.overloadpacket]  # type: ignore[attr-defined]
+            assert told is not None
+            assert told.flops == rule(*args, out_val=out)
+    assert len(counting._TOLD) == len(_products())
+
+
+def test_cycles_are_looked_for_as_before() -> None:
+    before = gc.get_threshold()
+    with collecting_rarely():
+        assert gc.get_threshold()[0] > before[0]
+    assert gc.get_threshold() == before
+
+
+def test_a_process_that_ends_looks_for_no_cycles() -> None:
+    code = (
+        "import atexit, gc\n"
+        "from meshplan.collecting import leave_at_once\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
+        "leave_at_once()\n"
+        "assert not gc.get_freeze_count()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
