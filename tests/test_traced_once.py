@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -38,6 +39,7 @@ class Keeping(nn.Module):
         self.line, self.how = nn.Linear(8, 8), how
         self.is_first, self.kept = True, None
         self.state: dict[str, bool] = {}
+        self.object = SimpleNamespace()
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,6 +49,14 @@ class Keeping(nn.Module):
             if self.is_first:
                 out = out + (out.repeat(1, 9).exp()).sum(1, keepdim=True)
             self.is_first = False
+        if self.how == "table":
+            if "done" not in self.state:
+                out = out + (out.repeat(1, 9).exp()).sum(1, keepdim=True)
+            self.state["done"] = True
+        if self.how == "object":
+            if not vars(self.object):
+                out = out + (out.repeat(1, 9).exp()).sum(1, keepdim=True)
+            self.object.done = True
         if self.how == "tensor":
             self.kept = out.detach() * 2
         if self.how == "buffer":
@@ -81,7 +91,9 @@ def traced(how: str, plan: dict[str, Any]) -> tuple[int, int, int]:
     return len(counts), most, before
 
 
-@pytest.mark.parametrize("how", ["", "flag", "tensor", "buffer", "outside", "hook"])
+@pytest.mark.parametrize(
+    "how", ["", "flag", "table", "object", "tensor", "buffer", "outside", "hook"]
+)
 def test_the_first_microbatch_tells_all_where_it_leaves_nothing(
     apart: ProcessPoolExecutor, how: str
 ) -> None:
@@ -89,7 +101,7 @@ def test_the_first_microbatch_tells_all_where_it_leaves_nothing(
     plain = apart.submit(traced, "", plan).result()
     count, most, before = apart.submit(traced, how, plan).result()
     assert count == (1 if not how else 2)
-    if how in ("flag", "hook"):
+    if how in ("flag", "table", "object", "hook"):
         assert (most, before) == plain[1:]  # What it does the first time is not what it does.
     elif how in ("tensor", "outside"):
         assert before > plain[2]  # What it keeps is there when the next one begins.

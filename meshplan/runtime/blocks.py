@@ -6,7 +6,7 @@ accumulates and updates is not, and is composed by `memory.replay`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from meshplan.assign import Assignment
-from meshplan.flow import Change
 from meshplan.memory.log import Term
 from meshplan.memory.replay.buckets import Options
 from meshplan.memory.stretch import Run, stretch
@@ -38,7 +37,7 @@ from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.personality import CPU, Behaviour
 from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.pretend import INSTEAD_OF_WRAPPING
-from meshplan.runtime.remembered import changes, hooks_of, remembered
+from meshplan.runtime.remembered import contents, hooks_of
 from meshplan.runtime.runs import Edges, runs_of, short_plan, shortened
 
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -228,7 +227,7 @@ def _watched(
             for edge in edges:
                 edge.clear()
             ledger.forget()
-            there, known = ledger.alive, remembered(model)
+            there, known = ledger.alive, _known_by(model)
             with ledger:
                 loss = microbatch()
                 marking.finish()
@@ -236,7 +235,7 @@ def _watched(
             work = work_of(ledger, [marking], held, loss)
             del loss
             marking.clear()
-            if is_plain and ledger.alive == there and not any(_changed(known, model)):
+            if is_plain and ledger.alive == there and _known_by(model) == known:
                 break
     assert work is not None
     return work, [edge.found(num_left_out) for edge in edges]
@@ -257,9 +256,10 @@ def _is_plain(model: nn.Module, plan: Plan) -> bool:
     return not any(True for module in again for _ in module.buffers())
 
 
-def _changed(known: Mapping[tuple[str, str], Any], model: nn.Module) -> Iterator[Change]:
-    """What a model remembers otherwise than before."""
-    return changes(known, remembered(model), lambda tensor: 0)
+def _known_by(model: nn.Module) -> Any:
+    """What a model's modules keep: to be told whether a microbatch changed it."""
+    buffers = {name: id(buffer) for name, buffer in model.named_buffers()}
+    return buffers, contents(model)
 
 
 def note_held(ledger: Ledger, model: nn.Module, batch: Any) -> set[int]:

@@ -21,6 +21,33 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
     return {n: v for n, v in vars(module).items() if n not in _OF_EVERY_MODULE}
 
 
+def contents(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """By module and name: what attributes are, and what lists, tables and objects among them hold.
+
+    Told by values where these are plain and by which object it is else, so that nothing is held.
+    """
+    return {
+        (fqn, name): _inside(value)
+        for fqn, module in model.named_modules()
+        for name, value in own_attributes(module).items()
+    }
+
+
+def _inside(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple((_sign(key), _sign(each)) for key, each in value.items())
+    if isinstance(value, list | tuple | set):
+        return tuple(map(_sign, value))
+    own = getattr(value, "__dict__", None)
+    if own is None or isinstance(value, nn.Module | torch.Tensor | type):
+        return _sign(value)
+    return id(value), _inside(own)
+
+
+def _sign(value: Any) -> Any:
+    return (type(value), value) if isinstance(value, _PLAIN) else id(value)
+
+
 def hooks_of(module: nn.Module) -> Iterator[Mapping[Any, Any]]:
     """What is called around its forward and its backward, kind by kind."""
     for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
