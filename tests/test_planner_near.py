@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from meshplan.cost.grid import OPTIONS
-from meshplan.planner.near import SLACK, Near
+from meshplan.planner.near import Near
 from meshplan.planner.search import search
 from tests.brute import always_fits
 from tests.test_planner import LARGE, LLAMA, job, job_of
@@ -15,15 +15,20 @@ from tests.test_planner import LARGE, LLAMA, job, job_of
 __all__ = ["job"]
 
 
-@pytest.mark.parametrize("memory", [None, "40GiB", "32GiB"])
-def test_what_is_simpler_comes_simplest_first(job, memory):
+SLACK = 0.5
+"""Enough for rows that differ in all that counts."""
+
+
+@pytest.mark.parametrize("gib", [26, 18])
+def test_what_is_simpler_comes_simplest_first(job, gib, monkeypatch):
+    monkeypatch.setattr("meshplan.planner.near.SLACK", SLACK)
     config = LLAMA | LARGE | {"num_hidden_layers": 8}
     at = job_of(job(config, batch={"global": 32, "seq_len": 8192}, activation_checkpointing="auto"))
-    if memory is not None:
-        at.allow(int(memory.removesuffix("GiB")) * 2**30)
+    at.allow(gib * 2**30)
     numbers = at.usual
     found = search(numbers, at.capacity, always_fits, slack=SLACK)
     assert found.best is not None
+    found.near = found.near[::-1][:: max(1, len(found.near) // 6)]
     near = Near(at, numbers, found)
     # Anything counts as simpler than what no row is as bad as.
     limit = (9.0, 9.0, 9.0, 99.0, float("inf"))
@@ -38,12 +43,10 @@ def test_what_is_simpler_comes_simplest_first(job, memory):
         if is_product(some)
         if (key := answered(near, row, tuple(n in some for n in range(len(OPTIONS)))))
     }
-    assert every
+    assert len({key[:2] for key in every}) > 1
+    assert len({key[2] for key in every}) > 1
     assert {key[:4] for key in every} == {key[:4] for key in keys}
     assert every == set(keys)
-    simplest = min(every)
-    assert [*near._simpler(simplest[:-1])][:1] in ([], [tried[0]])
-    assert next(near._simpler(limit)) == tried[0]
 
 
 def answered(near, row, options):
