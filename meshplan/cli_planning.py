@@ -41,7 +41,6 @@ def _plan(args: argparse.Namespace) -> int:
     from meshplan import planning
     from meshplan.planner.frontier import undominated
     from meshplan.planner.space import EmptySpaceError
-    from meshplan.render.retarget import retarget_to_json, retarget_to_text
     from meshplan.render.sizing import frontier_to_json, frontier_to_text
 
     old = None
@@ -67,6 +66,8 @@ def _plan(args: argparse.Namespace) -> int:
     more = frontier_to_json(decision, ways, is_whole=is_whole)
     lines = ["", *frontier_to_text(ways, is_whole=is_whole)] if args.frontier else []
     if old is not None:
+        from meshplan.render.retarget import retarget_to_json, retarget_to_text
+
         assert decision.chosen is not None
         found = planning.compare(
             (str(asked.path), old), (args.retarget, decision.chosen.plan), profile=args.profile

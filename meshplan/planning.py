@@ -6,25 +6,26 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshplan.cost.calibration import profile_from, read_profile, write_profile
-from meshplan.cost.profile import Profile
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.plan import Plan
-from meshplan.planner import locking, module
+from meshplan.planner import locking
 from meshplan.planner.asking import question_of_file, with_profile
-from meshplan.planner.changed import Change
 from meshplan.planner.decision import Decision, Question, Way
-from meshplan.planner.difference import Difference, difference, side_of
-from meshplan.planner.explain import Asker, WhyNot, settings_of
-from meshplan.planner.frontier import frontier
-from meshplan.planner.module import ModuleAnswer
 from meshplan.planner.objectives import answer
-from meshplan.planner.remedy import Trouble, trouble_of
-from meshplan.planner.reshard import Reshard, reshard
-from meshplan.planner.sizes import Training, fewest, positive
 from meshplan.reader import load_spec
+
+if TYPE_CHECKING:
+    from meshplan.cost.profile import Profile
+    from meshplan.planner.changed import Change
+    from meshplan.planner.difference import Difference
+    from meshplan.planner.explain import WhyNot
+    from meshplan.planner.module import ModuleAnswer
+    from meshplan.planner.remedy import Trouble
+    from meshplan.planner.reshard import Reshard
+    from meshplan.planner.sizes import Training
 
 _HARDWARE = (
     "nodes", "gpus_per_node", "gpu", "memory", "host_memory", "intra", "inter", "headroom",
@@ -78,6 +79,8 @@ def find_frontier(
     Args:
         plan, model, config, gpu, memory, profile, is_stopped: As for `search_plan`.
     """
+    from meshplan.planner.frontier import frontier
+
     question = _question(plan, overrides, model, config, gpu, memory, profile, told)
     return frontier(replace(question, is_stopped=is_stopped), told)
 
@@ -103,6 +106,8 @@ def fewest_devices(
             nodes the plan's `hardware` has does not matter.
         tokens, days: Of the whole training.
     """
+    from meshplan.planner.sizes import fewest, positive
+
     amounts = positive(tokens, "--tokens"), positive(days, "--days")
     question = _question(plan, overrides, model, config, gpu, memory, profile, told)
     return fewest(replace(question, is_stopped=is_stopped), *amounts, told)
@@ -147,6 +152,8 @@ def find_trouble(
         plan, model, config, gpu, memory, profile, is_stopped: As for `search_plan`.
         told: Is told what is looked for.
     """
+    from meshplan.planner.remedy import trouble_of
+
     question = _question(plan, overrides, model, config, gpu, memory, profile, told)
     return trouble_of(replace(question, is_stopped=is_stopped), told)
 
@@ -174,6 +181,8 @@ def explain(
         SpecError: The words ask nothing that is planned, or something cannot be read.
         PlanError: The plan contradicts itself, or says too little.
     """
+    from meshplan.planner.explain import Asker, settings_of
+
     asker = Asker(_question(plan, overrides, model, config, gpu, memory, profile, told), told)
     if len(words) == 2 and words[0] == "why-not":
         return [asker.why_not(words[1])]
@@ -193,6 +202,8 @@ def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) 
     Raises:
         SpecError: The model has no such module.
     """
+    from meshplan.planner import module
+
     return module.explain_module(plan, name, profile=profile)
 
 
@@ -205,6 +216,8 @@ def compare(
         old, new: (what it is called, the plan).
         profile: As for `search_plan`.
     """
+    from meshplan.planner.difference import difference, side_of
+
     measured = read_profile(Path(profile), Origin("--profile")) if profile is not None else None
     return difference(*(side_of(name, plan, measured) for name, plan in (old, new)))
 
@@ -215,6 +228,8 @@ def moved_between(old: Plan, new: Plan) -> Reshard:
     Raises:
         PlanError: They are not of one model and one optimizer.
     """
+    from meshplan.planner.reshard import reshard
+
     return reshard(old, new)
 
 

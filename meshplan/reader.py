@@ -309,11 +309,13 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, bracket: Any) -> tuple[str, 
 
 
 def _origins(plan: Value) -> dict[str, Origin]:
-    """Where each value stands, by dotted path."""
+    """Where each value stands, by dotted path; a key without a value states nothing."""
     out: dict[str, Origin] = {}
     todo = [plan]
     while todo:
         value = todo.pop()
+        if value.data is None:
+            continue
         out[value.origin.path] = value.origin
         if isinstance(value.data, dict):
             todo += value.data.values()

@@ -134,12 +134,18 @@ class Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Sizes in samples; any two of micro, accumulate and global imply the third."""
+    """Sizes in samples; any two of micro, accumulate and global imply the third.
+
+    Args:
+        of_data_rank: Of a step of each rank that reads samples of its own, where nothing else says
+            it; not of the file.
+    """
 
     micro: int | Auto | None = None
     accumulate: int | Auto | Mapping[int, int] | None = None
     global_: int | None = None
     seq_len: int | None = None
+    of_data_rank: int | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshplan.cost.grid import GRID, OPTIONS, SCHEDULE_WORDS
 from meshplan.planner.flights import in_flight
@@ -170,25 +172,37 @@ def rank_value(
     """The least seconds of some stages' blocks on a rank, by trying all options of each."""
     if began:
         room -= sum(float(numbers.later[row, kind]) for kind in stages[-1])
-    best = float("inf")
-    ways = [
-        itertools.combinations_with_replacement(
-            [o for o in range(NUM_OPTIONS) if np.isfinite(numbers.seconds[row, kind, o])],
-            blocks.count(kind),
-        )
-        for blocks in stages
-        for kind in dict.fromkeys(blocks)
-    ]
-    at = [(k, keep) for b, keep in zip(stages, keeps, strict=True) for k in dict.fromkeys(b)]
-    for takes in itertools.product(*ways):
-        held = seconds = 0.0
-        for (kind, keep), options in zip(at, takes, strict=True):
-            for o in options:
-                held += numbers.resident[row, kind, o] + keep * numbers.saved[row, kind, o]
-                seconds += numbers.seconds[row, kind, o]
-        if held <= room * (1 + 1e-12) and seconds < best:
-            best = float(seconds)
-    return best
+    return least_seconds(
+        numbers,
+        row,
+        [(k, b.count(k), keep) for b, keep in zip(stages, keeps, strict=True) for k in {*b}],
+        room,
+    )
+
+
+@functools.cache
+def ways_of(options: int, count: int) -> NDArray[np.int64]:
+    """Every way to give each of so many equal blocks one of the options: (ways, blocks)."""
+    found = itertools.combinations_with_replacement(range(options), count)
+    return np.array([*found], dtype=np.int64).reshape(-1, count)
+
+
+def least_seconds(
+    numbers: Numbers, row: int, blocks: Sequence[tuple[int, int, float]], room: float
+) -> float:
+    """The least seconds of some blocks that fit, of all ways to give each of them an option.
+
+    Args:
+        blocks: (kind, how many, how often each keeps what it saves).
+    """
+    held = seconds = np.zeros(1)
+    for kind, count, keep in blocks:
+        options = np.flatnonzero(np.isfinite(numbers.seconds[row, kind]))
+        takes = options[ways_of(len(options), count)]
+        each = numbers.resident[row, kind] + keep * numbers.saved[row, kind]
+        held = np.add.outer(held, each[takes].sum(axis=1)).ravel()
+        seconds = np.add.outer(seconds, numbers.seconds[row, kind][takes].sum(axis=1)).ravel()
+    return float(seconds[held <= room * (1 + 1e-12)].min(initial=float("inf")))
 
 
 def fastest_rounds(numbers: Numbers, row: int, capacity: float) -> float:
@@ -233,20 +247,7 @@ def stage_values(numbers: Numbers, row: int, stage: int, blocks: Any, room: floa
     played = SCHEDULE_WORDS[config["schedule"]], int(config["pp"]), 1, int(config["microbatches"])
     if played[1] > 1 and began_by(*played)[stage]:
         room -= sum(float(numbers.later[row, kind]) for kind in blocks)
-    best = float("inf")
-    ways = itertools.combinations_with_replacement
-    groups = [list(ways(range(NUM_OPTIONS), blocks.count(kind))) for kind in dict.fromkeys(blocks)]
-    for takes in itertools.product(*groups):
-        pairs = [
-            (kind, option)
-            for kind, options in zip(dict.fromkeys(blocks), takes, strict=True)
-            for option in options
-        ]
-        held = sum(numbers.resident[row, k, o] + keeps * numbers.saved[row, k, o] for k, o in pairs)
-        seconds = sum(numbers.seconds[row, k, o] for k, o in pairs)
-        if held <= room * (1 + 1e-12) and seconds < best:
-            best = float(seconds)
-    return best
+    return least_seconds(numbers, row, [(k, blocks.count(k), keeps) for k in {*blocks}], room)
 
 
 def fastest(numbers: Numbers, row: int, capacity: float) -> float:

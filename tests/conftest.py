@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import hypothesis
 import pytest
+from hypothesis import settings
 
-from tests.pool import Pool
+from tests.pool import Pool, forkserver
+
+settings.register_profile("untimed", deadline=None)  # A machine may have other things to do.
+settings.load_profile("untimed")
 
 WIDE = frozenset((Path(__file__).parent / "wide_cases.txt").read_text().splitlines())
 """Cases that take seconds and combine what others show, beside those that say so themselves."""
+MOST_KEPT = 4
+"""Ranks of a pool that waits for the next file."""
+
+# How long an example takes says how busy the machine is, and nothing of what it shows.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,20 +40,32 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Callable[[int], Pool]]:
-    """`pool(world)`: the session's pool of that many gloo ranks, started when first used."""
+def pools() -> Iterator[dict[int, Pool]]:
+    """Those of the session, by world size."""
     pools: dict[int, Pool] = {}
-
-    def of(world: int) -> Pool:
-        return pools.setdefault(world, Pool(world))
-
-    yield of
+    yield pools
     for each in pools.values():
         each.close()
 
 
+@pytest.fixture(scope="module")
+def pool(pools: dict[int, Pool]) -> Iterator[Callable[[int], Pool]]:
+    """`pool(world)`: the session's pool of that many gloo ranks, started when first used.
+
+    Ranks that wait are not free: gloo looks for messages a hundred times a second for each group.
+    Many of them are let go at the end of a file, few are kept for the next one.
+    """
+    yield lambda world: pools.setdefault(world, Pool(world))
+    for world, each in pools.items():
+        if world > MOST_KEPT:
+            each.close()
+
+
 @pytest.fixture(scope="session")
 def apart() -> Iterator[ProcessPoolExecutor]:
-    """A process that is in no group, the same for all tests: it takes seconds to start."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as executor:
+    """A process that is in no group, the same for all tests: it takes seconds to start.
+
+    What it has imported is never garbage: each step that is imagined would look for it twice.
+    """
+    with ProcessPoolExecutor(1, forkserver(), initializer=gc.freeze) as executor:
         yield executor

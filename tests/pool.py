@@ -14,7 +14,7 @@ import contextlib
 import datetime
 import faulthandler
 import gc
-import multiprocessing
+import multiprocessing.context
 import os
 import pickle
 import signal
@@ -43,9 +43,18 @@ PRELOAD = (
     "torch.nn.parallel",
     "torch.distributed.pipelining",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.t5.modeling_t5",
+    "transformers.models.vit.modeling_vit",
     "networkx",
     "meshplan.runtime.parallelize",
+    "meshplan.runtime.imagine",
+    "torch.profiler",
+    "pytest",
+    "tests.parity",
 )
+"""What most jobs import, themselves or with the file of the test that they stand in."""
 ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "CUDA_VISIBLE_DEVICES": "",
@@ -53,6 +62,13 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 DIED = "died with exit code "
+
+
+def forkserver() -> multiprocessing.context.ForkServerContext:
+    """Where processes of tests start from: it has imported already what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    return context
 
 
 class PoolError(AssertionError):
@@ -138,8 +154,7 @@ class Pool:
         from torch.distributed import TCPStore
 
         os.environ.update(ENVIRONMENT)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOAD))
+        context = forkserver()
         # The parent serves the rendezvous: no port is guessed and no rank's death takes it along.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world):

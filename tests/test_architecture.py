@@ -72,6 +72,7 @@ LATE_BETWEEN = {
     ("exploring", "runtime"),
     ("runtime", "planner"),
     ("planning", "runtime"),
+    ("planning", "planner"),  # what answers one question only
     ("cli_planning", "planning"),  # numpy
     ("cli_planning", "render"),
     ("cli_planning", "planner"),

@@ -34,6 +34,7 @@ SEQUENCE: dict[str, Any] = {
 }  # fmt: skip
 MIXED = SEQUENCE | {"mesh": {"dp_shard": 2, "tp": 2}}
 STAGES = SEQUENCE | {"mesh": {"pp": 2, "tp": 2}, "pipeline": {"microbatches": 2}}
+HALVES = {"pipeline": {"schedule": "InterleavedZeroBubble", "virtual": 2, "microbatches": 4}}
 FULL = {"rules": [{"match": "**.layers.*", "activation_checkpointing": "full"}]}
 SELECTIVE = {"rules": [{"match": "**.layers.*", "activation_checkpointing": "selective"}]}
 LOGITS = {"loss_parallel": True}
@@ -105,9 +106,14 @@ CASES = {
         SEQUENCE | {"mesh": {"cp": 2, "tp": 2}, "batch": {"seq_len": models.SEQ_LEN}},
     ),
     "compiled": ("gpt2", MIXED | {"compile": True}),
+    "pp in halves, hf_llama": ("hf_llama", STAGES | HALVES),
+    "pp in halves, own_llama on eight": (
+        "own_llama",
+        STAGES | HALVES | TOKENS | {"mesh": {"pp": 2, "dp_shard": 2, "tp": 2}},
+    ),
     "pp, gpt2 on eight": ("gpt2", STAGES | {"mesh": {"pp": 2, "dp_shard": 2, "tp": 2}}),
 }
-DEFAULT = ("hf_llama",)
+DEFAULT = ("hf_llama", "pp in halves, hf_llama")
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_the_table():
     assert [row.fits for row in tabulate(num_params=1, num_gpus=1, nodes=1)] == [None] * 6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows, st.integers(1, 9), st.integers(1, 4), st.integers(1, 700))
 def test_the_largest_model_is_the_largest(row, per_node, num_nodes, memory_bytes):
     num_gpus = per_node * num_nodes
@@ -79,7 +79,7 @@ def test_the_largest_model_is_the_largest(row, per_node, num_nodes, memory_bytes
     assert found == max(fitting, default=None)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows, st.integers(1, 200), st.integers(1, 4), st.integers(1, 4000))
 def test_the_fewest_gpus_are_the_fewest(row, num_params, num_nodes, memory_bytes):
     found = min_gpus(row, num_params=num_params, nodes=num_nodes, memory_bytes=memory_bytes).value

@@ -75,7 +75,7 @@ def test_one_search_for_all_values_of_a_field(job, monkeypatch):
         asked.append(more["deadline"])
         return search(*args, **more)
 
-    monkeypatch.setattr("meshplan.planner.explain.search", counted)
+    monkeypatch.setattr("meshplan.planner.widened.search", counted)
     answers = explain(job(solve={"time_limit": "1h"}), ["why", "mesh.dp_shard"])
     assert len(asked) == len(answers) + 1
     assert all(deadline < time.monotonic() + 3600 for deadline in asked)

@@ -100,6 +100,26 @@ def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(write: Any) 
     assert np.median(shares) > 0.6
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_gradients_that_no_rank_shares_are_charged_once(write: Any, precision: str) -> None:
+    """Without data ranks, and with nothing cast, FSDP2 has no units: they lie in one place."""
+    job = write(precision=precision)
+    grid, numbers = job.grid, job.usual
+    is_alone = (grid["dp_replicate"] * grid["dp_shard"] * grid["cp"] == 1) & (grid["pp"] > 1)
+    shares = []
+    for row in map(int, np.flatnonzero(is_alone & (grid["micro"] < 4))[::4]):
+        found = Row(numbers, row, float("inf")).smallest()
+        plan = make_plan(job.question.read(overrides(job.stated(numbers, found))),
+                         job.question.graph)  # fmt: skip
+        assert bool(plan.assignment.units) == (precision == "bf16-mixed")
+        pp, world = plan.mesh.size("pp"), plan.mesh.world_size
+        for place in (pp // 2, pp - 1):
+            held = told_rank(plan, place * world // pp, device=job.question.device).pooled_bytes
+            assert found.linear_bytes[place] <= held
+            shares.append(found.linear_bytes[place] / held)
+    assert np.median(shares) > 0.75
+
+
 def test_a_played_step_takes_about_as_long_as_told(write: Any) -> None:
     job = write()
     for candidate, plan in some(job, 12):

@@ -9,19 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshplan.cost.grid import GRID, SCHEDULE_WORDS
-from meshplan.planner.cuts import cut
-from meshplan.planner.flights import (
-    fewest_in_flight,
-    flights,
-    handed_on,
-    in_flight,
-    sent_in_flight,
-    usual_blocks,
-    usual_in_flight,
-)
+from meshplan.cost.grid import SCHEDULE_WORDS
 from meshplan.planner.found import Guess, Measured
-from meshplan.planner.knapsack import Menu, solve
 from meshplan.planner.numbers import (
     memory_bounds,
     priced_bounds,
@@ -30,7 +19,6 @@ from meshplan.planner.numbers import (
 )
 from meshplan.planner.row import Candidate, Row, solve_row
 from meshplan.planner.search import search
-from meshplan.schedules import SCHEDULES
 from tests.brute import (
     HALVED,
     always_fits,
@@ -56,11 +44,11 @@ def test_nothing_in_the_space_is_faster(block):
 
 
 @pytest.mark.parametrize(
-    "block", [0, *(pytest.param(n, marks=pytest.mark.wide) for n in range(1, 50))]
+    "block", [0, 1, *(pytest.param(n, marks=pytest.mark.wide) for n in range(2, 10))]
 )
 def test_nothing_is_faster_with_several_stages_a_rank(block):
     several = 0
-    for seed in range(block * 8, block * 8 + 8):
+    for seed in range(block * 40, block * 40 + 40):
         numbers, capacity = random_rounds(seed)
         by_row = [fastest(numbers, row, capacity) for row in range(len(numbers.grid))]
         for row, each in enumerate(by_row):
@@ -112,38 +100,6 @@ def test_what_is_dealt_out_to_stages_is_what_was_chosen():
                 a, b = (float(each[row]) for each in weights(numbers.grid))
                 step = a * max(seconds) + b * sum(seconds) + float(numbers.once_s[row])
                 assert one.seconds == pytest.approx(step)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_what_is_kept_is_what_the_schedule_has_done(ranks):
-    grid = np.zeros(1, GRID)
-    grid["pp"] = ranks
-    every = itertools.product((1, 2, 3, 5), range(1, 5 * ranks), ("Interleaved1F1B", HALVED))
-    for virtual, count, word in every:
-        word = "1F1B" if virtual == 1 else word
-        if SCHEDULES[word].problem(ranks, count) or (virtual > 1 and count < ranks):
-            continue
-        grid["virtual"], grid["microbatches"] = virtual, count
-        grid["schedule"] = SCHEDULE_WORDS.index(word)
-        kept, handed = (by(word, ranks, virtual, count) for by in (kept_by, handed_by))
-        assert tuple(flights(grid[0], rank) for rank in range(ranks)) == kept
-        assert tuple(handed_on(grid[0], rank) for rank in range(ranks)) == handed
-        assert sent_in_flight(grid)[0] == sum(map(sum, handed)) - handed[0][0] - handed[-1][-1]
-        assert fewest_in_flight(grid)[0] == min(map(min, kept))
-        assert usual_in_flight(grid)[0] <= min(min((*each[:-1], np.inf)) for each in kept)
-
-
-def test_so_many_blocks_are_of_stages_that_keep_as_much_as_usual():
-    grid = np.zeros(1, GRID)
-    for ranks, virtual, blocks in itertools.product((2, 3), (2, 3), range(4, 14)):
-        grid["pp"], grid["virtual"] = ranks, virtual
-        ways = [
-            sum(n - -(-n // virtual) if r < ranks - 1 else n - n // virtual
-                for r, n in enumerate(own))
-            for own in itertools.product(range(virtual, blocks + 1), repeat=ranks)
-            if sum(own) == blocks
-        ]  # fmt: skip
-        assert not ways or min(ways) - 1 <= usual_blocks(grid, blocks)[0] <= min(ways)
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -335,76 +291,3 @@ def test_an_answer_is_there_soon_though_all_that_is_fast_holds_too_much():
     assert in_parts[found.best.row]
     assert not found.is_whole
     assert found.gap > 0.5
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_knapsack(seed):
-    """Against every choice, with correlated and with free figures."""
-    rng = np.random.default_rng(seed)
-    for number in range(200):
-        kinds, options = int(rng.integers(1, 4)), int(rng.integers(1, 5))
-        seconds = rng.uniform(1, 2, (kinds, options)).round(3)
-        memory = rng.uniform(0, 10, (kinds, options)).round(2)
-        if number % 3 == 0:
-            memory = 10 - (seconds - 1) * 10 + rng.uniform(0, 0.01, (kinds, options))
-        seconds[rng.random((kinds, options)) < 0.15] = np.inf
-        counts = rng.integers(0, 6, kinds).astype(np.int64)
-        capacity = float(rng.uniform(0, counts.sum() * 10 + 0.1))
-        ways = [
-            [
-                (sum(seconds[k, list(x)]), sum(memory[k, list(x)]))
-                for x in itertools.combinations_with_replacement(
-                    np.flatnonzero(np.isfinite(seconds[k])), int(count)
-                )
-            ]
-            for k, count in enumerate(counts)
-        ]
-        expected = min(
-            (
-                sum(t for t, _ in way)
-                for way in itertools.product(*ways)
-                if sum(m for _, m in way) <= capacity
-            ),
-            default=float("inf"),
-        )
-        choice = solve(Menu(seconds, memory), counts, capacity)
-        assert choice.seconds == pytest.approx(expected, rel=1e-9)
-        if choice.takes:
-            table = np.array(choice.takes)
-            assert (table.sum(axis=1) == counts).all()
-            assert np.where(table > 0, table * memory, 0).sum() <= capacity * (1 + 1e-9)
-
-
-def test_a_cut_asks_for_as_few_exact_values_as_it_can():
-    rng = np.random.default_rng(0)
-    exact = np.full((3, 9, 9), np.inf)
-    i, j = np.triu_indices(9, 1)
-    exact[:, i, j] = rng.uniform(1, 2, (3, len(i))) * (j - i)
-    asked = []
-
-    def value(*at: int) -> float:
-        asked.append(at)
-        return float(exact[at])
-
-    cost, ends = cut(exact * 0.9, value, (4.0, 1.0))
-    costs = [
-        4 * max(times) + sum(times)
-        for first, second in itertools.combinations(range(1, 8), 2)
-        for times in [[exact[0, 0, first], exact[1, first, second], exact[2, second, 8]]]
-    ]
-    assert cost == pytest.approx(min(costs))
-    assert ends[0] == 0
-    assert ends[-1] == 8
-    assert len(asked) == len(set(asked)) < np.isfinite(exact).sum() / 2
-
-
-def test_schedules_that_fill_less_keep_more():
-    row = np.zeros(1, GRID)[0]
-    row["pp"], row["microbatches"], row["virtual"] = 4, 8, 1
-    row["schedule"] = SCHEDULE_WORDS.index("1F1B")
-    assert [in_flight(row, s) for s in range(4)] == [4, 3, 2, 1]
-    row["schedule"] = SCHEDULE_WORDS.index("GPipe")
-    assert in_flight(row, 3) == 8
-    row["schedule"], row["virtual"] = SCHEDULE_WORDS.index("Interleaved1F1B"), 2
-    assert in_flight(row, 0) == 5.5
-    assert in_flight(row, 3) == 2.5

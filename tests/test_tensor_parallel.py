@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshplan
 from meshplan.runtime.private_ops import optimizers_at_once
@@ -151,6 +154,76 @@ def collectives(plan: dict[str, Any]) -> dict[str, int]:
     with CommDebugMode() as counted:
         loss.backward()
     return {str(op).split(".")[-1]: n for op, n in counted.get_comm_counts().items()}
+
+
+class Shifted(nn.Embedding):
+    """Does more than look up, so that addends of what it gives would be shifted once each."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + 1
+
+
+TABLES: dict[str, Callable[[], nn.Module]] = {
+    "padding on another rank": lambda: nn.Embedding(131, 16, padding_idx=49),
+    "does more": lambda: Shifted(131, 16),
+    "fewer rows than ranks": lambda: nn.Embedding(3, 16),
+    "counts": lambda: nn.Embedding(131, 16, scale_grad_by_freq=True),
+}
+
+
+class _Filled(TorchDispatchMode):
+    """How many elements the gradients of tables are made with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numels: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.embedding_dense_backward.default:
+            self.numels.append(out.numel())
+        return out
+
+
+def looked_up(case: str, plan: dict[str, Any]) -> tuple[float, float, list[int], int]:
+    """How far output and gradient are from those of one process, and elements of the gradient.
+
+    As it is made, and as the rank holds it.
+    """
+
+    def run(model: nn.Module) -> torch.Tensor:
+        tokens = torch.arange(48).reshape(4, 12).mul(7).remainder(table.num_embeddings)
+        out = model(tokens)
+        (out + 1).pow(3).sum().backward()  # What is padded is all zeros.
+        return out.detach()
+
+    torch.manual_seed(1)
+    table = TABLES[case]()
+    alone = nn.Sequential(copy.deepcopy(table))
+    live = meshplan.parallelize(nn.Sequential(table), plan)
+    with _Filled() as filled:
+        outputs = run(live)
+    expected = run(alone)
+    gradient = live.get_parameter("0.weight").grad
+    assert isinstance(gradient, DTensor)
+    whole = gradient.full_tensor() - alone.get_parameter("0.weight").grad
+    return (
+        (outputs - expected).abs().max().item(),
+        whole.abs().max().item(),
+        filled.numels,
+        live.get_parameter("0.weight").to_local().numel(),
+    )
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_a_table_cut_by_rows_gives_what_the_whole_one_does(pool, case):
+    """And where its module does nothing else, no rank makes the gradient of all rows."""
+    plan = TP4 | {"rules": [rule("0", tp="vocab")]}
+    for output, gradient, made, held in pool(4).run(looked_up, case, plan):
+        assert output < 1e-6
+        assert gradient < 1e-5
+        if case.startswith("padding"):
+            assert made == [held]
 
 
 def test_projections_that_read_one_tensor_share_the_gradient_all_reduce(pool):

@@ -330,7 +330,7 @@ def test_kernels_take_for_themselves_what_a_trace_knows_that_they_take() -> None
     flash = ops._scaled_dot_product_flash_attention_backward.default
     table = ops.embedding_dense_backward.default
     assert rows["attention"].takes_back == sum(taken_inside(flash, (None, q, k), None))
-    summed = taken_inside(table, (empty(2, 2000, 48), ids, 5000), None)
+    summed = taken_inside(table, (empty(2, 2000, 48), ids, 2500), None)  # Of this rank.
     assert rows["embedding"].takes_back == sum(summed) > 0
 
 

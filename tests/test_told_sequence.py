@@ -63,6 +63,14 @@ STAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         stages.LLAMA,
         stages.plan_of("InterleavedZeroBubble", virtual=2, **PARTS),
     ),
+    "llama, zero bubble, of 8 stages": (
+        stages.DEEP,
+        stages.plan_of("InterleavedZeroBubble", 4, 8, virtual=2, **PARTS, **stages.MIXED),
+    ),
+    "gpt2, zero bubble": (
+        stages.GPT2,
+        stages.plan_of("InterleavedZeroBubble", virtual=2, **PARTS, **stages.MIXED),
+    ),
     "llama, interleaved": (stages.LLAMA, stages.plan_of("Interleaved1F1B", virtual=2, **PARTS)),
 }
 

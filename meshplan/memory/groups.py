@@ -5,7 +5,7 @@ They hold parts of the same sizes and stand at the same place of the pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -46,14 +46,15 @@ def _grouped(
         columns[axes] = mesh.indices(axes)
     places: dict[_Cut | _Kind, set[int]] = {}
     for cut, held in uneven:
-        for kind in cut.kinds(mesh) or [cut]:
-            places.setdefault(kind, set()).update(held)
-    for kind, held in places.items():
-        each = zip(columns["pp",], kind.by_rank(mesh), strict=True)
-        columns[kind] = [own if place in held else None for place, own in each]
+        kinds = cut.kinds(mesh)
+        for key in (cut,) if kinds is None else kinds:
+            places.setdefault(key, set()).update(held)
+    for key, at in places.items():
+        each = zip(columns["pp",], key.by_rank(mesh), strict=True)
+        columns[key] = [part if place in at else None for place, part in each]
     groups: dict[tuple[object, ...], list[int]] = {}
-    for rank, key in enumerate(zip(*columns.values(), strict=True)):
-        groups.setdefault(key, []).append(rank)
+    for rank, own in enumerate(zip(*columns.values(), strict=True)):
+        groups.setdefault(own, []).append(rank)
     return tuple(map(tuple, groups.values()))
 
 

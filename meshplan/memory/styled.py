@@ -4,7 +4,7 @@ Two tables follow `styles.STYLES`: how a layout outside becomes the one computed
 What is in neither is refused by name.
 
 Source: `runtime.shard`, whose hooks these rows are; torch 2.13, distributed/tensor/_redistribute.py
-and placement_types.py; for tables cut by rows _ops/_mask_buffer.py.
+and placement_types.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import pattern_of
 from meshplan.layout import Piece
-from meshplan.memory.row import Grad
+from meshplan.memory.row import Grad, Row
 from meshplan.memory.rows import Writer
 from meshplan.memory.sequence import gather, scatter
 from meshplan.styles import GATHERED, LOGITS, Style
@@ -216,20 +216,31 @@ def _own_part(w: Writer, leaf: str, numel: int, pieces: tuple[Piece, ...]) -> in
 
 
 def look_up(w: Writer, styled: Styled, ids: int, vocab: int, width: int, name: str) -> int:
-    """An embedding: cut by rows, where other ranks' rows are masked out, or by features."""
+    """An embedding: cut by rows, where other ranks' rows are zeros, or by features."""
     fqn = f"{w.module}.{name}" if w.module else name
     style, tp = styled.of(fqn), styled.tp
     if style is None:
         return w.embedding(ids, vocab, width, name)
-    if style.cut_dim != "vocab":
-        own = w.embedding(ids, vocab, _part(width, tp, fqn), name)
-        return _LEAVES[styled.spelled(style.output)](w.at(fqn), own, tp)
-    tokens = w.size(ids) // _ID
-    # Which ids are other ranks', and the places of the others.
-    out = w.embedding(ids, vocab, width, name, takes=tokens * (1 + _ID))
-    # Backward fills a table of all rows, of which a rank then takes its own.
-    w.tape.lay(f"{fqn}.weight", _part(vocab, tp, fqn) * width * w.parameter_bytes)
-    return _LEAVES[styled.spelled(style.output)](w.at(fqn), out, tp)
+    if style.cut_dim == "vocab":
+        found = _own_rows(w, ids, _part(vocab, tp, fqn), width, name)
+    else:
+        found = w.embedding(ids, vocab, _part(width, tp, fqn), name)
+    return _LEAVES[styled.spelled(style.output)](w.at(fqn), found, tp)
+
+
+def _own_rows(w: Writer, ids: int, rows: int, width: int, name: str) -> int:
+    """`runtime.local_compute.look_up_own_rows`."""
+    at, tokens = w.at(f"{w.module}.{name}" if w.module else name), w.size(ids) // _ID
+    own = at.row("sub", (ids,), tokens * _ID)
+    below, above = (at.row(op, (own,), tokens) for op in ("lt", "ge"))
+    elsewhere = at.row("bitwise_or", (below, above), tokens)
+    at.write("masked_fill_", own, elsewhere)
+    found = w.embedding(own, rows, width, name)
+    size = w.size(found)
+    out, grads = w.tape.value(size, of=found), (Grad(found, size),)
+    w.tape.add(Row("masked_fill_", at.module, (found, elsewhere), (out,), (elsewhere,), grads))
+    w.touch(ids, own)
+    return out
 
 
 def _part(size: int, tp: int, fqn: str) -> int:

@@ -22,7 +22,7 @@ from meshplan.memory.groups import equal_ranks
 from meshplan.memory.held import Held, Holding
 from meshplan.memory.log import EventLog, Term
 from meshplan.memory.modules import with_modules
-from meshplan.memory.replay import replay
+from meshplan.memory.replay import check_rules, replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.replay.shards import offloads_params, unit_shards
 from meshplan.memory.replay.unit import GATHERING, REDUCING
@@ -98,17 +98,12 @@ def told_estimate(
         OverError: Some rank takes more than `most_bytes`; that is known first where it is likely:
             what is last in a pipeline holds the loss, what is first the most microbatches.
     """
-    spec = plan.spec
-    if plan.micro is None or spec.batch.seq_len is None:
-        what = "nothing says how many samples of which length a rank takes at once"
-        fix = "add batch: {micro: 1, seq_len: 2048}"
-        raise PlanError(Problem(what, spec.origin("batch"), fix))
-    check_fused(plan, spec.batch.seq_len, device=device)
+    spec, (micro, seq_len) = plan.spec, _batch(plan)
+    check_fused(plan, seq_len, device=device)
     groups = equal_ranks(plan.assignment)
-    own = spec.batch.seq_len // plan.mesh.size("cp")
-    shape = f"[{plan.micro * plan.accumulate}, {own}] int64"
+    shape = f"[{micro * plan.accumulate}, {seq_len // plan.mesh.size('cp')}] int64"
     certified = f"told from the config; traced models differ by at most {ERROR:.0%}"
-    works = told_works(plan, plan.micro, spec.batch.seq_len, device=device)
+    works = told_works(plan, micro, seq_len, device=device)
     brief = works.in_brief
     told: dict[int, EventLog] = {}
     held: dict[int, Held] = {}
@@ -170,6 +165,28 @@ def told_estimate(
     return found
 
 
+@_no_collection()
+def check_told(plan: Plan, *, device: str) -> None:
+    """Refuse what `told_estimate` would, for a part of its time.
+
+    Raises:
+        PlanError: As `told_estimate`.
+    """
+    micro, seq_len = _batch(plan)
+    check_fused(plan, seq_len, device=device)
+    works = told_works(plan, micro, seq_len, device=device)
+    check_rules(plan, works.of_rank(0, in_brief=True))
+
+
+def _batch(plan: Plan) -> tuple[int, int]:
+    """(samples, tokens of each) that a rank takes at once."""
+    if plan.micro is None or plan.spec.batch.seq_len is None:
+        what = "nothing says how many samples of which length a rank takes at once"
+        fix = "add batch: {micro: 1, seq_len: 2048}"
+        raise PlanError(Problem(what, plan.spec.origin("batch"), fix))
+    return plan.micro, plan.spec.batch.seq_len
+
+
 def told_at_worst(
     estimate: MemoryEstimate, plan: Plan, *, device: str, limit_bytes: int | None
 ) -> MemoryEstimate:
@@ -192,11 +209,9 @@ def told_rank(plan: Plan, rank: int, *, device: str) -> EventLog:
     Raises:
         PlanError: As `told_estimate`.
     """
-    spec = plan.spec
-    assert plan.micro is not None
-    assert spec.batch.seq_len is not None
-    check_fused(plan, spec.batch.seq_len, device=device)
-    works = told_works(plan, plan.micro, spec.batch.seq_len, device=device, rank=rank)
+    micro, seq_len = _batch(plan)
+    check_fused(plan, seq_len, device=device)
+    works = told_works(plan, micro, seq_len, device=device, rank=rank)
     return _log_of(works, plan, rank, in_brief=True)
 
 

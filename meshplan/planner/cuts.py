@@ -9,14 +9,10 @@ Source: Zheng et al., Alpa (2022), section 5.2, for going through the slowest st
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshplan.planner.knapsack import Floats
-
-_EPS: Final = 1e-12
 
 
 def cut(
@@ -57,24 +53,16 @@ def _best(
 ) -> tuple[float, tuple[int, ...]]:
     """The best cut of a table of seconds."""
     a, b = weights
-    stages = len(table)
     best = below
     ends: tuple[int, ...] = ()
     least_sum, _ = _shortest(table)
-    if not np.isfinite(least_sum):
+    least_slowest = _slowest(table)
+    if least_sum == float("inf") or a * least_slowest + b * least_sum >= best:
         return float("inf"), ()
-    # A slowest stage is at least the mean of all, and as slow as lets anything through.
-    values = table[np.isfinite(table)]
-    values = values[values >= least_sum / stages * (1 - _EPS)]
+    values = table[(table >= least_slowest) & (table < np.inf)]
+    # Asked for counts too, numpy does without its masked arrays, which take long to import.
     values, _ = np.unique(values[a * values + b * least_sum < best], return_counts=True)
-    low, high = 0, len(values)
-    while low < high:
-        middle = (low + high) // 2
-        if _gets_through(table <= values[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    for slowest in values[low:]:
+    for slowest in values:
         if a * slowest + b * least_sum >= best:
             break
         total, found = _shortest(np.where(table <= slowest, table, np.inf))
@@ -83,13 +71,13 @@ def _best(
     return (best, ends) if ends else (float("inf"), ())
 
 
-def _gets_through(is_open: NDArray[np.bool_]) -> bool:
-    """Whether some cut has only stages that are open."""
-    at = np.zeros(is_open.shape[1], dtype=bool)
-    at[0] = True
-    for stage in is_open:
-        at = stage[at].any(axis=0)
-    return bool(at[-1])
+def _slowest(table: Floats) -> float:
+    """The least that the slowest stage of a cut can take; infinite where there is no cut."""
+    slowest = np.full(table.shape[1], np.inf)
+    slowest[0] = 0.0
+    for stage in table:
+        slowest = np.maximum(slowest[:, None], stage).min(axis=0)
+    return float(slowest[-1])
 
 
 def _shortest(table: Floats) -> tuple[float, tuple[int, ...]]:

@@ -19,8 +19,7 @@ _MOST_MICRO: Final = 64
 _HALVED: Final = frozenset(
     place for place, word in enumerate(SCHEDULE_WORDS) if word and SCHEDULES[word].splits_backward
 )
-"""Schedules whose backwards are run in two halves, of which there are no figures with a host, and
-no bounds with parts of a sequence."""
+"""Schedules whose backwards are run in two halves, of which there are no figures with a host."""
 
 
 def enumerate_grid(free: Freedom) -> NDArray[np.void]:
@@ -79,8 +78,7 @@ def _steps(free: Freedom, sizes: tuple[int, ...], mode: int) -> Iterator[tuple[i
         if pp == 1:
             yield (*sizes, 1, micro, microbatches, mode, 0)
             continue
-        is_whole = not free.sequence_parallel.get(sizes[4], False) or len(free.schedules) == 1
-        for schedule in (s for s in free.schedules if is_whole or s not in _HALVED):
+        for schedule in free.schedules:
             for virtual in _virtual(free, SCHEDULE_WORDS[schedule], pp, microbatches):
                 yield (*sizes, virtual, micro, microbatches, mode, schedule)
 
@@ -105,8 +103,7 @@ def _microbatches(free: Freedom, ranks: int, is_pipeline: bool) -> Iterator[tupl
     A pipeline takes all that a rank has in a step at once: `batch.micro` is what it cuts.
     """
     if free.global_ is None:
-        assert free.accumulate is not None
-        own = free.micro[0] * free.accumulate
+        own = free.of_data_rank
     elif free.global_ % ranks:
         return
     else:

@@ -21,9 +21,8 @@ from meshplan.planner.decision import Question, Way
 from meshplan.planner.hosted import WORDS
 from meshplan.planner.job import Job
 from meshplan.planner.row import Candidate, Row
-from meshplan.planner.search import search
 from meshplan.planner.space import STRATEGIES, Freedom, divisors
-from meshplan.planner.widened import searched
+from meshplan.planner.widened import fastest_that_fits
 from meshplan.spec import STRATEGY_WORDS
 
 FIELDS: Final = (
@@ -236,16 +235,7 @@ def _no_mesh(free: Freedom, path: str, text: str) -> str:
 
 
 def _best(job: Job) -> _Answer:
-    _, found = searched(
-        job,
-        lambda numbers: search(
-            numbers,
-            job.capacity,
-            lambda candidate: job.measure(numbers, candidate),
-            deadline=_deadline(job),
-            is_stopped=job.question.is_stopped,
-        ),
-    )
+    found = fastest_that_fits(job, _deadline(job))
     way = found.measured.result if found.measured is not None else None
     assert way is None or isinstance(way, Way)
     return _Answer(found.best, way, found.is_whole)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
 from meshplan.planner.asking import TIME_LIMIT_S
 from meshplan.planner.decision import Question, Way
 from meshplan.planner.job import Job
-from meshplan.planner.search import search
-from meshplan.planner.widened import searched
+from meshplan.planner.widened import fastest_that_fits
 
 _STEP: Final = 0.95
 """The next point of a frontier may have this share of the memory of the one before."""
@@ -33,16 +31,7 @@ def frontier(
     while len(out) < _MOST_POINTS:
         job = Job(replace(question, limit_bytes=limit), free)
         free = job.free
-        _, found = searched(
-            job,
-            lambda numbers, job=job: search(  # type: ignore[misc]
-                numbers,
-                job.capacity,
-                partial(job.measure, numbers),
-                deadline=deadline,
-                is_stopped=question.is_stopped,
-            ),
-        )
+        found = fastest_that_fits(job, deadline)
         is_whole = is_whole and found.is_whole
         way = found.measured.result if found.measured is not None else None
         if not isinstance(way, Way) or not found.is_whole:

@@ -130,9 +130,10 @@ class Gauge:
         before, after = self._running
         counts = ~(is_near[before] | is_near[after])
         deltas = self._delta * (1 + self._left_out)[self._storage]
-        stream = np.array([each.stream for each in self._log.storages], np.int64)[self._storage]
+        streams = [each.stream for each in self._log.storages]
+        stream = np.array(streams, np.int64)[self._storage]
         most = 0
-        for own in (stream == number for number in np.unique(stream)):
+        for own in (stream == number for number in set(streams)):
             most += int(np.cumsum(deltas[own])[counts[own]].max(initial=0))
         return most
 

@@ -122,9 +122,12 @@ def whole_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floa
 def reduced_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
     """[rows] gradients of a block as its data ranks share them out, all there before the update.
 
-    Those of units lie in a pool of their own, which never shrinks; DDP has them in buckets.
+    Those of units lie in a pool of their own, which never shrinks; DDP has them in buckets. Where
+    no other rank has a part in them and nothing is cast, there are no units.
     """
-    are_units = ((grid["mode"] != _DDP) | (grid["pp"] > 1)) & ~is_there(grid)
+    is_alone = grid["dp_replicate"] * grid["dp_shard"] * grid["cp"] == 1
+    is_piped = (grid["pp"] > 1) & ~(is_alone & (sizes.computed == sizes.stored))
+    are_units = ((grid["mode"] != _DDP) | is_piped) & ~is_there(grid)
     held = np.where(grid["mode"] == _DDP, float(sum(kind.numels)), share(grid, kind))
     reduced = held * trained_share(kind) * sizes.stored
     return np.asarray(np.where(are_units, reduced, 0.0), dtype=np.float64)

@@ -16,9 +16,10 @@ from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
 from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
 from meshplan.memory.shape import shape_of
-from meshplan.memory.told import ERROR, OverError, told_estimate
+from meshplan.memory.told import ERROR, OverError, check_told, told_estimate
 from meshplan.memory.told_works import loss_chunks_of, refusals, styled_of
 from meshplan.plan import Plan, make_plan
+from meshplan.planner.batches import check_batch
 from meshplan.planner.brief import Brief, Glance, Stages
 from meshplan.planner.certified import OVER, certified, words_of
 from meshplan.planner.contexts import EXCHANGES, context_of
@@ -38,7 +39,6 @@ from meshplan.planner.space import (
     EmptySpaceError,
     Freedom,
     Rejected,
-    check_batch,
     freedom_of,
     with_axes,
 )
@@ -144,7 +144,7 @@ class Job:
             if not problems and plan.mesh.size("tp") > 1:
                 self._chain_of(plan)
             elif not problems:
-                told_estimate(plan, device=self.question.device, limit_bytes=None)
+                check_told(plan, device=self.question.device)
         except PlanError as error:
             problems = list(error.problems)
         return problems[0].what if problems else ""

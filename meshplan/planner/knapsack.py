@@ -15,10 +15,11 @@ from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshplan.planner.mixes import Counts as Counts
 from meshplan.planner.mixes import Floats as Floats
-from meshplan.planner.mixes import Mix, mixes_of, undominated
+from meshplan.planner.mixes import Mixes, mixes_of, undominated
 
 _EPS: Final = 1e-12
 """Of seconds and bytes relative to their size: less than that is rounding."""
@@ -67,22 +68,29 @@ class Menu:
 
     def __init__(self, seconds: Floats, memory: Floats) -> None:
         self.seconds, self.memory = seconds, memory
-        self.fronts = [_front(t, m) for t, m in zip(seconds, memory, strict=True)]
+
+    @cached_property
+    def fronts(self) -> list[list[int]]:
         """By kind, the options that no other one beats, fastest first."""
+        # There are few options, and many menus: lists take a tenth of what arrays do.
+        return [
+            _front(t, m) for t, m in zip(self.seconds.tolist(), self.memory.tolist(), strict=True)
+        ]
 
     @cached_property
     def _hulls(self) -> list[_Step]:
         """The steps along the convex hulls, cheapest first."""
         rows = []
         for kind, front in enumerate(self.fronts):
-            t, m, at = self.seconds[kind, front], self.memory[kind, front], 0
+            t, m, at = self.seconds[kind].tolist(), self.memory[kind].tolist(), 0
             while at < len(front) - 1:
-                slopes = (t[at + 1 :] - t[at]) / (m[at] - m[at + 1 :])
-                to = at + 1 + int(np.argmin(slopes))
-                won = float(m[at] - m[to])
-                ends = int(front[at]), int(front[to])
-                rows.append(_Step(slopes[to - at - 1], float(t[to] - t[at]), won, kind, *ends))
-                at = to
+                source = front[at]
+                slopes = [(t[o] - t[source]) / (m[source] - m[o]) for o in front[at + 1 :]]
+                slope = min(slopes)
+                at += 1 + slopes.index(slope)
+                target = front[at]
+                lost, won = t[target] - t[source], m[source] - m[target]
+                rows.append(_Step(slope, lost, won, kind, source, target))
         return sorted(rows)
 
     @cached_property
@@ -97,6 +105,13 @@ class Menu:
         first = [front[0] if len(front) else 0 for front in self.fronts]
         kinds = np.arange(len(first))
         return self.seconds[kinds, first], self.memory[kinds, first]
+
+    @cached_property
+    def _there(self) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+        """`fastest` with nothing where a kind has no option, and whether it has one."""
+        there = np.isfinite(self.fastest[0])
+        seconds, memory = (np.where(there, each, 0.0) for each in self.fastest)
+        return seconds, memory, there
 
     @cached_property
     def smallest(self) -> Floats:
@@ -123,16 +138,14 @@ class Menu:
             counts: [kinds] or [questions, kinds].
             capacity: [questions], or [1] for all.
         """
-        counts = np.atleast_2d(counts)
-        there = np.isfinite(self.fastest[0])
-        seconds, memory = (np.where(there, each, 0.0) for each in self.fastest)
+        counts = counts.reshape(-1, len(self.seconds))
+        seconds, memory, there = self._there
         lost, won, kinds = self._steps
         many = counts[:, kinds]
-        zero = np.zeros((len(counts), 1))
-        ends = np.concatenate((zero, np.cumsum(many * won, axis=1)), axis=1)
-        prices = np.concatenate((zero, np.cumsum(many * lost, axis=1)), axis=1)
+        ends, prices = np.zeros((2, len(counts), len(kinds) + 1))
+        np.cumsum(many * won, axis=1, out=ends[:, 1:])
+        np.cumsum(many * lost, axis=1, out=prices[:, 1:])
         over = counts @ memory - capacity
-        is_over = over > 0
         # The step that the memory is won in, and how far into it.
         to = np.minimum((ends < over[:, None]).sum(axis=1), ends.shape[1] - 1)
         at = np.maximum(to - 1, 0)
@@ -140,10 +153,11 @@ class Menu:
         width = ends[row, to] - ends[row, at]
         share = np.where(width > 0, (over - ends[row, at]) / np.where(width > 0, width, 1.0), 1.0)
         price = prices[row, at] + share * (prices[row, to] - prices[row, at])
-        bound = counts @ seconds + np.where(is_over, price, 0.0)
+        bound = counts @ seconds + np.where(over > 0, price, 0.0)
         fits = counts @ self.smallest <= capacity
-        is_possible = ~(counts[:, ~there] > 0).any(axis=1)
-        return np.where(fits & is_possible, bound, np.inf)
+        if not there.all():
+            fits &= ~(counts[:, ~there] > 0).any(axis=1)
+        return np.where(fits, bound, np.inf)
 
 
 def solve(menu: Menu, counts: Counts, capacity: float, below: float = float("inf")) -> Choice:
@@ -164,7 +178,7 @@ def solve(menu: Menu, counts: Counts, capacity: float, below: float = float("inf
     return _Labels(menu, counts, capacity, below).best()
 
 
-def _used(menu: Menu, counts: Counts) -> list[tuple[int, Counts, int]]:
+def _used(menu: Menu, counts: Counts) -> list[tuple[int, list[int], int]]:
     return [(k, f, int(counts[k])) for k, f in enumerate(menu.fronts) if counts[k]]
 
 
@@ -178,10 +192,14 @@ def _choice(menu: Menu, takes: Sequence[tuple[int, int, int]]) -> Choice:
     return Choice(seconds, tuple(tuple(map(int, row)) for row in table))
 
 
-def _front(seconds: Floats, memory: Floats) -> Counts:
+def _front(seconds: list[float], memory: list[float]) -> list[int]:
     """The options that are there and that no other beats, by increasing time."""
-    there = np.flatnonzero(np.isfinite(seconds))
-    return there[undominated(seconds[there], memory[there])]
+    front, least = [], float("inf")
+    for time_s, held, option in sorted(zip(seconds, memory, range(len(seconds)), strict=True)):
+        if held < least and time_s < float("inf"):
+            front.append(option)
+            least = held
+    return front
 
 
 class _Labels:
@@ -189,14 +207,18 @@ class _Labels:
 
     def __init__(self, menu: Menu, counts: Counts, capacity: float, below: float) -> None:
         self._menu, self._capacity = menu, capacity * (1 + _EPS)
-        self._kinds = sorted(_used(menu, counts), key=lambda kind: -len(kind[1]))
+        used = _used(menu, counts)
+        self._kinds = sorted((k for k in used if len(k[1]) > 1), key=lambda kind: -len(kind[1]))
+        self._alone = [k for k in used if len(k[1]) < 2]
+        """Those that have nothing to decide."""
         self._below = below
         self._suffixes = self._rest(counts)
 
     def _rest(self, counts: Counts) -> list[Counts]:
-        """By number of decided kinds, the counts of those that are left."""
-        left = counts.copy()
-        out = [left.copy()]
+        """By number of decided kinds, the counts of those that are left; all of them at first."""
+        left, out = counts.copy(), [counts]
+        for kind, _, _ in self._alone:
+            left[kind] = 0
         for kind, _, _ in self._kinds:
             left[kind] = 0
             out.append(left.copy())
@@ -210,13 +232,19 @@ class _Labels:
         price = menu.price(counts, self._capacity)
         held = self._held(slack / price if price > 0 else np.inf)
         seconds, memory = np.zeros(1), np.zeros(1)
-        layers: list[tuple[Counts, list[Mix]]] = []
+        for kind, front, count in self._alone:
+            seconds = seconds + count * menu.seconds[kind, front]
+            memory = memory + count * menu.memory[kind, front]
+        layers: list[tuple[Counts, Mixes]] = []
         for number, (kind, front, count) in enumerate(self._kinds):
             t, m = menu.seconds[kind, front], menu.memory[kind, front]
             mixes = mixes_of(t, m, count, price, slack, held[number])
-            seconds = np.add.outer(seconds, [mix.seconds for mix in mixes]).ravel()
-            memory = np.add.outer(memory, [mix.memory for mix in mixes]).ravel()
-            bounds = seconds + menu.relaxed(self._suffixes[number + 1], self._capacity - memory)
+            seconds = np.add.outer(seconds, mixes.seconds).ravel()
+            memory = np.add.outer(memory, mixes.memory).ravel()
+            room, left = self._capacity - memory, self._suffixes[number + 1]
+            bounds = seconds + (
+                menu.relaxed(left, room) if left.any() else np.where(room >= 0, 0.0, np.inf)
+            )
             hopeful = np.flatnonzero(bounds <= limit)
             kept = hopeful[undominated(seconds[hopeful], memory[hopeful])]
             if not len(kept):
@@ -232,7 +260,8 @@ class _Labels:
         Args:
             unused: Bytes of the capacity that may be left: at their price they cost the slack.
         """
-        memory = [(self._menu.memory[kind, front], count) for kind, front, count in self._kinds]
+        kinds = [*self._kinds, *self._alone]
+        memory = [(self._menu.memory[kind, front], count) for kind, front, count in kinds]
         least = [float(m.min()) * count for m, count in memory]
         most = [float(m.max()) * count for m, count in memory]
         low, high = (1 - _NEAR) * self._capacity - unused, (1 + _NEAR) * self._capacity
@@ -241,22 +270,22 @@ class _Labels:
             for own_least, own_most in zip(least, most, strict=True)
         ]
 
-    def _trace(self, layers: list[tuple[Counts, list[Mix]]]) -> list[tuple[int, int, int]]:
+    def _trace(self, layers: list[tuple[Counts, Mixes]]) -> list[tuple[int, int, int]]:
         """(kind, option, how many) that the fastest last label is made of."""
-        at, out = 0, []
+        at, out = 0, [(kind, front[0], count) for kind, front, count in self._alone]
         for (kind, front, _), (kept, mixes) in reversed(
             list(zip(self._kinds, layers, strict=True))
         ):
-            at, mix = divmod(int(kept[at]), len(mixes))
-            takes = mixes[mix].takes
-            out += [(kind, int(o), n) for o, n in zip(front, takes, strict=True) if n]
+            at, mix = divmod(int(kept[at]), len(mixes.takes))
+            takes = mixes.takes[mix].tolist()
+            out += [(kind, o, n) for o, n in zip(front, takes, strict=True) if n]
         return out
 
     def _first(self) -> float:
         """Seconds of a choice that fits, found greedily along the hulls, then made better."""
         menu, counts = self._menu, self._suffixes[0]
         takes = np.zeros(menu.seconds.shape, dtype=np.int64)
-        for kind, front, count in self._kinds:
+        for kind, front, count in (*self._kinds, *self._alone):
             takes[kind, front[0]] = count
         used = counts > 0
         over = float(counts[used] @ menu.fastest[1][used]) - self._capacity

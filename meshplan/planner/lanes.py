@@ -10,17 +10,34 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Final
+from functools import cached_property, lru_cache
+from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from meshplan.cost.grid import GRID
 from meshplan.planner.flights import flights, had_backward, handed_on
 from meshplan.planner.knapsack import Counts, Menu
-from meshplan.planner.numbers import Numbers
+from meshplan.planner.numbers import Numbers, alike
 
 Takes = tuple[tuple[int, ...], ...]
 """By kind, how many blocks take each option."""
+_MOST_KNOWN: Final = 256
+"""Ranks of which it is kept where they may begin and end: it is the same for many rows."""
+
+
+class Stretches(NamedTuple):
+    """What one rank may have of the line.
+
+    Attributes:
+        made_of: [looks, kinds] blocks of each kind of its menu, no two alike.
+        at: By stretch, its place in a flat table [begin, end].
+        look: By stretch, which of `made_of` it is.
+    """
+
+    made_of: Counts
+    at: Counts
+    look: Counts
 
 
 class Lanes:
@@ -30,16 +47,15 @@ class Lanes:
         menus: By rank, what its blocks may choose.
         tops: By rank, bytes on top of what its blocks hold.
         places: Where the line may be cut: before each block, and behind all of them.
-        is_even: Whether what a stretch holds follows from its rank and its length.
     """
-
-    is_even = False
 
     def __init__(self, numbers: Numbers, row: int) -> None:
         self._numbers, config = numbers, numbers.grid[row]
         self.num = int(config["pp"])
+        self._kept, self._had, handed = _scheduled(
+            *(int(config[name]) for name in ("pp", "virtual", "microbatches", "schedule"))
+        )
         self.menus = self._menus(row)
-        handed = [handed_on(config, rank) for rank in range(self.num)]
         waiting = [sum(each) for each in handed]
         # The last stage hands on nothing; what the first one does is charged as its input.
         waiting[0] -= handed[0][0]
@@ -49,20 +65,14 @@ class Lanes:
             for rank, many in enumerate(waiting)
         ]
         self.places = len(numbers.order) + 1
-        self._stretches: dict[int, tuple[Counts, Counts]] = {}
-        # Every stage has a block, and begins with one; what is in no block goes along.
-        self._can_begin = np.append(numbers.is_block, False)
-        self._can_begin[0] = True
-        self._can_end = np.append(False, np.logical_or.accumulate(numbers.is_block))
-        self._pinned = [
+        self._pinned = tuple(
             (place, stage if stage >= 0 else self.num - 1)
             for place, stage in enumerate(numbers.stages)
             if stage is not None
-        ]
+        )
 
     def _menus(self, row: int) -> list[Menu]:
-        config = self._numbers.grid[row]
-        keys = [(flights(config, rank)[0], had_backward(config, rank)) for rank in range(self.num)]
+        keys = [(each[0], had) for each, had in zip(self._kept, self._had, strict=True)]
         known = {
             key: self._numbers.menu(row, key[0], had_backward=key[1]) for key in dict.fromkeys(keys)
         }
@@ -73,23 +83,12 @@ class Lanes:
         before = self._numbers.before
         return np.asarray(before[j] - before[i])
 
-    def stretches(self, rank: int) -> tuple[Counts, Counts]:
-        """(where a rank may begin, where it then may end)."""
-        if rank not in self._stretches:
-            i, j = np.triu_indices(self.places, 1)
-            is_open = self._is_open(rank, i, j)
-            self._stretches[rank] = i[is_open], j[is_open]
-        return self._stretches[rank]
-
-    def _is_open(self, rank: int, i: Counts, j: Counts) -> NDArray[np.bool_]:
-        """Where a rank may begin and end: blocks are left for those before and after it."""
-        is_open = (i >= rank) & (j <= self.places - self.num + rank)
-        is_open &= (i == 0) == (rank == 0)
-        is_open &= (j == self.places - 1) == (rank == self.num - 1)
-        for place, own in self._pinned:
-            if rank == own:
-                is_open &= (i <= place) & (place < j)
-        return np.asarray(is_open & self._can_begin[i] & self._can_end[j])
+    def stretches(self, rank: int) -> Stretches:
+        """What a rank may have."""
+        numbers = self._numbers
+        is_block, kinds = tuple(numbers.is_block.tolist()), len(numbers.counts)
+        at, look = _in_line(self.num, rank, numbers.order, kinds, is_block, self._pinned)
+        return Stretches(numbers.alike[0], at, look)
 
     def stages(
         self, ends: Sequence[int], takes: Sequence[Takes]
@@ -110,19 +109,18 @@ class Rounds(Lanes):
     microbatches wait; on the last rank first, where the last stage has the loss.
     """
 
-    is_even = True
-
     def __init__(self, numbers: Numbers, row: int) -> None:
-        self._config = config = numbers.grid[row]
-        self._virtual, pp = int(config["virtual"]), int(config["pp"])
-        self._kept = [flights(config, rank) for rank in range(pp)]
-        self._groups = [sorted(set(each), reverse=True) for each in self._kept]
-        """By rank, how many microbatches its stages keep."""
+        self._virtual = int(numbers.grid[row]["virtual"])
         super().__init__(numbers, row)
         self._begin, self._block, self._length = blocks_in(numbers)
         self.places = self._length + 1
         self._kinds = len(numbers.counts)
         self._tables: dict[int, Counts] = {}
+
+    @cached_property
+    def _groups(self) -> list[list[float]]:
+        """By rank, how many microbatches its stages keep."""
+        return [sorted(set(each), reverse=True) for each in self._kept]
 
     def _menus(self, row: int) -> list[Menu]:
         keys = [(tuple(each), self._had_backward(rank)) for rank, each in enumerate(self._groups)]
@@ -132,16 +130,16 @@ class Rounds(Lanes):
                 menus = [
                     self._numbers.menu(row, each, had_backward=each == began) for each in groups
                 ]
-                known[groups, began] = Menu(
+                known[groups, began] = menus[0] if len(menus) == 1 else Menu(
                     np.concatenate([m.seconds for m in menus]),
                     np.concatenate([m.memory for m in menus]),
-                )
+                )  # fmt: skip
         return [known[key] for key in keys]
 
     def _had_backward(self, rank: int) -> float:
         """Microbatches of the group of stages that have had a backward; negative for none."""
         *others, last = self._kept[rank]
-        return last if had_backward(self._config, rank) and last not in others else -1.0
+        return last if self._had[rank] and last not in others else -1.0
 
     def sizes(self, rank: int, blocks: Counts) -> Counts:
         """[..., turn] blocks of each of a rank's stages, of so many that it has: [...]."""
@@ -174,12 +172,10 @@ class Rounds(Lanes):
                 out[:, group_of[-1], kind] += 1
         return out.reshape(len(lengths), -1)
 
-    def _is_open(self, rank: int, i: Counts, j: Counts) -> NDArray[np.bool_]:
-        """Every stage of a rank has a block."""
-        v, length = self._virtual, self._length
-        is_open = (j - i >= v) & (i >= rank * v) & (length - j >= (self.num - 1 - rank) * v)
-        is_open &= (i == 0) == (rank == 0)
-        return np.asarray(is_open & ((j == length) == (rank == self.num - 1)))
+    def stretches(self, rank: int) -> Stretches:
+        """What a rank may have: what that is made of follows from its length."""
+        at, lengths, look = _in_rounds(self.num, rank, self._virtual, self._length)
+        return Stretches(self.counts(rank, 0 * lengths, lengths), at, look)
 
     def stages(
         self, ends: Sequence[int], takes: Sequence[Takes]
@@ -214,6 +210,70 @@ class Rounds(Lanes):
         order = self._numbers.order
         before = order[: self._begin].count(kind) if is_first else 0
         return before + (order[self._begin + self._length :].count(kind) if is_last else 0)
+
+
+@lru_cache(maxsize=_MOST_KNOWN)
+def _scheduled(
+    ranks: int, virtual: int, microbatches: int, schedule: int
+) -> tuple[tuple[tuple[float, ...], ...], tuple[bool, ...], tuple[tuple[float, ...], ...]]:
+    """By rank, what `flights`, `had_backward` and `handed_on` say."""
+    config = np.zeros(1, GRID)[0]
+    config["pp"], config["virtual"] = ranks, virtual
+    config["microbatches"], config["schedule"] = microbatches, schedule
+    every = range(ranks)
+    return (
+        tuple(flights(config, rank) for rank in every),
+        tuple(had_backward(config, rank) for rank in every),
+        tuple(handed_on(config, rank) for rank in every),
+    )
+
+
+@lru_cache(maxsize=_MOST_KNOWN)
+def _in_line(
+    num: int,
+    rank: int,
+    order: tuple[int, ...],
+    kinds: int,
+    is_block: tuple[bool, ...],
+    pinned: tuple[tuple[int, int], ...],
+) -> tuple[Counts, Counts]:
+    """Where one of so many ranks may begin and end, in a flat table, and what that is alike to.
+
+    Every rank has a block, and begins with one; what is in no block goes along. Blocks are left
+    for the ranks before and after it.
+    """
+    last = len(is_block)
+    can_begin = np.append(is_block, False)
+    can_begin[0] = True
+    can_end = np.append(False, np.logical_or.accumulate(is_block))
+    i, j = np.triu_indices(last + 1, 1)
+    is_open = (i >= rank) & (j <= last + 1 - num + rank)
+    is_open &= (i == 0) == (rank == 0)
+    is_open &= (j == last) == (rank == num - 1)
+    for place, own in pinned:
+        if rank == own:
+            is_open &= (i <= place) & (place < j)
+    is_open &= can_begin[i] & can_end[j]
+    at, look = (i * (last + 1) + j)[is_open], alike(order, kinds)[1][i, j][is_open]
+    return _kept(at), _kept(look)
+
+
+@lru_cache(maxsize=_MOST_KNOWN)
+def _in_rounds(num: int, rank: int, virtual: int, length: int) -> tuple[Counts, Counts, Counts]:
+    """(the same where every stage of a rank has a block, all lengths, which of them each has)."""
+    i, j = np.triu_indices(length + 1, 1)
+    is_open = (j - i >= virtual) & (i >= rank * virtual)
+    is_open &= length - j >= (num - 1 - rank) * virtual
+    is_open &= ((i == 0) == (rank == 0)) & ((j == length) == (rank == num - 1))
+    lengths, look = np.unique((j - i)[is_open], return_inverse=True)
+    at = (i * (length + 1) + j)[is_open]
+    return _kept(at), _kept(lengths), _kept(look)
+
+
+def _kept(numbers: Counts) -> Counts:
+    """Not to be written to: others read it too."""
+    numbers.setflags(write=False)
+    return numbers
 
 
 def lanes_of(numbers: Numbers, row: int) -> Lanes:

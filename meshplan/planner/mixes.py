@@ -14,18 +14,23 @@ _NEAR: Final = 1e-6
 """Of a block: less than that is rounding."""
 
 
-class Mix(NamedTuple):
-    """What the blocks of one kind take together."""
+class Mixes(NamedTuple):
+    """What the blocks of one kind may take together.
 
-    seconds: float
-    memory: float
-    takes: tuple[int, ...]
+    Attributes:
+        seconds, memory: Of each mix.
+        takes: [mixes, options] how many blocks take each option.
+    """
+
+    seconds: Floats
+    memory: Floats
+    takes: Counts
 
 
 def mixes_of(
     seconds: Floats, memory: Floats, count: int, price: float, slack: float,
     held: tuple[float, float],
-) -> list[Mix]:  # fmt: skip
+) -> Mixes:  # fmt: skip
     """What so many alike blocks may take, without what others beat.
 
     With memory at any price, the choice of each block costs at least what its cheapest option does.
@@ -73,7 +78,8 @@ def mixes_of(
         takes, spent, left, t, m = takes[kept], spent[kept], left[kept], t[kept], m[kept]
     takes = takes[:, np.argsort(order)]
     t, m = takes @ seconds, takes @ memory
-    return [Mix(float(t[i]), float(m[i]), tuple(map(int, takes[i]))) for i in undominated(t, m)]
+    kept = undominated(t, m)
+    return Mixes(t[kept], m[kept], takes[kept])
 
 
 def _undominated_each(groups: Counts, seconds: Floats, memory: Floats) -> Counts:

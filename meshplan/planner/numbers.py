@@ -94,13 +94,8 @@ class Numbers:
 
     @cached_property
     def alike(self) -> tuple[Counts, Counts]:
-        """The stretches of blocks by what they are made of.
-
-        Returns:
-            ([stretches, kinds] blocks of each kind, no two alike, and by the places where a stretch
-            begins and ends, which of them it is: [place, place]).
-        """
-        return _alike(self.order, self.seconds.shape[1])
+        """As of `alike`."""
+        return alike(self.order, self.seconds.shape[1])
 
     @cached_property
     def lanes(self) -> dict[int, Any]:
@@ -179,13 +174,19 @@ def _before(order: tuple[int, ...], kinds: int) -> Counts:
 
 
 @lru_cache(maxsize=8)
-def _alike(order: tuple[int, ...], kinds: int) -> tuple[Counts, Counts]:
+def alike(order: tuple[int, ...], kinds: int) -> tuple[Counts, Counts]:
+    """The stretches of blocks by what they are made of.
+
+    Returns:
+        ([stretches, kinds] blocks of each kind, no two alike, and by the places where a stretch
+        begins and ends, which of them it is: [place, place]).
+    """
     before = _before(order, kinds)
     i, j = np.triu_indices(len(before), 1)
     which = np.zeros((len(before),) * 2, dtype=np.int64)
-    alike, which[i, j] = np.unique(before[j] - before[i], axis=0, return_inverse=True)
+    made_of, which[i, j] = np.unique(before[j] - before[i], axis=0, return_inverse=True)
     which.setflags(write=False)
-    return alike, which
+    return made_of, which
 
 
 def weights(grid: NDArray[np.void]) -> tuple[Floats, Floats]:

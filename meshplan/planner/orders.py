@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from meshplan.cost.grid import SCHEDULE_WORDS
@@ -69,28 +69,6 @@ def schedules_of(
     return left, tuple((", ".join(words), why) for why, words in by_reason.items())
 
 
-def halved_beside(
-    sequence: Mapping[int, bool], schedules: Sequence[int], pipelines: Sequence[int]
-) -> tuple[tuple[str, str], ...]:
-    """(what is not tried with a schedule that splits the backward, why).
-
-    Args:
-        sequence: By size of tp, whether the sequence is cut.
-        schedules: That are free; one alone is stated.
-        pipelines: Sizes that pp may have.
-    """
-    cut = [str(size) for size, is_cut in sequence.items() if is_cut and size > 1]
-    if (
-        not cut
-        or len(schedules) == 1
-        or max(pipelines) == 1
-        or SCHEDULE_WORDS.index(_HALVED) not in schedules
-    ):
-        return ()
-    why = "what halves of a backward hold of parts of a sequence has no bound yet"
-    return ((f"sequence_parallel beside {_HALVED} (tp {', '.join(cut)})", why),)
-
-
 def _keeps_from_halves(spec: Spec) -> str:
     """Why no backward may be run in two halves, "" if it may."""
     modes = [r.activation_checkpointing for r in spec.rules]
@@ -115,6 +93,11 @@ def stated_virtual(spec: Spec) -> int | None:
         return None
     is_stated = "pipeline.virtual" in spec.origins or spec.pipeline.virtual > 1
     return spec.pipeline.virtual if is_stated else None
+
+
+def stated_schedule(spec: Spec) -> str | None:
+    """The schedule that the plan asks for; that it has stages and no more asks for one too."""
+    return spec.pipeline.schedule if spec.pipeline is not None and _is_stated(spec) else None
 
 
 def _is_stated(spec: Spec) -> bool:

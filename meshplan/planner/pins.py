@@ -74,9 +74,13 @@ def check_pins(spec: Spec) -> None:
     asked = [
         *((f"{at}.save", "other operations than the usual") for at, p in policies.items()
           if p.save),
+        *((f"{at}.budget", "a budget of activations") for at, p in policies.items()
+          if p.budget is not None),
         *((f"mesh.{axis}", "borrowed ranks") for axis, size in mesh.items()
           if isinstance(size, Borrow) and axis != "ep"),
     ]  # fmt: skip
+    if isinstance(spec.batch.accumulate, Mapping):
+        asked.append(("batch.accumulate", "a batch that changes with the epoch"))
     problems = [
         Problem(f"the planner cannot hold {what} yet", spec.origin(path),
                 "leave it out, or state all that is left open")

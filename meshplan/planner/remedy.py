@@ -7,6 +7,7 @@ was searched, replayed and fits.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +21,8 @@ from meshplan.planner.least import least_rows
 from meshplan.planner.lock import overrides
 from meshplan.planner.numbers import memory_bounds
 from meshplan.planner.row import Row
-from meshplan.planner.search import search
-from meshplan.planner.stated import Statement, statements_of, without
-from meshplan.planner.widened import searched, widen
+from meshplan.planner.stated import Statement, in_words, statements_of, without
+from meshplan.planner.widened import fastest_that_fits, widen
 
 _MOST_TIMES: Final = 16
 """How many times as many devices are tried."""
@@ -76,12 +76,17 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a search came to: whether something fits, None where the time was up before."""
+    """What a search came to: whether something fits, None where the time was up before.
+
+    Args:
+        dropped: The statements that it was without.
+    """
 
     fits: bool | None
     way: Way | None = None
     why: str = ""
     is_whole: bool = True
+    dropped: tuple[Statement, ...] = ()
 
 
 def trouble_of(question: Question, told: Callable[[str], None] = lambda text: None) -> Trouble:
@@ -101,6 +106,7 @@ class _Asking:
         self._stated = statements_of(question.read(()))
         self._limit = TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s
         self._deadline = 0.0
+        self._known: dict[frozenset[Statement], _Outcome] = {}
         self._is_whole, self._is_hopeless = True, False
 
     def answer(self) -> Trouble:
@@ -124,9 +130,9 @@ class _Asking:
 
     def _conflict(self) -> tuple[tuple[Statement, ...], bool, str]:
         """(the least set, whether it is known to be the least, why)."""
-        whole = self._ask(self._question, any_will_do=True)
+        whole = self._anything_without(())
         self._told("nothing is left: looking for what contradicts what")
-        free = self._ask(self._without(self._stated), any_will_do=True)
+        free = self._anything_without(self._stated)
         self._is_hopeless = free.fits is False
         if whole.fits is not False or free.fits is not True:
             return (), False, whole.why
@@ -134,7 +140,7 @@ class _Asking:
         for one in self._stated:
             rest = [each for each in kept if each is not one]
             dropped = [each for each in self._stated if each not in rest]
-            found = self._ask(self._without(dropped), any_will_do=True)
+            found = self._anything_without(dropped)
             if found.fits is False:
                 kept, why = rest, found.why
             is_least = is_least and found.fits is not None
@@ -149,14 +155,45 @@ class _Asking:
         out: list[list[Statement]] = []
         for order in (self._stated, self._stated[::-1]):
             held: list[Statement] = []
+            left = self._anything_without(self._stated).dropped
             for one in order:
                 rest = [each for each in order if each not in (*held, one)]
-                if self._ask(self._without(rest), any_will_do=True).fits:
+                found = self._anything_without(rest)
+                if found.fits:
                     held.append(one)
-            left = [each for each in self._stated if each not in held]
-            if left not in out:
-                out.append(left)
+                    left = found.dropped
+            ordered = [each for each in self._stated if each in left]
+            if ordered and ordered not in out:
+                out.append(ordered)
         return out
+
+    def _anything_without(self, dropped: Sequence[Statement]) -> _Outcome:
+        """Whether anything fits without some statements.
+
+        With a statement that allows more than the planner would try by itself it may be what fits,
+        so what is asked without such ones is asked with each number of them as well.
+        """
+        more = [each for each in dropped if each.allows_more]
+        outcome = _Outcome(False)
+        for count in range(len(more) + 1):
+            for stay in itertools.combinations(more, count):
+                found = self._anything_of([each for each in dropped if each not in stay])
+                if found.fits:
+                    return found
+                is_known = outcome.fits is False and found.fits is False
+                outcome = replace(outcome, fits=False if is_known else None,
+                                  why=outcome.why or found.why)  # fmt: skip
+        return outcome
+
+    def _anything_of(self, dropped: Sequence[Statement]) -> _Outcome:
+        """Whether anything fits with these left to the planner, as it chooses by itself."""
+        key = frozenset(dropped)
+        if key not in self._known:
+            found = self._ask(self._without(dropped), any_will_do=True)
+            if found.fits is None:
+                return found
+            self._known[key] = replace(found, dropped=tuple(dropped))
+        return self._known[key]
 
     def _by_statements(self, tries: Iterable[Sequence[Statement]]) -> Iterator[Remedy]:
         """Some statements of the conflict left to the planner, all others held."""
@@ -211,7 +248,7 @@ class _Asking:
         mesh = self._question.read(()).mesh
         if isinstance(mesh, Mapping):
             data = [axis for axis in ("dp_replicate", "dp_shard") if axis in mesh] or ["dp_shard"]
-            kept = {axis: size for axis, size in mesh.items() if axis not in data}
+            kept = {axis: in_words(size) for axis, size in mesh.items() if axis not in data}
             setting["mesh"] = {**dict.fromkeys(data, "auto"), **kept}
         self._told(f"looking for a plan on {nodes * each} GPUs")
         question = _with(self._question, overrides(setting))
@@ -253,16 +290,7 @@ class _Asking:
                 self._is_whole = self._is_whole and (is_proved or small is not None)
                 return _Outcome(True if small else False if is_proved else None, small)
             deadline = min(self._deadline, time.monotonic() + self._limit / _SHARES)
-            _, found = searched(
-                job,
-                lambda numbers: search(
-                    numbers,
-                    job.capacity,
-                    lambda candidate: job.measure(numbers, candidate),
-                    deadline=deadline,
-                    is_stopped=question.is_stopped,
-                ),
-            )
+            found = fastest_that_fits(job, deadline)
         except PlanError as error:
             return _Outcome(False, why=error.problems[0].what)
         way = found.measured.result if found.measured is not None else small

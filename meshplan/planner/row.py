@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from meshplan.planner.cuts import cut
 from meshplan.planner.knapsack import NONE, Choice, Counts, Floats, solve
-from meshplan.planner.lanes import lanes_of
+from meshplan.planner.lanes import Stretches, lanes_of
 from meshplan.planner.numbers import Numbers, weights
 
 
@@ -38,10 +39,12 @@ class _Known:
     """What is known of a row within a memory.
 
     Attributes:
+        row: None once there is an answer.
         answer: Its fastest way; None where that is not known.
         none_below: Then no way of it takes less.
     """
 
+    row: Row | None
     answer: Candidate | None = None
     none_below: float = float("-inf")
 
@@ -54,11 +57,12 @@ def solve_row(
     Args:
         capacity: Bytes of one rank.
     """
-    known = numbers.answers.setdefault((row, capacity), _Known())
-    if known.answer is None and below > known.none_below:
-        known.answer = Row(numbers, row, capacity).best(below)
-        known.none_below = below
-    answer = known.answer
+    if (known := numbers.answers.get((row, capacity))) is None:
+        known = numbers.answers[row, capacity] = _Known(Row(numbers, row, capacity))
+    if known.row is not None and below > known.none_below:
+        known.answer, known.none_below = known.row.best(below), below
+        known.row = known.row if known.answer is None else None
+    answer: Candidate | None = known.answer
     return answer if answer is not None and answer.seconds < below else None
 
 
@@ -85,7 +89,7 @@ class Row:
         def exact(rank: int, i: int, j: int) -> float:
             return self._solve(rank, i, j).seconds
 
-        cost, ends = cut(self._bounds(), exact, (a, b), below - once)
+        cost, ends = cut(self._table(self._bounds), exact, (a, b), below - once)
         return self._candidate(ends, cost + once) if ends else None
 
     def smallest(self) -> Candidate:
@@ -100,7 +104,7 @@ class Row:
             each = np.where(there, held[rank][kinds, least[rank]], 0.0)
             return np.asarray(counts @ each + lanes.tops[rank])
 
-        table = self._table(value)
+        table = self._table(self._values(value))
         _, ends = cut(table, lambda *at: float(table[at]), (1.0, 0.0))
         takes, times = [], []
         for rank, (first, last) in enumerate(itertools.pairwise(ends)):
@@ -115,34 +119,44 @@ class Row:
         seconds = a * max(times) + b * sum(times) + float(numbers.once_s[row])
         return Candidate(row, seconds, *lanes.stages(ends, takes), tuple(linear))
 
-    def _bounds(self) -> Floats:
-        """[ranks, i, j] seconds from below of each rank with each stretch of blocks."""
+    @cached_property
+    def _bounds(self) -> list[Floats]:
+        """By rank, seconds from below of all that it may have."""
         rooms = [np.array([room]) for room in self._rooms]
-        return self._table(lambda rank, counts: self._menus[rank].relaxed(counts, rooms[rank]))
+        return self._values(lambda rank, counts: self._menus[rank].relaxed(counts, rooms[rank]))
 
-    def _table(self, value: Callable[[int, Counts], Floats]) -> Floats:
-        """[ranks, i, j] of what follows from how many blocks of each kind there are."""
-        lanes, places = self._lanes, self._lanes.places
-        table = np.full((lanes.num, places, places), np.inf)
-        known: dict[tuple[int, float], Floats] = {}
-        for rank in range(lanes.num):
-            i, j = lanes.stretches(rank)
-            if lanes.is_even:
-                lengths, at = np.unique(j - i, return_inverse=True)
-                table[rank, i, j] = value(rank, lanes.counts(rank, 0 * lengths, lengths))[at]
-                continue
-            alike, which = self._numbers.alike
-            key = id(self._menus[rank]), lanes.tops[rank]
+    @cached_property
+    def _stretches(self) -> list[Stretches]:
+        """By rank."""
+        return [self._lanes.stretches(rank) for rank in range(self._lanes.num)]
+
+    def _values(self, value: Callable[[int, Counts], Floats]) -> list[Floats]:
+        """By rank, what follows from what the stretches that it may have are made of."""
+        out: list[Floats] = []
+        known: dict[tuple[int, float, int], Floats] = {}
+        for rank, each in enumerate(self._stretches):
+            key = id(self._menus[rank]), self._lanes.tops[rank], id(each.made_of)
             if key not in known:
-                known[key] = value(rank, alike)
-            table[rank, i, j] = known[key][which[i, j]]
-        return table
+                known[key] = value(rank, each.made_of)
+            out.append(known[key])
+        return out
+
+    def _table(self, values: list[Floats]) -> Floats:
+        """[ranks, i, j] of what there is for each stretch."""
+        num, places = self._lanes.num, self._lanes.places
+        table = np.full((num, places * places), np.inf)
+        for rank, (own, each) in enumerate(zip(values, self._stretches, strict=True)):
+            table[rank, each.at] = own[each.look]
+        return table.reshape(num, places, places)
 
     def _solve(self, rank: int, i: int, j: int, below: float = float("inf")) -> Choice:
         counts, menu = self._lanes.counts(rank, i, j), self._menus[rank]
         key = (id(menu), self._rooms[rank], counts.tobytes())
         if key not in self._known:
-            self._known[key] = solve(menu, counts, self._rooms[rank], below)
+            choice = solve(menu, counts, self._rooms[rank], below)
+            if choice is NONE and below < float("inf"):
+                return NONE  # There may be one that takes longer.
+            self._known[key] = choice
         return self._known[key]
 
     def _candidate(self, ends: tuple[int, ...], seconds: float) -> Candidate:

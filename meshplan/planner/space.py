@@ -14,9 +14,10 @@ from typing import Final, Literal
 from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, PARAMS_THERE, RECOMPUTE
 from meshplan.errors import PlanError, Problem
 from meshplan.mesh import AXES
+from meshplan.planner.batches import of_data_rank
 from meshplan.planner.contexts import context_of, contexts_of, shared_heads
 from meshplan.planner.hosted import as_stated, stated_offloads
-from meshplan.planner.orders import halved_beside, schedules_of, stated_virtual
+from meshplan.planner.orders import schedules_of, stated_virtual
 from meshplan.planner.spread import NO_EXPERTS, Experts, as_trial, is_placed
 from meshplan.spec import AUTO, Borrow, Offload, Pipeline, Rule, Spec
 
@@ -62,7 +63,8 @@ class Freedom:
             where free.
         accumulate: Microbatches of a step; None where free.
         pipelined: Microbatches of a pipeline; None where free.
-        global_: Samples of a step of all ranks; None where micro and accumulate say it.
+        global_: Samples of a step of all ranks; None where `of_data_rank` says it.
+        of_data_rank: Samples of a step of one data rank.
         sequence_parallel: By size of tp.
         experts: Patterns of the modules that ep spreads.
         offload: What lies on the host, as in the grid, so far as the plan leaves it open.
@@ -84,6 +86,7 @@ class Freedom:
     accumulate: int | None = None
     pipelined: int | None = None
     global_: int | None = None
+    of_data_rank: int = 1
     sequence_parallel: Mapping[int, bool] = field(default_factory=dict)
     experts: tuple[str, ...] = ()
     offload: tuple[int, ...] = (0,)
@@ -141,8 +144,6 @@ def freedom_of(
     axes["ep"] = tuple(_spread(spec, axes["ep"], experts, refuses, rejected))
     schedules, without = schedules_of(spec, axes["pp"], keeps_from_rounds)
     rejected += (Rejected(f"pipeline.schedule={words}", why) for words, why in without)
-    apart = halved_beside(sequence, schedules, axes["pp"])
-    rejected += (Rejected(what, why) for what, why in apart)
     modes: tuple[int, ...] = tuple(range(len(MODES)))
     reshard: tuple[int, ...] = (0, 1)
     hybrid = None
@@ -170,6 +171,7 @@ def freedom_of(
         accumulate=spec.batch.accumulate if isinstance(spec.batch.accumulate, int) else None,
         pipelined=_stated_microbatches(spec),
         global_=spec.batch.global_,
+        of_data_rank=of_data_rank(spec.batch),
         offload=offload,
         stages_there=not offload[0] & PARAMS_THERE
         or max(axes["pp"], default=1) == 1
@@ -376,25 +378,3 @@ def _recompute(
             rejected.append(Rejected(f"activation_checkpointing={word}", why))
         else:
             yield RECOMPUTE.index(word)
-
-
-def check_batch(spec: Spec, *, reads_tokens: bool = True) -> None:
-    """Two of micro, accumulate and global must say or leave free how large a step is.
-
-    Args:
-        reads_tokens: Whether a sample has a length.
-
-    Raises:
-        PlanError: They do not.
-    """
-    batch, problems = spec.batch, []
-    if batch.global_ is None and not (
-        isinstance(batch.micro, int) and isinstance(batch.accumulate, int)
-    ):
-        what = "nothing says how many samples a step has, so no two plans can be compared"
-        problems.append(Problem(what, spec.origin("batch"), "add batch: {global: 64}"))
-    if reads_tokens and batch.seq_len is None:
-        what = "nothing says how long a sample is"
-        problems.append(Problem(what, spec.origin("batch"), "add batch: {seq_len: 2048}"))
-    if problems:
-        raise PlanError(problems)

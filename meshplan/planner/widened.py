@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -33,7 +34,7 @@ from meshplan.planner.hosted import WORDS, too_much_there
 from meshplan.planner.job import Job
 from meshplan.planner.knapsack import Counts, Floats
 from meshplan.planner.numbers import Numbers, step_seconds
-from meshplan.planner.search import TOLERANCE
+from meshplan.planner.search import TOLERANCE, search
 from meshplan.planner.space import Rejected, with_offload
 
 _DDP, _SHARD = MODES.index("ddp"), MODES.index("shard")
@@ -59,6 +60,25 @@ def searched(job: Job, run: Callable[[Numbers], Found]) -> tuple[Numbers, Found]
                 with np.errstate(invalid="ignore"):  # Infinity less infinity is no bound.
                     found = _together(found, run(_only(numbers, some, found)))
     return numbers, found
+
+
+def fastest_that_fits(job: Job, deadline: float | None = None) -> Found:
+    """The search of a job that asks for nothing but its answer.
+
+    Args:
+        deadline: `time.monotonic()` at which to end with what is there.
+    """
+    _, found = searched(
+        job,
+        lambda numbers: search(
+            numbers,
+            job.capacity,
+            partial(job.measure, numbers),
+            deadline=deadline,
+            is_stopped=job.question.is_stopped,
+        ),
+    )
+    return found
 
 
 def _only(numbers: Numbers, some: NDArray[np.bool_], found: Found) -> Numbers:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from meshplan.planner.remedy import Remedy, Trouble
 from meshplan.render.plan import statement_lines
 from meshplan.render.text import columns
 from meshplan.units import format_gib
+
+_HOPELESS: Final = (
+    "no statement of the plan is in the way: with nothing stated but model, batch, precision, "
+    "optimizer and machine nothing fits"
+)
 
 
 def trouble_to_json(trouble: Trouble) -> dict[str, Any]:
@@ -47,7 +52,7 @@ def conflict_to_text(trouble: Trouble) -> list[str]:
     if not trouble.conflict:
         if not trouble.is_hopeless:
             return ["the time was up before it was known which statements are in the way", *why]
-        return ["no statement of the plan is in the way: with nothing stated nothing fits", *why]
+        return [_HOPELESS, *why]
     title = "nothing fits with all of these, whatever else is left open; with any one less it does"
     if len(trouble.conflict) == 1:
         title = "nothing fits with this, whatever else is left open; without it something does"

@@ -20,7 +20,12 @@ from meshplan.assign import Placed, StyleUse
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
 from meshplan.runtime.crossings import cross
-from meshplan.runtime.local_compute import compute_locally, set_local_attributes
+from meshplan.runtime.local_compute import (
+    compute_locally,
+    look_up_own_rows,
+    looks_up_own_rows,
+    set_local_attributes,
+)
 from meshplan.runtime.loss import leave_logits
 from meshplan.runtime.mesh import activation_placement, placement, submesh
 from meshplan.runtime.multihead import attend_by_heads
@@ -61,6 +66,8 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
             continue
         if use.pieces:
             compute_locally(module, use, tp)
+        elif use.style.cut_dim == "vocab" and looks_up_own_rows(module, tp):
+            look_up_own_rows(module, tp)
         _flow(module, use, tp, outside)
     if not plan.spec.compile:
         for fqn in {fqn.rpartition(".")[0] for fqn in plan.assignment.styles}:
@@ -86,8 +93,9 @@ def distribute(
 def lay_gradients(model: nn.Module, plan: Plan) -> None:
     """Give gradients that no unit of sharding reduces the layout of their parameter.
 
-    Backward of an embedding leaves the whole vocabulary's gradient on every rank, and that of a
-    norm on a part of the sequence leaves addends: the optimizer would keep its state like that.
+    Backward of an embedding with a forward of its own leaves the whole vocabulary's gradient on
+    every rank, and that of a norm on a part of the sequence leaves addends: the optimizer would
+    keep its state like that.
 
     Assumes: the model has its memory. Moving a DTensor parameter drops its hooks.
     """

@@ -5,7 +5,7 @@ whatever holds the parameters. This room knows, as rules on bytes, what each wra
 frees at the marks of the work. What no rule covers it refuses: a trace of the whole step tells.
 """
 
-from meshplan.memory.replay.main import replay
+from meshplan.memory.replay.main import check_rules, replay
 from meshplan.memory.replay.prepare import Prepared
 
-__all__ = ["Prepared", "replay"]
+__all__ = ["Prepared", "check_rules", "replay"]

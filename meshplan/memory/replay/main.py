@@ -48,24 +48,30 @@ def replay(
     Raises:
         PlanError: There is no rule for something in this plan: trace the whole step instead.
     """
-    check_optimizer(optimizer, plan.assignment)
     prepared = work if isinstance(work, Prepared) else Prepared(work)
-    if problems := list(_unknown(plan, prepared)):
-        raise PlanError(problems)
+    check_rules(plan, prepared, optimizer)
     # Without an end what waits for it, the root before all, would never be reduced.
     ends = any(mark.moment == Moment.END_OF_BACKWARD for mark in prepared.marks)
     assert ends or not plan.assignment.units
     return _Step(prepared, plan, optimizer, rank, foreach=foreach, has_host=has_host).play()
 
 
-def check_rules(plan: Plan) -> None:
-    """Refuse what no traced work of a plan could be composed for, before it is traced.
+def check_rules(plan: Plan, work: Prepared | None = None, optimizer: str = "") -> None:
+    """Refuse what has no rule.
+
+    Args:
+        work: As of `replay`; None where it is to be traced still.
+        optimizer: As of `replay`; the plan's own where nobody says.
 
     Raises:
         PlanError: As of `replay`.
     """
-    if problems := list(_unknown(plan, None)):
+    if work is not None:
+        check_optimizer(optimizer or plan.spec.optimizer, plan.assignment)
+    if problems := list(_unknown(plan, work)):
         raise PlanError(problems)
+    if work is not None and plan.accumulate > 1:
+        work.check_repeats()
 
 
 def _unknown(plan: Plan, work: Prepared | None) -> Iterator[Problem]:
@@ -169,7 +175,6 @@ class _Step:
     def _known(self) -> dict[int, int]:
         """What the next microbatch finds, by the numbers that the work gives it."""
         work = self._work
-        work.check_repeats()
         return {storage: storage for _, storage, _ in work.before} | dict(
             zip(work.forgotten, self._carried, strict=True)
         )

@@ -1,0 +1,72 @@
+"""What the search is made of: an option for every block, and a cut into stages."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from meshplan.planner.cuts import cut
+from meshplan.planner.knapsack import Menu, solve
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_knapsack(seed):
+    """Against every choice, with correlated and with free figures."""
+    rng = np.random.default_rng(seed)
+    for number in range(200):
+        kinds, options = int(rng.integers(1, 4)), int(rng.integers(1, 5))
+        seconds = rng.uniform(1, 2, (kinds, options)).round(3)
+        memory = rng.uniform(0, 10, (kinds, options)).round(2)
+        if number % 3 == 0:
+            memory = 10 - (seconds - 1) * 10 + rng.uniform(0, 0.01, (kinds, options))
+        seconds[rng.random((kinds, options)) < 0.15] = np.inf
+        counts = rng.integers(0, 6, kinds).astype(np.int64)
+        capacity = float(rng.uniform(0, counts.sum() * 10 + 0.1))
+        ways = [
+            [
+                (sum(seconds[k, list(x)]), sum(memory[k, list(x)]))
+                for x in itertools.combinations_with_replacement(
+                    np.flatnonzero(np.isfinite(seconds[k])), int(count)
+                )
+            ]
+            for k, count in enumerate(counts)
+        ]
+        expected = min(
+            (
+                sum(t for t, _ in way)
+                for way in itertools.product(*ways)
+                if sum(m for _, m in way) <= capacity
+            ),
+            default=float("inf"),
+        )
+        choice = solve(Menu(seconds, memory), counts, capacity)
+        assert choice.seconds == pytest.approx(expected, rel=1e-9)
+        if choice.takes:
+            table = np.array(choice.takes)
+            assert (table.sum(axis=1) == counts).all()
+            assert np.where(table > 0, table * memory, 0).sum() <= capacity * (1 + 1e-9)
+
+
+def test_a_cut_asks_for_as_few_exact_values_as_it_can():
+    rng = np.random.default_rng(0)
+    exact = np.full((3, 9, 9), np.inf)
+    i, j = np.triu_indices(9, 1)
+    exact[:, i, j] = rng.uniform(1, 2, (3, len(i))) * (j - i)
+    asked = []
+
+    def value(*at: int) -> float:
+        asked.append(at)
+        return float(exact[at])
+
+    cost, ends = cut(exact * 0.9, value, (4.0, 1.0))
+    costs = [
+        4 * max(times) + sum(times)
+        for first, second in itertools.combinations(range(1, 8), 2)
+        for times in [[exact[0, 0, first], exact[1, first, second], exact[2, second, 8]]]
+    ]
+    assert cost == pytest.approx(min(costs))
+    assert ends[0] == 0
+    assert ends[-1] == 8
+    assert len(asked) == len(set(asked)) < np.isfinite(exact).sum() / 2
