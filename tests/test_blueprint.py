@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from meshplan.blueprint import from_config, from_mapping, from_params
 from meshplan.errors import Origin, SpecError
 from meshplan.graph import ModelGraph
+from tests.calls import calls_of
 
 
 def _sizes(
@@ -302,15 +302,9 @@ def test_kinds_dims_and_heads() -> None:
 
 
 def test_seventy_billion_parameters_in_a_blink() -> None:
+    """Ten milliseconds, in calls: 80 blocks of 13 modules and 9 tensors."""
     config, _ = PUBLISHED["Llama-3-70B"]
-    fastest = min(_seconds(lambda: from_mapping(config)) for _ in range(5))
-    assert fastest < 0.05
-
-
-def _seconds(work: Any) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    assert calls_of(lambda: from_mapping(config)) < 35_000
 
 
 def test_a_count_alone() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,18 +82,17 @@ def test_sympy_is_imported_only_for_inverse_questions():
     assert _python("-c", script).stdout.endswith("\nIMPORTED True\n")
 
 
-def test_start_up_is_quick():
-    def cpu_seconds(*words: str) -> float:
-        before = os.times()
-        assert _python(*words).returncode == 0
-        after = os.times()
-        return sum(after[2:4]) - sum(before[2:4])
-
-    # Processor time of one thread: the wall time on an idle machine, whatever else runs here.
-    words = ("-m", "meshplan", "estimate", "--params", "3e9", "--gpus", "8", "--json")
-    pairs = [(cpu_seconds(*words), cpu_seconds("-c", "pass")) for _ in range(5)]
-    fastest, bare = (min(column) for column in zip(*pairs, strict=True))
-    assert fastest < max(0.15, 10 * bare), f"{fastest:.3f} s; bare python takes {bare:.3f} s"
+def test_a_formula_loads_few_modules():
+    """A tenth of the package: what starts is quick, and seconds would be the machine's."""
+    script = (
+        "import sys; from meshplan.cli import main\n"
+        "main(['estimate', '--params', '3e9', '--gpus', '8', '--json'])\n"
+        "own = [name for name in sys.modules if name.startswith('meshplan')]\n"
+        "print('LOADED', len(own), len(sys.modules))"
+    )
+    *_, own, every = _python("-c", script).stdout.split()
+    assert int(own) <= 40
+    assert int(every) <= 200
 
 
 def test_public_names_are_found_when_used():
