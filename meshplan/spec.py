@@ -156,6 +156,13 @@ class InputSpec:
     dtype: str = "int64"
 
 
+PRODUCTS: Final = ("mm", "bmm", "conv", "sdpa")
+"""What `selective` keeps if it says no words: what costs most to compute per byte.
+
+Source: Korthikanti et al. 2022, section 5, turned round: keep the products, redo the rest.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing:
     """What is recomputed in backward instead of kept.
@@ -163,8 +170,8 @@ class ActivationCheckpointing:
     Args:
         mode: none, full, selective or auto.
         every: Apply to every n-th block only.
-        save: For selective: op names whose outputs are kept ("mm", "sdpa", ...); () for the
-            default list.
+        save: For selective: op names whose outputs are kept ("mm", "sdpa", ...); () for
+            `PRODUCTS`.
         budget: Bytes, or a fraction of the activations, that the planner may keep.
     """
 
@@ -172,6 +179,19 @@ class ActivationCheckpointing:
     every: int = 1
     save: tuple[str, ...] = ()
     budget: float | int | None = None
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Words of the operations that backward is spared when it runs the rest again."""
+        return (self.save or PRODUCTS) if self.mode == "selective" else ()
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether it is spared what ranks of tp add up, rather than the product of each.
+
+        Under `sequence_parallel` each rank has a part of a sum, and nothing is sent again for it.
+        """
+        return "mm" in self.kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,11 +45,11 @@ def test_parity(pool, case):
 
 
 def counts(plan: dict[str, Any]) -> dict[str, int]:
-    """How often each block's feed-forward and each projection ran in one step."""
+    """How often each block's feed-forward ran in one step, how many products and sums of ranks."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     model = meshplan.parallelize(models.build("own_llama"), plan)
-    out = {"products": 0}
+    out = {"products": 0, "sums": 0}
     inner = getattr(model, "module", model)
     for number, layer in enumerate(inner.layers):
         out[f"layer {number}"] = 0
@@ -61,7 +61,9 @@ def counts(plan: dict[str, Any]) -> dict[str, int]:
 
     class Products(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            out["products"] += func.overloadpacket.__name__ in ("mm", "addmm")
+            word = func.overloadpacket.__name__
+            out["products"] += word in ("mm", "addmm")
+            out["sums"] += word.startswith(("all_reduce", "reduce_scatter"))
             return func(*args, **(kwargs or {}))
 
     inputs, targets = meshplan.local_batch(model, models.batch("own_llama", 0))
@@ -88,6 +90,19 @@ def test_what_runs_twice(pool, policy, runs, extra_products):
     assert [result[f"layer {n}"] for n in range(4)] == runs
     # Early stop may spare the last product of a block: nothing after it is needed.
     assert extra_products - 4 <= result["products"] - base <= extra_products
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_what_ranks_add_up_is_kept_in_place_of_the_product(pool, is_cut):
+    plan = TP2 | {"rules": [*PLAIN, *([NORMS] if is_cut else [])], "sequence_parallel": is_cut}
+    none, selective, full, attention = (
+        pool(4).run(counts, plan | {"activation_checkpointing": policy})[0]
+        for policy in ("none", "selective", "full", {"mode": "selective", "save": ["sdpa"]})
+    )
+    # Of a block the output projection of attention runs again; its sum is there.
+    assert selective["products"] - none["products"] == 4
+    assert selective["sums"] == none["sums"]
+    assert full["sums"] - none["sums"] == attention["sums"] - none["sums"] == 4
 
 
 def test_rules_choose_blocks(pool):

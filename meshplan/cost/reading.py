@@ -21,9 +21,6 @@ from meshplan.memory.log import Term
 from meshplan.memory.tape import Row, Span, Tape, play
 from meshplan.memory.work import Moment
 
-KEPT: Final = frozenset({"mm", "addmm", "grouped_mm", "bmm", "convolution", "attention"})
-"""Operations whose results selective recomputation keeps. Source: `runtime.recompute`."""
-
 _PRODUCTS: Final = frozenset({"mm", "grouped_mm", "bmm", "column", "row"})
 """Products: with a parameter, with one for each group of rows, of two activations, and nanotron's
 with a collective in them."""
@@ -47,7 +44,7 @@ _SUMMED: Final = frozenset({"amax", "stack"})
 
 def is_chosen(row: Row) -> bool:
     """Whether meshplan's selective recomputation keeps what a row makes."""
-    return row.op in KEPT
+    return row.is_kept
 
 
 @dataclass(frozen=True, slots=True)

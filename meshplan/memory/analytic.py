@@ -18,16 +18,18 @@ from meshplan.memory.cut_loss import cross_entropy_of_parts
 from meshplan.memory.experts import ONE_RANK, Spread
 from meshplan.memory.gathered import Gathered
 from meshplan.memory.log import Term
-from meshplan.memory.rows import PRODUCTS, Writer
+from meshplan.memory.rows import Writer
 from meshplan.memory.sequence import cut, end
 from meshplan.memory.shape import Shape, shape_of
 from meshplan.memory.styled import Entered, Styled, look_up, project
 from meshplan.memory.tape import Grad, Tape, play
 from meshplan.memory.work import Work
+from meshplan.spec import PRODUCTS
 from meshplan.styles import LOGITS
 
 _ID: Final = 8
 _FP32: Final = 4
+_CHOSEN: Final = frozenset(PRODUCTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,7 @@ class Run:
 
     def saved(self, number: int) -> frozenset[str]:
         """The words of `save:` that a block is spared when it runs again."""
-        return self.saves.get(number, PRODUCTS if self.keeps_chosen else frozenset())
+        return self.saves.get(number, _CHOSEN if self.keeps_chosen else frozenset())
 
 
 def work_of(graph: ModelGraph, run: Run) -> Work:
@@ -132,7 +134,7 @@ def tape_of(shape: Shape, run: Run, *, only: Collection[int] | None = None) -> T
             x = cut(w.at(fqn), x, part.styled.tp)
             start = len(tape.rows) if run.is_chain else start
         entered, begun = x, len(tape.rows)
-        at = replace(w.at(fqn), saves=saved or PRODUCTS, runs_again=runs_again)
+        at = replace(w.at(fqn), saves=saved or _CHOSEN, runs_again=runs_again)
         x = block(at, shape, x, part)
         if runs_again:
             w.recomputed(

@@ -23,10 +23,6 @@ _FEW_ROWS: Final = 3072
 """Rows of a table's gradient that a thread sums, and tokens up to which nothing is sorted."""
 KERNELS: Final = frozenset({"sdpa"})
 """What recomputation of chosen operations keeps, where nothing is said of products."""
-PRODUCTS: Final = frozenset({"mm", "bmm", "conv", "sdpa"})
-"""What a plan's `selective` keeps, if it says no words of `save:`.
-
-Source: `runtime.recompute`."""
 
 
 @dataclass(slots=True)
@@ -199,6 +195,7 @@ class Writer:
         weight: str = "",
         parts: Mapping[str, int] = MappingProxyType({}),
         takes: int = 0,
+        is_addend: bool = False,
     ) -> int:
         """Keeps its input; the weight is a parameter's.
 
@@ -207,6 +204,7 @@ class Writer:
             weight: The fqn of the weight, if it is another module's.
             parts: By fqn of a parameter, the value that is computed with in its place.
             takes: As in `Row`.
+            is_addend: Whether ranks add up what it makes: recomputation keeps the sum instead.
         """
         at = self.at(f"{self.module}.{name}" if self.module else name)
         tokens = self.size(x) // (into * self.element_bytes)
@@ -220,7 +218,7 @@ class Writer:
             keeps=(x, *(value for fqn, value in parts.items() if fqn == parameters[0][0])),
             grads=(*(Grad(each, self.size(each)) for each in own), Grad(x, self.size(x))),
             parameters=tuple(each for each in parameters if each[0] not in parts),
-            takes=takes, is_kept=is_kept or "mm" in self.saves,
+            takes=takes, is_kept=is_kept or ("mm" in self.saves and not is_addend),
         )  # fmt: skip
 
     def embedding(self, ids: int, vocab: int, width: int, name: str, *, takes: int = 0) -> int:
@@ -324,7 +322,10 @@ class Writer:
         """A sum that every rank gets; its gradient is everyone's already."""
         if ranks == 1:
             return x
-        return self.row("all_reduce", (x,), self.size(x), is_sent=True, grads=(Grad(x, 0),))
+        return self.row(
+            "all_reduce", (x,), self.size(x), is_sent=True, is_kept="mm" in self.saves,
+            grads=(Grad(x, 0),),
+        )  # fmt: skip
 
     def enter(self, x: int, ranks: int) -> int:
         """Where parts begin to be computed: the gradients of x are summed over ranks."""

@@ -30,7 +30,7 @@ def scatter(w: Writer, x: int, tp: int) -> int:
     whole = w.size(x)
     return w.row(
         "scatter_sequence", (x,), whole // tp, takes=whole, takes_back=_laid(w, whole),
-        is_sent=True, grads=(Grad(x, whole),),
+        is_sent=True, is_kept="mm" in w.saves, grads=(Grad(x, whole),),
     )  # fmt: skip
 
 

@@ -193,7 +193,10 @@ def project(
             parts[f"{fqn}.{leaf}"] = _own_part(w.at(fqn), leaf, size, pieces)
     # Of a bias each rank adds its share, so that the sum has it once.
     share = out * w.parameter_bytes if bias and style.output[0] == "P" else 0
-    y = w.linear(x, into, out, name, bias=bias, weight=weight, parts=parts, takes=share)
+    y = w.linear(
+        x, into, out, name, bias=bias, weight=weight, parts=parts, takes=share,
+        is_addend=style.output[0] == "P",
+    )  # fmt: skip
     if style != LOGITS:
         y = _LEAVES[styled.spelled(style.output)](w, y, tp)
         w.touch(x)  # The call that made y holds it until its hooks are done.

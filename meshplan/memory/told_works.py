@@ -18,12 +18,12 @@ from meshplan.memory.experts import Spread, most_arriving
 from meshplan.memory.fused import is_fused
 from meshplan.memory.gathered import gathered_of
 from meshplan.memory.replay import Prepared
-from meshplan.memory.rows import PRODUCTS
 from meshplan.memory.shape import Shape, shape_of
 from meshplan.memory.styled import Styled
 from meshplan.memory.tape import play
 from meshplan.memory.told_stages import StageWorks
 from meshplan.plan import Plan
+from meshplan.spec import PRODUCTS
 
 
 class Works(Protocol):
@@ -100,7 +100,7 @@ def told_works(
         is_fused=not is_cuda or is_fused(plan),
         recomputed=frozenset(recompute),
         saves={
-            number: frozenset(policy.save) or PRODUCTS
+            number: frozenset(policy.kept)
             for number, policy in recompute.items()
             if policy.mode == "selective"
         },
@@ -163,7 +163,7 @@ def refusals(plan: Plan) -> Iterator[Problem]:
     a = plan.assignment
     blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
     experts = {f"{fqn}.mlp.experts" for fqn in blocks}
-    saved = {word for r in a.recompute.values() for word in r.policy.save}
+    others = {word for r in a.recompute.values() for word in r.policy.save}.difference(PRODUCTS)
     for is_there, what in (
         *((True, problem.what) for problem in styled_of(plan).check()),
         # Their code takes the length of a sequence, and positions, from what it is given.
@@ -175,7 +175,7 @@ def refusals(plan: Plan) -> Iterator[Problem]:
         (_exchanges_latents(plan), "context parallelism of attention by narrow vectors"),
         (_scores_scaled(plan), "loss_chunks over logits that the model divides"),
         (_parts_heads(plan), "all_to_all over heads that do not divide by tp and cp together"),
-        (bool(saved - PRODUCTS), f"recomputation that saves {', '.join(sorted(saved - PRODUCTS))}"),
+        (bool(others), f"recomputation that saves {', '.join(sorted(others))}"),
         (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
         (bool(a.host_activations.keys() - blocks), "offloaded activations of what is no block"),
         (bool(a.units.keys() - blocks - a.experts.keys() - {""}), "units that are no blocks"),

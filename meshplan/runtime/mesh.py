@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -168,6 +168,17 @@ def scatter_sum(part: torch.Tensor, every: torch.Tensor, group: dist.ProcessGrou
     """Fill `part` with the sum over ranks of the piece that is this rank's in `every`."""
     collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     collective(part, every.contiguous().flatten(0, 1), group=group)
+
+
+def sums_over_ranks() -> frozenset[Any]:
+    """The operators with which DTensor adds up addends.
+
+    torch 2.13 renamed one. They are in no public namespace; a policy of what recomputation keeps
+    is given operators.
+    """
+    ops: Any = torch.ops._c10d_functional
+    names = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single")
+    return frozenset(getattr(ops, name).default for name in names if hasattr(ops, name))
 
 
 def placement(layout: Layout, axis: str) -> Placement:

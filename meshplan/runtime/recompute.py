@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import (
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
+from meshplan.runtime.mesh import sums_over_ranks
 from meshplan.runtime.pretend import is_pretending
 from meshplan.runtime.shard import forget_entered
 
@@ -42,12 +44,6 @@ _RECORDS = (
     torch.ops.profiler._record_function_exit._RecordFunction,
 )
 
-DEFAULT_SAVE = ("mm", "bmm", "conv", "sdpa")
-"""What selective keeps: the outputs that cost most to compute per byte.
-
-Source: Korthikanti et al. 2022, section 5, turned round: keep the products, redo the rest.
-"""
-
 
 def apply_recompute(model: nn.Module, plan: Plan) -> None:
     """Wrap the forward of every module that the plan recomputes, in place."""
@@ -55,7 +51,9 @@ def apply_recompute(model: nn.Module, plan: Plan) -> None:
         module = model.get_submodule(fqn)
         context: dict[str, Any] = {}
         if recompute.policy.mode == "selective":
-            saved = _saved_ops(recompute.policy.save or DEFAULT_SAVE, recompute.reason.origin)
+            saved = _saved_ops(recompute.policy.kept, recompute.reason.origin)
+            if recompute.policy.keeps_sums:
+                saved |= sums_over_ranks()
             # A unit inside of it that stays gathered leaves the profiler other records each time.
             SAC_IGNORED_OPS.update(_RECORDS)
             context["context_fn"] = partial(
@@ -169,6 +167,17 @@ def _saved_ops(words: tuple[str, ...], origin: Any) -> frozenset[Any]:
 
 
 def _policy(saved: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    if op in saved:
+    if op in saved and not _makes_addends(args):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _makes_addends(args: tuple[Any, ...]) -> bool:
+    """Whether ranks of tp add up what a product makes: its factors are cut where they meet.
+
+    The sum is kept instead (`spec.ActivationCheckpointing.keeps_sums`).
+    """
+    left = args[-2] if len(args) > 1 else None
+    if not isinstance(left, DTensor):
+        return False
+    return any(placement.is_shard(left.ndim - 1) for placement in left.placements)

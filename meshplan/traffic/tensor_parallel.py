@@ -111,6 +111,12 @@ def is_repeated(plan: Plan, forward: Forward, fqn: str, event: int) -> bool:
     return False
 
 
+def _keeps_sums(plan: Plan, fqn: str) -> bool:
+    """Whether recomputation around a module keeps what ranks add up."""
+    policies = plan.assignment.recompute.items()
+    return any(again.policy.keeps_sums for outer, again in policies if is_inside(fqn, outer))
+
+
 def activations(plan: Plan, forward: Forward) -> Iterator[Traffic]:
     """What the inputs and outputs of styled modules send along tp, there and back."""
     return _Activations(plan, forward).traffic()
@@ -220,7 +226,8 @@ class _Activations:
         kind, cut = _change(source, target)
         if not kind:
             return
-        times = 1 + (event is not None and is_repeated(self.plan, self.forward, call.fqn, event))
+        is_twice = event is not None and is_repeated(self.plan, self.forward, call.fqn, event)
+        times = 1 + (is_twice and not (source == "P" and _keeps_sums(self.plan, call.fqn)))
         weight = self.weights[call.fqn]
         num_bytes = math.prod(shape) * DTYPE_BYTES[weight.compute_dtype]
         if cut:
