@@ -126,7 +126,6 @@ def communicators(assignment: Assignment, *, gpus_per_node: int = 8) -> tuple[Co
             wanted[spread] = use
 
     open_(mesh.names)
-    open_(axis for axis in mesh.names if axis not in GRADIENT_AXES or axis == "cp")
     open_(GRADIENT_AXES)
     for unit in assignment.units.values():
         open_(unit.shard_axes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -153,6 +153,30 @@ def unit_mesh(whole: DeviceMesh, replicate: Sequence[str], shard: Sequence[str])
         return shards
     # Private, because the public way, slicing by the joint name, is deprecated without another.
     return DeviceMesh._concatenate([submesh(whole, replicate), shards])
+
+
+def reduce_along(
+    value: torch.Tensor, mesh: DeviceMesh, axes: Iterable[str], op: dist.ReduceOp.RedOpType
+) -> None:
+    """What is the same on all ranks that differ along these axes only, in place.
+
+    Axis by axis, in the groups that are there anyway: one of all of them together would cost each
+    rank the buffers of another communicator.
+    """
+    for axis in axes:
+        if mesh[axis].size() > 1:
+            dist.all_reduce(value, op=op, group=submesh(mesh, (axis,)).get_group())
+
+
+def objects_along(own: Any, mesh: DeviceMesh, axes: Iterable[str]) -> list[Any]:
+    """What each of those ranks holds, in the same order on all."""
+    every = [own]
+    for axis in axes:
+        group = submesh(mesh, (axis,)).get_group()
+        told: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, every, group=group)
+        every = [each for row in told for each in row]
+    return every
 
 
 def gather_into(every: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -8,7 +8,7 @@ equally many samples: the mean over the global batch is the mean of their means.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,15 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.plan import Plan
-from meshplan.runtime.mesh import device, submesh
+from meshplan.runtime.mesh import device, objects_along, reduce_along, submesh
 from meshplan.runtime.pretend import numbers
 
 
 def open_groups(plan: Plan, mesh: DeviceMesh) -> None:
-    """Make the process groups that a step compares in, while no rank can have failed yet."""
-    for axes in (_peer_axes(plan), plan.mesh.present(GRADIENT_AXES)):
-        if plan.mesh.size(*axes) > 1:
-            submesh(mesh, axes, flat=True)
+    """Make the process group that a step compares in, while no rank can have failed yet."""
+    if plan.mesh.size(*GRADIENT_AXES) > 1:
+        submesh(mesh, GRADIENT_AXES, flat=True)
 
 
 def _peer_axes(plan: Plan) -> tuple[str, ...]:
@@ -45,14 +44,14 @@ def check_peers(batch: Any, plan: Plan, mesh: DeviceMesh) -> None:
     axes = _peer_axes(plan)
     if not axes:
         return
-    group = submesh(mesh, axes, flat=True).get_group()
     words = _shapes(batch)
     number = zlib.crc32(words.encode())
     both = torch.tensor([number, -number], device=device())
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    reduce_along(both, mesh, axes, dist.ReduceOp.MAX)
     high, low = numbers(both, [number, -number])
     if high != -low:
-        raise ApplyError(_differ(words, group, f"along {' and '.join(axes)}"))
+        every = objects_along((dist.get_rank(), words), mesh, axes)
+        raise ApplyError(_differ(every, f"along {' and '.join(axes)}"))
 
 
 def mean_over_ranks(mean: torch.Tensor, batch: Any, plan: Plan, mesh: DeviceMesh) -> torch.Tensor:
@@ -71,14 +70,14 @@ def mean_over_ranks(mean: torch.Tensor, batch: Any, plan: Plan, mesh: DeviceMesh
     dist.all_reduce(sums, group=group)
     _, count, squares = numbers(sums, [0, samples * ranks, samples**2 * ranks])
     if ranks * squares != count**2:  # Whole numbers, so exact.
-        raise ApplyError(_differ(f"{samples} samples", group, "of the data axes"))
+        every: list[Any] = [None] * ranks
+        dist.all_gather_object(every, (dist.get_rank(), f"{samples} samples"), group=group)
+        raise ApplyError(_differ(every, "of the data axes"))
     return sums[0] / ranks
 
 
-def _differ(own: str, group: dist.ProcessGroup, where: str) -> Problem:
-    """Name two ranks of the group that hold different things."""
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, (dist.get_rank(), own), group=group)
+def _differ(every: Sequence[tuple[int, str]], where: str) -> Problem:
+    """Name two ranks that hold different things."""
     rank, words = every[0]
     other, others = next(each for each in every if each[1] != words)
     return Problem(

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
-from meshplan.runtime.mesh import device, local_of, submesh, without_partial
+from meshplan.runtime.mesh import device, local_of, reduce_along, submesh, without_partial
 from meshplan.runtime.steps import before_steps
 
 _TOLERANCE: Final = (1e-2, 5e-2)
@@ -87,8 +87,9 @@ def check_replicas(
     tp = submesh(mesh, ("tp",))
     found_names, gradients = _replicas(model, names)
     present = torch.tensor([g is not None for g in gradients], dtype=torch.int32, device=device())
-    group = _stage_group(mesh)
-    dist.all_reduce(present, op=dist.ReduceOp.MIN, group=group)
+    # Along pp ranks hold other stages.
+    axes = [name for name in mesh.mesh_dim_names or () if name != "pp"]
+    reduce_along(present, mesh, axes, dist.ReduceOp.MIN)
     found = [
         (name, *_difference(without_partial(gradient), tp))
         for name, gradient, everywhere in zip(found_names, gradients, present.tolist(), strict=True)
@@ -101,21 +102,13 @@ def check_replicas(
     noise = norms.max() * torch.finfo(_dtype(plan)).eps
     verdict = torch.where(apart > noise, apart / norms.clamp(min=1e-30), 0.0)
     # All ranks must come to one answer: a shard of a gradient may be zero where another is not.
-    dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=group)
-    dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
+    for each in (verdict, norms):
+        reduce_along(each, mesh, axes, dist.ReduceOp.MAX)
     shares = zip((name for name, _, _ in found), verdict.tolist(), strict=True)
     wrong = sorted(((s, n) for n, s in shares if s > _tolerance(plan)), reverse=True)
     if wrong:
         raise ApplyError(_problem(wrong))
     return {name for (name, _, _), norm in zip(found, norms.tolist(), strict=True) if norm > 0}
-
-
-def _stage_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The ranks that hold the same stages; None for all ranks."""
-    names = mesh.mesh_dim_names or ()
-    if "pp" not in names:
-        return None
-    return submesh(mesh, [name for name in names if name != "pp"], flat=True).get_group()
 
 
 def check_loss(loss: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> None:
@@ -132,7 +125,8 @@ def check_loss(loss: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> None:
     dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
     differs = (high - low > _tolerance(plan) * high.abs()).float()
-    dist.all_reduce(differs, op=dist.ReduceOp.MAX)  # Nobody is left waiting in the next step.
+    # Nobody is left waiting in the next step.
+    reduce_along(differs, mesh, mesh.mesh_dim_names or (), dist.ReduceOp.MAX)
     if differs:
         raise ApplyError(
             Problem(
