@@ -115,6 +115,7 @@ class Plan:
                 list(a.stages.units), list(a.stages.free), sorted(a.stages.tensors.items()),
             ],
             "apply": [[fqn, code] for fqn, code, _ in a.apply],
+            "allocator": self.spec.allocator,
             "step": [self.accumulate, self.micro, self.spec.clip_grad_norm, dict(self.spec.ddp)],
         }  # fmt: skip
 

@@ -355,6 +355,7 @@ _PLAN: Final[Mapping[str, Decoder]] = {
     "ddp": _ddp,
     "clip_grad_norm": _positive,
     "optimizer": choice((*OPTIMIZER_STATES, *SHAPED_STATES), "an optimizer"),
+    "allocator": choice(("default", "expandable"), "an allocator"),
     "solve": _solve,
     "rules": _rules,
 }

@@ -295,6 +295,8 @@ class Spec:
         strategy: A canonical strategy word, None when not stated.
         loss_chunks: Parts of the tokens over which head and loss are computed one by one; 1 for all
             at once.
+        allocator: "expandable" where the segments of CUDA's allocator grow (`expandable_segments`),
+            so that what is freed is joined again.
         ddp: Keyword arguments for DistributedDataParallel that the format knows.
         origins: Where each value was stated, by dotted path ("rules[0].place.tp").
         source: The file's name for messages.
@@ -322,6 +324,7 @@ class Spec:
     ddp: Mapping[str, Any] = field(default_factory=dict)
     clip_grad_norm: float | None = None
     optimizer: str = "adamw"
+    allocator: Literal["default", "expandable"] = "default"
     solve: Mapping[str, Any] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)

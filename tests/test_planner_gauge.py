@@ -23,6 +23,7 @@ from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Candidate, Row, solve_row
 from meshplan.planner.settle import Block, statements
+from meshplan.spec import Spec
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,
@@ -227,7 +228,7 @@ def test_columns_tell_what_one_event_after_the_other_tells() -> None:
         log, short = made_up(random.Random(seed))
         gauge = Gauge(log, short)
         reserved = reserve(with_workspaces(log, "h100-sxm-80gb")).reserved_bytes
-        found = gauge.least_bytes, gauge.likely_bytes("h100-sxm-80gb") - reserved
+        found = gauge.least_bytes, gauge.likely_bytes("h100-sxm-80gb", Spec()) - reserved
         assert found == one_by_one(log, short), seed
         told.add(found)
         plain = Gauge(log, Short(short.graph, short.stages, {}))

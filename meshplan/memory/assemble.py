@@ -45,7 +45,7 @@ def assemble(
         packs: Whether to tell, where it does not fit, what expandable segments would reserve.
         held: By place in `logs`, what is reserved for it, where that is known.
     """
-    holding = Holding(device)
+    holding = Holding(device, plan.spec)
     known = [held.get(number) or holding.of(log) for number, log in enumerate(logs)]
     errors = [error] * len(logs) if isinstance(error, float) else error
     hardware = plan.spec.hardware
@@ -64,7 +64,7 @@ def assemble(
         for log, own, ranks, each in zip(logs, known, groups, errors, strict=True)
     ]
     worst = max(range(len(found)), key=lambda number: found[number].band[1])
-    if packs and found[worst].fits is False:
+    if packs and found[worst].fits is False and plan.spec.allocator == "default":
         packed = reserve(known[worst].log, expandable=True).reserved_bytes
         found[worst] = replace(found[worst], packed_bytes=packed)
     estimate = MemoryEstimate(

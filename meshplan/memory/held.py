@@ -8,6 +8,7 @@ from operator import attrgetter
 from meshplan.memory.allocator import Reserve, reserve
 from meshplan.memory.driver import with_workspaces
 from meshplan.memory.log import EventLog
+from meshplan.spec import Spec
 
 _STREAM = attrgetter("stream")
 
@@ -25,10 +26,11 @@ class Holding:
 
     Args:
         device: A name of `hardware`.
+        spec: Of the plan, which says what allocator there is.
     """
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    def __init__(self, device: str, spec: Spec) -> None:
+        self._device, self._grows = device, spec.allocator == "expandable"
         self._known: list[tuple[EventLog, Reserve]] = []
 
     def of(self, log: EventLog) -> Held:
@@ -36,7 +38,7 @@ class Holding:
         whole = with_workspaces(log, self._device)
         found = next((held for known, held in self._known if _do_the_same(known, log)), None)
         if found is None:
-            found = reserve(whole)
+            found = reserve(whole, expandable=self._grows)
             self._known.append((log, found))
         return Held(whole, found)
 

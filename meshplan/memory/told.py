@@ -109,7 +109,7 @@ def told_estimate(
     brief = works.in_brief
     told: dict[int, EventLog] = {}
     held: dict[int, Held] = {}
-    holding = Holding(device)  # Places along pp may do the same with other blocks.
+    holding = Holding(device, spec)  # Places along pp may do the same with other blocks.
     in_full = set() if brief else set(range(len(groups)))
 
     def write(number: int, *, in_brief: bool) -> None:

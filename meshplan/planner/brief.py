@@ -172,7 +172,7 @@ class Brief:
             least = gauge.least_bytes + on_top
             is_over = least + linear[place] > capacity
             asks = guesses and not (spares and is_over)
-            guess = max(gauge.likely_bytes(device) + on_top, least) if asks else None
+            guess = max(gauge.likely_bytes(device, plan.spec) + on_top, least) if asks else None
             if is_over:
                 return Glance(least, guess, True)
             is_known = True

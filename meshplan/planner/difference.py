@@ -172,6 +172,7 @@ def _fields(plan: Plan) -> Iterator[tuple[str, Any]]:
     yield "optimizer", spec.optimizer
     yield "compile", bool(a.compiled)
     yield "clip_grad_norm", spec.clip_grad_norm
+    yield "allocator", spec.allocator
 
 
 def _blocks(plan: Plan) -> dict[str, dict[str, str]]:

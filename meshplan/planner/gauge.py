@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.graph import ModelGraph, around
-from meshplan.memory.allocator import reserve
-from meshplan.memory.driver import with_workspaces
+from meshplan.memory.held import Holding
 from meshplan.memory.log import EventLog
 from meshplan.planner.settle import Block
+from meshplan.spec import Spec
 
 Numbers = NDArray[np.int64]
 Blocks = int | tuple[int, ...]
@@ -140,13 +140,13 @@ class Gauge:
             most += int(np.cumsum(deltas[own])[counts[own]].max(initial=0))
         return most
 
-    def likely_bytes(self, device: str) -> int:
+    def likely_bytes(self, device: str, spec: Spec) -> int:
         """What may be reserved: a guess, above the truth or below it.
 
         What blocks that were left out hold when the most is there, beside what the allocator makes
         of the short log. How memory falls to pieces over many blocks, few do not tell.
         """
-        reserved = reserve(with_workspaces(self._log, device)).reserved_bytes
+        reserved = Holding(device, spec).of(self._log).reserve.reserved_bytes
         if not self._times:
             return reserved
         left_out = np.cumsum(self._delta * self._left_out[self._storage])

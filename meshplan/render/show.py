@@ -55,6 +55,7 @@ def settings(plan: Plan) -> list[tuple[str, str]]:
         ("strategy", f"{why_to_text(strategy, plan)}; applied as {_WRAPPERS[assignment.wrapper]}"),
         ("precision", ", ".join(stated_roles) or "the model's own"),
         ("optimizer", spec.optimizer + (f", gradient norm at most {clip:g}" if clip else "")),
+        *([("allocator", "its segments grow")] if spec.allocator == "expandable" else []),
         ("batch", _batch(plan)),
         *([("tp", "sequence parallel")] if assignment.sequence_parallel else []),
         *([("loss", _loss(plan))] if assignment.chunked_loss else []),
@@ -268,6 +269,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "pipeline": stages_to_json(plan),
         "optimizer": spec.optimizer,
         "clip_grad_norm": spec.clip_grad_norm,
+        "allocator": spec.allocator,
         "batch": {
             "micro": plan.micro, "accumulate": plan.accumulate,
             "data_ranks": plan.num_data_ranks, "seq_len": spec.batch.seq_len,

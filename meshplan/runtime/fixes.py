@@ -143,7 +143,7 @@ def _free(estimate: MemoryEstimate) -> Iterator[Fix]:
     if max(highs) < estimate.worst.band[1]:
         yield Fix(
             change="let the allocator's segments grow",
-            setting="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            setting="allocator: expandable",
             total_bytes=max(highs),
             fits=max(highs) <= estimate.limit_bytes,
         )

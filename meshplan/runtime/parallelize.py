@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from meshplan.errors import ApplyError, MeshplanError, Origin, PlanError, Problem
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
+from meshplan.runtime.allocator import allocator_problems, set_allocator
 from meshplan.runtime.applied import apply_plan, exchange, function_of, raise_told
 from meshplan.runtime.chunked import chunked_loss_problems
 from meshplan.runtime.example import find_example
@@ -83,6 +84,7 @@ def _parallelize(
 ) -> nn.Module:
     whole = closed_together(model, plan, example_inputs)
     decided = _agree(lambda: _decide(model, whole, example_inputs, allow_code))
+    set_allocator(decided.spec)
     mesh = device_mesh(decided.mesh)
     open_groups(decided, mesh)
     publish()
@@ -132,6 +134,7 @@ def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: b
     problems += _state_problems(model, decided)
     problems += expert_problems(model, decided)
     problems += chunked_loss_problems(model, decided)
+    problems += allocator_problems(decided.spec)
     if problems:
         raise PlanError(problems)
     return decided

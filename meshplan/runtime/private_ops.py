@@ -39,6 +39,15 @@ def operators_replaced(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[No
         library._destroy()
 
 
+def set_allocator_settings(settings: str) -> None:
+    """Tell CUDA's allocator what the environment would tell it before it starts.
+
+    Private: torch 2.13 means to move it, and has deprecated the name that older ones have.
+    """
+    setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (setter or torch.cuda.memory._set_allocator_settings)(settings)
+
+
 @contextmanager
 def optimizers_at_once() -> Iterator[None]:
     """Let optimizers take all CPU parameters at once unless told otherwise, as on CUDA.

@@ -257,7 +257,7 @@ class TracedModel:
         groups = equal_ranks(plan.assignment)
         logs: list[EventLog] = []
         held: dict[int, Held] = {}
-        holding = Holding(self._device)
+        holding = Holding(self._device, plan.spec)
         for number, ranks in enumerate(groups):
             logs.append(composed_log(work, plan, ranks[0]))
             if logs[-1].pooled_bytes > most_bytes:
