@@ -26,6 +26,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     # Asynchronous collectives in the styles' hooks gave wrong gradients here, silently.
     "tp x full_shard": ("own_llama", 4, {"mesh": {"dp_shard": 2, "tp": 2}, "rules": TP}),
+    "tp, recomputed but for products": (
+        "own_llama",
+        2,
+        {"mesh": {"tp": 2}, "rules": TP, "activation_checkpointing": "selective"},
+    ),
 }
 
 

@@ -52,7 +52,8 @@ def apply_recompute(model: nn.Module, plan: Plan) -> None:
         context: dict[str, Any] = {}
         if recompute.policy.mode == "selective":
             saved = _saved_ops(recompute.policy.kept, recompute.reason.origin)
-            if recompute.policy.keeps_sums:
+            # A compiler would keep what is sent before it is waited for, and sees no DTensor.
+            if recompute.policy.keeps_sums and not plan.spec.compile:
                 saved |= sums_over_ranks()
             # A unit inside of it that stays gathered leaves the profiler other records each time.
             SAC_IGNORED_OPS.update(_RECORDS)
