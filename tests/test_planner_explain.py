@@ -13,7 +13,7 @@ from meshplan.planner.explain import Shares, WhyNot
 from meshplan.planner.search import search
 from meshplan.planning import explain, search_plan
 from meshplan.render.explain import verdict
-from tests.test_planner import PLAN, job
+from tests.test_planner import LLAMA, PLAN, job
 
 __all__ = ["job"]
 
@@ -118,3 +118,22 @@ def test_a_verdict_names_what_grew_most():
     more = dataclasses.replace(base, tensor_parallel=0.5, recompute=0.1)
     answer = WhyNot(setting="x", base_s=1.2, seconds=1.8, shares=more, base_shares=base)
     assert verdict(answer) == "+50.0%: what tp, cp or ep sends in the way (+41.7%)"
+
+
+@pytest.mark.parametrize("setting", ["loss_chunks=4", "precision=bf16-true", "loss_chunks=1"])
+def test_what_only_a_plan_can_state_is_searched_as_if_it_did(job, setting):
+    """The same as planning with it in the file."""
+    path = job(LLAMA | {"vocab_size": 32_768}, mesh={"dp_shard": 8}, strategy="full_shard")
+    answer = ask(path, setting)
+    stated, plain = search_plan(path, [setting]), search_plan(path)
+    assert answer.seconds == pytest.approx(stated.best_s, rel=1e-9)
+    assert answer.base_s == pytest.approx(plain.best_s, rel=1e-9)
+    is_faster = stated.best_s < plain.best_s * (1 - 5e-4)
+    assert is_faster == ("has to state it" in verdict(answer))
+    assert is_faster == (setting == "precision=bf16-true")
+
+
+def test_what_a_plan_cannot_have_is_told(job):
+    path = job(mesh={"dp_shard": 4, "cp": 2}, strategy="full_shard")
+    answer = ask(path, "loss_chunks=4")
+    assert "loss_chunks and cp do not go together" in answer.why

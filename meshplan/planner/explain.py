@@ -21,7 +21,7 @@ from meshplan.planner.decision import Question, Way
 from meshplan.planner.hosted import WORDS
 from meshplan.planner.job import Job
 from meshplan.planner.row import Candidate, Row
-from meshplan.planner.space import STRATEGIES, Freedom, divisors
+from meshplan.planner.space import STRATEGIES, EmptySpaceError, Freedom, divisors
 from meshplan.planner.widened import fastest_that_fits
 from meshplan.spec import STRATEGY_WORDS
 
@@ -30,7 +30,13 @@ FIELDS: Final = (
     "strategy", "batch.micro", "activation_checkpointing", "reshard_after_forward", "offload",
     "sequence_parallel",
 )  # fmt: skip
-"""What can be asked about."""
+"""What the planner chooses, and can be asked about."""
+
+STATED: Final = (
+    "allocator", "loss_chunks", "loss_parallel", "precision", "optimizer", "tp_plan",
+    "context.attention", "experts.capacity", "pipeline.schedule", "pipeline.virtual",
+)  # fmt: skip
+"""What it leaves as the plan has it, or chooses in part, and a plan may state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +141,10 @@ class Asker:
             PlanError: The plan says too little.
         """
         path, equals, text = setting.partition("=")
+        if equals and path in STATED:
+            return self._stated(setting)
         if not equals or path not in FIELDS:
-            fix = f"ask about one of {', '.join(FIELDS)}, such as mesh.tp=8"
+            fix = f"ask about one of {', '.join((*FIELDS, *STATED))}, such as mesh.tp=8"
             raise SpecError(Problem(f"'{setting}' is nothing that is planned", Origin(path), fix))
         if path in self._job.spec.origins and path == "sequence_parallel":
             return WhyNot(setting=setting, why="the plan states it")
@@ -149,6 +157,22 @@ class Asker:
         except PlanError:
             return WhyNot(setting=setting, why=_no_mesh(self.free, path, text))
         self._told(f"{len(self._job.grid):,} configurations, {len(grid):,} of them with {setting}")
+        return self._beside(setting, job)
+
+    def _stated(self, setting: str) -> WhyNot:
+        """The best with a setting in the plan that the planner does not choose by itself."""
+        read = self._question.read
+        try:
+            job = Job(replace(self._question, read=lambda more: read([setting, *more])))
+            self._told(f"{len(job.grid):,} configurations with {setting}")
+        except PlanError as error:
+            problem = error.problems[0]
+            reason = f": {problem.fix}" if isinstance(error, EmptySpaceError) else ""
+            return WhyNot(setting=setting, why=f"{problem.what}{reason}")
+        return self._beside(setting, job)
+
+    def _beside(self, setting: str, job: Job) -> WhyNot:
+        """The best of one space beside that of the plan's own."""
         base, answer = self._base, _best(job)
         nothing = answer.candidate is None and answer.is_whole
         return WhyNot(

@@ -47,6 +47,8 @@ def _verdict(answer: WhyNot) -> str:
     if answer.base_s is None:
         return f"{answer.seconds:.3f} s a step"
     slower = answer.seconds / answer.base_s - 1
+    if slower < -5e-4:
+        return f"{slower:+.1%}: the planner does not choose it by itself, the plan has to state it"
     if slower < 5e-4:
         return "it is what the plan has, or as fast"
     shares, base = answer.shares, answer.base_shares
