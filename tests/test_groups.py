@@ -9,10 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import meshplan
 from meshplan.memory.driver import communicators
+from meshplan.mesh import Axis, Mesh
+from meshplan.runtime.mesh import device_mesh, objects_along, reduce_along
 from tests import models
 
 RULES: dict[str, Any] = {"rules": models.tp_rules("own_llama"), "version": 1}
@@ -51,3 +54,23 @@ def opened(spec: dict[str, Any]) -> tuple[set[tuple[int, ...]], set[tuple[int, .
 def test_no_group_is_opened_that_nobody_counts(pool: Any, mesh: dict[str, int]) -> None:
     for there, told in pool(8).run(opened, RULES | {"mesh": mesh}):
         assert there == told
+
+
+def along_both() -> tuple[float, float, list[int], list[int]]:
+    """What two axes, and one of them, come to."""
+    mesh = device_mesh(Mesh((Axis("dp_shard", 2), Axis("tp", 2))))
+    highest, own = (torch.tensor(float(dist.get_rank())) for _ in range(2))
+    reduce_along(highest, mesh, ("dp_shard", "tp"), dist.ReduceOp.MAX)
+    reduce_along(own, mesh, ("tp",), dist.ReduceOp.SUM)
+    both, one = (
+        objects_along(dist.get_rank(), mesh, axes) for axes in (("dp_shard", "tp"), ("tp",))
+    )
+    return float(highest), float(own), both, one
+
+
+def test_axis_by_axis_all_ranks_come_to_the_same(pool: Any) -> None:
+    found = pool(4).run(along_both)
+    assert [highest for highest, *_ in found] == [3.0] * 4
+    assert [own for _, own, *_ in found] == [1.0, 1.0, 5.0, 5.0]
+    assert all(sorted(both) == [0, 1, 2, 3] and both == found[0][2] for *_, both, _ in found)
+    assert [one for *_, one in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
