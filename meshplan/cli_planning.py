@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshplan import api
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.render.text import envelope, wants_colour
-from meshplan.verbs import NO, YES, Verb, plan_file, print_notes, until_interrupted
+from meshplan.verbs import COULD_NOT, NO, YES, Verb, plan_file, print_notes, until_interrupted
 
 if TYPE_CHECKING:
     from meshplan.planner.changed import Change
@@ -181,11 +182,17 @@ def _print_plan(
         colour = wants_colour(no_color=args.no_color)
         text = decision_to_text(decision, asked.path, colour=colour)
         print(*text, *cost_to_text(decision, asked.price), *lines, sep="\n")
-    print_notes(args, changes_to_text(changes))
+    assert decision.chosen is not None
+    print_notes(args, changes_to_text(changes, decision.chosen.plan.graph.blocks()))
     if args.set and not args.dry_run and args.output is None:
         print_notes(args, ["no lock is written for a plan changed by --set; -o FILE writes one"])
     elif not args.dry_run:
-        target = planning.lock_plan(asked.path, decision, args.output)
+        try:
+            target = planning.lock_plan(asked.path, decision, args.output)
+        except SpecError as error:  # The answer stands already, and took its time.
+            sys.stdout.flush()
+            print(error, file=sys.stderr)
+            return COULD_NOT
         print_notes(args, [f"wrote {target}"])
     return YES if decision.is_whole else NO
 

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from meshplan.planner.explain import NAMES, WhyNot
-from meshplan.render.plan import statement_lines
+from meshplan.render.statements import way_lines
+from meshplan.render.text import wrapped
 from meshplan.units import format_gib
 
 
@@ -62,5 +63,5 @@ def why_not_to_text(answer: WhyNot) -> list[str]:
     lines = [f"{answer.setting}: {verdict(answer)}"]
     if answer.way is not None and answer.seconds is not None:
         lines += ["", f"the best with it, {answer.seconds:.3f} s a step:"]
-        lines += [f"  {line}" for line in statement_lines(answer.way.stated)]
+        lines += [part for line in way_lines(answer.way) for part in wrapped(f"  {line}", 4)]
     return lines

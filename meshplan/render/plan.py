@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from meshplan.planner.decision import Decision, Way
 from meshplan.render.memory import ranks_to_text
-from meshplan.render.text import columns, paint
+from meshplan.render.statements import settings_in_words, way_lines
+from meshplan.render.text import columns, packed, paint, wrapped
 from meshplan.units import format_gib
 
 _MOST_REJECTED = 12
@@ -120,7 +120,7 @@ def decision_to_text(decision: Decision, title: str, *, colour: bool = False) ->
         + f", {_rate(decision, chosen)} per GPU"
         + f", MFU {decision.mfu(chosen):.1%}",
         "",
-        *(f"  {line}" for line in statement_lines(chosen.stated)),
+        *(part for line in way_lines(chosen) for part in wrapped(f"  {line}", 4)),
         "",
         *_memory(decision, chosen),
         *_least(decision),
@@ -139,24 +139,6 @@ def _rate(decision: Decision, way: Way) -> str:
     if decision.tokens:
         return f"{decision.tokens_per_s(way):,.0f} tokens/s"
     return f"{decision.samples_per_s(way):,.1f} samples/s"
-
-
-def statement_lines(stated: Mapping[str, Any]) -> Iterator[str]:
-    """Statements as they would stand in a plan file, one a line."""
-    for path, value in stated.items():
-        if value is not None:
-            yield f"{path}: {flow(value)}"
-
-
-def flow(value: Any) -> str:
-    """A value as YAML on one line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(flow, value)) + "]"
-    if isinstance(value, str):
-        return value if value.replace("_", "").isalnum() else json.dumps(value)
-    return json.dumps(value)
 
 
 def _memory(decision: Decision, way: Way) -> list[str]:
@@ -217,19 +199,30 @@ def _alternatives(decision: Decision) -> list[str]:
         return []
     chosen = decision.chosen
     assert chosen is not None
-    rows = [
+    heads = columns(
         [
-            f"{way.seconds / chosen.seconds - 1:+.1%}",
-            format_gib(way.memory.worst.band[1]),
-            "; ".join(
-                line
-                for line in statement_lines(way.stated)
-                if line not in set(statement_lines(chosen.stated))
-            ),
-        ]
-        for way in decision.alternatives
+            (f"{way.seconds / chosen.seconds - 1:+.1%}", format_gib(way.memory.worst.band[1]))
+            for way in decision.alternatives
+        ],
+        ">>",
+    )
+    lines = [
+        part
+        for head, way in zip(heads, decision.alternatives, strict=True)
+        for part in packed(f"  {head}  ", _other_lines(way, chosen))
     ]
-    return ["", "others that fit", *(f"  {line}" for line in columns(rows, ">><"))]
+    return ["", "others that fit", *lines]
+
+
+def _other_lines(way: Way, chosen: Way) -> Iterator[str]:
+    """What a way states otherwise than the one that was chosen."""
+    there = set(way_lines(chosen))
+    yield from (line for line in way_lines(way) if line not in there)
+    for path in chosen.stated:
+        if path not in way.stated and path.startswith("rules["):
+            yield f"without {path}"
+        elif path == "pipeline.virtual" and path not in way.stated and way.plan.assignment.stages:
+            yield f"{path}: 1"
 
 
 def _rejected(decision: Decision) -> list[str]:
@@ -237,10 +230,10 @@ def _rejected(decision: Decision) -> list[str]:
     by_why: dict[str, list[str]] = {}
     for each in decision.rejected:
         by_why.setdefault(each.why, []).append(each.what)
-    lines = [f"  {', '.join(whats)}: {why}" for why, whats in by_why.items()]
-    more = len(lines) - _MOST_REJECTED
-    if more > 0:
-        lines = [*lines[:_MOST_REJECTED], f"  and {more} more (--json)"]
+    reasons = [f"  {settings_in_words(whats)}: {why}" for why, whats in by_why.items()]
+    lines = [part for line in reasons[:_MOST_REJECTED] for part in wrapped(line, 4)]
+    if (more := len(reasons) - _MOST_REJECTED) > 0:
+        lines.append(f"  and {more} more (--json)")
     return ["not in the space", *lines] if lines else []
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from meshplan.planner.decision import Decision, Way
 from meshplan.planner.sizes import Size, Training
-from meshplan.render.plan import statement_lines, way_to_json
+from meshplan.render.plan import way_to_json
+from meshplan.render.statements import statement_lines
 from meshplan.render.text import columns
 from meshplan.units import format_gib
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from meshplan.planner.remedy import Remedy, Trouble
-from meshplan.render.plan import statement_lines
+from meshplan.render.statements import statement_lines
 from meshplan.render.text import columns
 from meshplan.units import format_gib
 
@@ -70,7 +70,7 @@ def _remedies(trouble: Trouble) -> list[str]:
             f"  {each.change}",
             f"{each.way.seconds:.3f} s a step",
             f"{format_gib(each.way.memory.worst.band[1])} at the most",
-            "; ".join(statement_lines(each.setting)),
+            "; ".join(statement_lines(each.setting, each.way.plan.graph.blocks())),
         )
         for each in trouble.remedies
     ]
