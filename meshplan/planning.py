@@ -185,13 +185,13 @@ def explain(
         SpecError: The words ask nothing that is planned, or something cannot be read.
         PlanError: The plan contradicts itself, or says too little.
     """
-    from meshplan.planner.explain import Asker, settings_of
+    from meshplan.planner.explain import Asker
 
     asker = Asker(_question(plan, overrides, model, config, gpu, memory, profile, told), told)
     if len(words) == 2 and words[0] == "why-not":
         return [asker.why_not(words[1])]
     if len(words) == 2 and words[0] == "why":
-        return [asker.why_not(each) for each in settings_of(asker.free, words[1])]
+        return [asker.why_not(each) for each in asker.settings(words[1])]
     what = f"'{' '.join(words)}' is no question"
     raise SpecError(Problem(what, Origin("explain"), "ask why FIELD, or why-not FIELD=VALUE"))
 

@@ -12,6 +12,7 @@ from meshplan.graph import ModelGraph
 from meshplan.hardware import Cluster
 from meshplan.memory.estimate import MemoryEstimate
 from meshplan.plan import Plan
+from meshplan.planner.row import Candidate
 from meshplan.planner.space import Rejected
 from meshplan.planner.traced import Traced
 from meshplan.spec import Spec
@@ -63,12 +64,14 @@ class Way:
     Args:
         stated: What the plan file would have to say, by path.
         seconds: Of a step.
+        candidate: Of the search that it is from; None where it is from none.
     """
 
     stated: Mapping[str, Any]
     seconds: float
     plan: Plan
     memory: MemoryEstimate
+    candidate: Candidate | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

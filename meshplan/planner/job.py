@@ -333,7 +333,9 @@ class Job:
             held = (group.band[1] - self._driver) / _SHARES
             place = plan.mesh.index(group.ranks[0], ("pp",))
             excess = max(excess, held - candidate.linear_bytes[place])
-        way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
+        way = Way(
+            stated=stated, seconds=candidate.seconds, plan=plan, memory=memory, candidate=candidate
+        )
         if words_of(way) in self._over:
             return Measured(fits=False, why=OVER, is_of_row=False)
         self.measured.append(way)

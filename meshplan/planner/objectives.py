@@ -36,9 +36,13 @@ def smallest(question: Question, told: Told = lambda text: None) -> Decision:
 
     What no configuration can be below, by the linear figures, is the gap.
     """
-    began = time.monotonic()
+    return smallest_of(Job(question), told)
+
+
+def smallest_of(job: Job, told: Told = lambda text: None) -> Decision:
+    """The same of a question made concrete."""
+    began, question = time.monotonic(), job.question
     limit = TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s
-    job = Job(question)
     told(f"{len(job.grid):,} configurations")
     offload = job.spec.offload
     if AUTO in (offload.params, offload.activations):

@@ -249,7 +249,8 @@ def about_trouble(trouble: Trouble) -> Iterator[str]:
         yield paragraph(f"No single change was found that helps{more}.")
         return
     rows = [
-        [Cell(each.change), Cell("; ".join(statement_lines(each.setting, each.way.plan.graph.blocks()))),
+        [Cell(each.change),
+         Cell("; ".join(statement_lines(each.setting, each.way.plan.graph.blocks()))),
          seconds(each.way.seconds), gib(each.way.memory.worst.band[1]),
          Cell(f"{each.num_gpus:,}", each.num_gpus)]
         for each in trouble.remedies
