@@ -135,15 +135,18 @@ def _print_trouble(
 ) -> int:
     """That there is no plan, why, and what would help."""
     from meshplan import planning
-    from meshplan.render.plan import decision_to_json, decision_to_text, no_space_to_json
+    from meshplan.render.plan import (
+        decision_to_json,
+        decision_to_text,
+        no_space_to_json,
+        no_space_to_text,
+    )
     from meshplan.render.trouble import trouble_to_json, trouble_to_text
 
     args = asked.args
     if isinstance(found, Exception):
-        problem = found.problems[0]
-        result = no_space_to_json(problem.what)
-        lines = [f"{asked.path}: {problem.what}", f"  {problem.fix}"]
-        is_whole = True
+        result, is_whole = no_space_to_json(found), True
+        lines = no_space_to_text(found, asked.path)
     else:
         colour = wants_colour(no_color=args.no_color)
         result, is_whole = decision_to_json(found), found.is_whole

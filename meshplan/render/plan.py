@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from meshplan.planner.decision import Decision, Way
-from meshplan.render.memory import ranks_to_text
+from meshplan.planner.space import EmptySpaceError, Rejected
+from meshplan.render.memory import ranks_in_words
 from meshplan.render.statements import settings_in_words, way_lines
 from meshplan.render.text import columns, packed, paint, wrapped
 from meshplan.units import format_gib
@@ -86,7 +87,7 @@ def way_to_json(decision: Decision, way: Way) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def no_space_to_json(why: str) -> dict[str, Any]:
+def no_space_to_json(error: EmptySpaceError) -> dict[str, Any]:
     """The `result` of schema plan/1 where what is stated leaves nothing to choose from."""
     return {
         **dict.fromkeys(_KEYS),
@@ -97,8 +98,23 @@ def no_space_to_json(why: str) -> dict[str, Any]:
         "ladder": None,
         "chosen": None,
         "alternatives": [],
-        "rejected": [{"what": "everything", "why": why}],
+        "rejected": [
+            {"what": "everything", "why": error.problems[0].what},
+            *({"what": each.what, "why": each.why} for each in error.rejected),
+        ],
     }
+
+
+def no_space_to_text(error: EmptySpaceError, title: str) -> list[str]:
+    """The same as lines.
+
+    Args:
+        title: What the plan is called.
+    """
+    problem = error.problems[0]
+    fix = problem.fix if problem.origin and problem.origin.path == "batch.global" else ""
+    lines = [*wrapped(f"{title}: {problem.what}", 4), *(wrapped(f"  fix: {fix}", 4) if fix else [])]
+    return [*lines, *_section(_rejected(error.rejected))]
 
 
 def decision_to_text(decision: Decision, title: str, *, colour: bool = False) -> list[str]:
@@ -114,7 +130,7 @@ def decision_to_text(decision: Decision, title: str, *, colour: bool = False) ->
         if not decision.is_whole:
             end = "it was interrupted" if decision.is_interrupted else "the time was up"
             line = f"{title}: {end} before anything was found that fits into {limit}"
-        return [paint(line, "bold", colour), "", *_rejected(decision)]
+        return [paint(line, "bold", colour), *_section(_rejected(decision.rejected))]
     lines = [
         paint(f"{title}: {_seconds(chosen.seconds)} a step", "bold", colour)
         + f", {_rate(decision, chosen)} per GPU"
@@ -124,14 +140,17 @@ def decision_to_text(decision: Decision, title: str, *, colour: bool = False) ->
         "",
         *_memory(decision, chosen),
         *_least(decision),
-        "",
-        *_ladder(decision),
+        *_section(_ladder(decision)),
         *_unproved(decision),
-        *_alternatives(decision),
-        "",
-        *_rejected(decision),
+        *_section(_alternatives(decision)),
+        *_section(_rejected(decision.rejected)),
     ]
     return lines
+
+
+def _section(lines: Sequence[str]) -> list[str]:
+    """With an empty line before; nothing where there is nothing."""
+    return ["", *lines] if lines else []
 
 
 def _rate(decision: Decision, way: Way) -> str:
@@ -147,7 +166,7 @@ def _memory(decision: Decision, way: Way) -> list[str]:
     return [
         f"memory  {format_gib(high)} at the most, of {format_gib(limit)}: "
         f"{format_gib(limit - high)} left",
-        f"        on ranks {ranks_to_text(worst.ranks)}, in {worst.at.phase}"
+        f"        on {ranks_in_words(worst.ranks)}, in {worst.at.phase}"
         + (f" of {worst.at.module}" if worst.at.module else ""),
         *(f"        if {value}" for what, value in way.memory.assumed if what == "routing"),
         *(f"host    {line}" for line in _host(way)),
@@ -211,7 +230,7 @@ def _alternatives(decision: Decision) -> list[str]:
         for head, way in zip(heads, decision.alternatives, strict=True)
         for part in packed(f"  {head}  ", _other_lines(way, chosen))
     ]
-    return ["", "others that fit", *lines]
+    return ["others that fit", *lines]
 
 
 def _other_lines(way: Way, chosen: Way) -> Iterator[str]:
@@ -225,10 +244,10 @@ def _other_lines(way: Way, chosen: Way) -> Iterator[str]:
             yield f"{path}: 1"
 
 
-def _rejected(decision: Decision) -> list[str]:
+def _rejected(rejected: Iterable[Rejected]) -> list[str]:
     """What is not in the space; equal reasons together."""
     by_why: dict[str, list[str]] = {}
-    for each in decision.rejected:
+    for each in rejected:
         by_why.setdefault(each.why, []).append(each.what)
     reasons = [f"  {settings_in_words(whats)}: {why}" for why, whats in by_why.items()]
     lines = [part for line in reasons[:_MOST_REJECTED] for part in wrapped(line, 4)]

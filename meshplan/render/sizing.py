@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshplan.planner.decision import Decision, Way
-from meshplan.planner.sizes import Size, Training
+from meshplan.planner.sizes import Size, Training, format_days
 from meshplan.render.plan import way_to_json
 from meshplan.render.statements import statement_lines
 from meshplan.render.text import columns
-from meshplan.units import format_gib
+from meshplan.units import format_count, format_gib
 
 _MOST_SIZES = 12
 
@@ -109,6 +109,10 @@ def _size_to_json(found: Training, size: Size, price: float | None) -> dict[str,
     }
 
 
+def _allowed(days: float) -> str:
+    return f"{days:g} day{'' if days == 1 else 's'}"
+
+
 def training_to_text(found: Training, price: float | None) -> list[str]:
     """What the sizes take, and which is the answer."""
     rows = []
@@ -116,12 +120,13 @@ def training_to_text(found: Training, price: float | None) -> list[str]:
         mark = "<- the fewest" if size is found.answer else ""
         if size is found.answer and not found.is_fewest:
             mark = "<- the fewest of those that were planned"
-        days = f"{size.days:,.1f} days" if size.days is not None else size.why
-        rows.append((f"  {size.num_gpus:,} GPUs", f"{size.nodes:,} nodes", days, mark))
+        took = format_days(size.days) if size.days is not None else size.why
+        nodes = f"{size.nodes:,} node{'' if size.nodes == 1 else 's'}"
+        rows.append((f"  {size.num_gpus:,} GPUs", nodes, took, mark))
     if len(rows) > _MOST_SIZES and found.answer is not None:
         at = found.sizes.index(found.answer)
         rows = rows[max(0, at - _MOST_SIZES // 2) : at + _MOST_SIZES // 2]
-    title = f"{found.tokens:.3g} tokens in {found.days:g} days"
+    title = f"{format_count(round(found.tokens))} tokens in {_allowed(found.days)}"
     lines = [title, *columns(rows, ">><<")]
     if found.answer is None:
         return [*lines, "  no number of nodes that was planned does it"]
