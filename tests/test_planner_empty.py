@@ -24,7 +24,7 @@ def test_samples_that_no_mesh_shares_out_are_the_reason(job, capsys):
     with pytest.raises(EmptySpaceError) as caught:
         search_plan(path)
     (problem,) = caught.value.problems
-    what = "no mesh of 4,096 devices shares out 64 samples: it has 256 data ranks at the least"
+    what = "no mesh of 4,096 devices shares out 64 samples: its data ranks take 256 at the least"
     assert problem.what == what
     assert problem.origin.path == "batch.global"
     assert problem.fix == ("write a batch.global of which 256 is a divisor, or take fewer devices")
@@ -39,6 +39,19 @@ def test_samples_that_no_mesh_shares_out_are_the_reason(job, capsys):
     assert result["rejected"][0] == {"what": "everything", "why": what}
     assert len(result["rejected"]) > 3
     assert result["more_devices"].startswith("no mesh of 65,536 devices")
+
+
+@pytest.mark.parametrize(
+    ("batch", "least"),
+    [({"micro": 4}, 4096), ({"accumulate": 2}, 2048), ({"micro": 2, "accumulate": 2}, 4096)],
+)
+def test_what_is_stated_of_the_batch_counts_among_the_samples(job, batch, least):
+    mesh = {"tp": 4, "dp_shard": "auto"}
+    path = job(hardware=MANY, batch=PLAN["batch"] | batch, mesh=mesh)
+    with pytest.raises(EmptySpaceError) as caught:
+        search_plan(path)
+    assert f"its data ranks take {least:,} at the least" in caught.value.problems[0].what
+    assert search_plan(path, [f"batch.global={least}"]).chosen is not None
 
 
 def test_what_is_not_known_of_the_machine_is_said_first_and_where(job, capsys):

@@ -18,24 +18,29 @@ _FIX: Final = "state less, or another batch.global"
 def nothing_to_choose(free: Freedom, spec: Spec) -> EmptySpaceError:
     """The error of a freedom that no configuration is left of."""
     whys = "; ".join(f"{each.what}: {each.why}" for each in free.rejected)
-    least = _least_data_ranks(free)
+    least = _least_samples(free)
     if least is None or free.global_ is None:
         what = f"no mesh of {free.world:,} devices has all that is stated"
         problem = Problem(what, spec.origin("mesh"), whys or _FIX)
     else:
         what = (
             f"no mesh of {free.world:,} devices shares out {free.global_:,} samples: "
-            f"it has {least:,} data ranks at the least"
+            f"its data ranks take {least:,} at the least"
         )
         fix = f"write a batch.global of which {least:,} is a divisor, or take fewer devices"
-        if not len(enumerate_grid(replace(free, global_=least))):
+        if least <= free.global_ or not len(enumerate_grid(replace(free, global_=least))):
+            what = (
+                f"no mesh of {free.world:,} devices shares out {free.global_:,} samples as stated"
+            )
             fix = _FIX
         problem = Problem(what, spec.origin("batch.global"), fix)
     return EmptySpaceError(problem, free.rejected)
 
 
-def _least_data_ranks(free: Freedom) -> int | None:
-    """Of all meshes that there would be with other samples; None where there would be none."""
-    batch = {"global_": None, "of_data_rank": 1, "micro": (), "accumulate": None, "pipelined": None}
-    grid = enumerate_grid(replace(free, **batch))  # type: ignore[arg-type]
-    return int(np.min(grid["dp_replicate"] * grid["dp_shard"])) if len(grid) else None
+def _least_samples(free: Freedom) -> int | None:
+    """Of a step of all meshes that there would be with others; None where there would be none."""
+    own = (free.micro or (1,))[0] * (free.accumulate or 1)
+    if not free.micro:
+        own *= free.pipelined or 1
+    grid = enumerate_grid(replace(free, global_=None, of_data_rank=own))
+    return own * int(np.min(grid["dp_replicate"] * grid["dp_shard"])) if len(grid) else None

@@ -15,12 +15,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, PARAMS_THERE, RECOMPUTE
+from meshplan.cost.grid import MODES, RECOMPUTE
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.mesh import AXES
 from meshplan.planner.decide import decide_job
 from meshplan.planner.decision import Decision, Question, Way
-from meshplan.planner.hosted import WORDS
+from meshplan.planner.hosted import WORDS, offload_of
 from meshplan.planner.job import Job
 from meshplan.planner.objectives import smallest_of
 from meshplan.planner.row import Candidate, Row
@@ -234,10 +234,7 @@ def has(way: Way, path: str, text: str) -> bool:
     if path == "sequence_parallel":
         return a.sequence_parallel == (text == "true")
     if path == "offload":
-        offload = plan.spec.offload
-        parts = (offload.params is True, PARAMS_THERE), (offload.activations is True,
-                                                         ACTIVATIONS_THERE)  # fmt: skip
-        return sum(bit for is_there, bit in parts if is_there) == WORDS[text]
+        return offload_of(plan) == WORDS[text]
     blocks = plan.graph.blocks()
     if path == "activation_checkpointing":
         again = [a.recompute.get(block) for block in blocks]

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from meshplan.planner.remedy import Remedy, Trouble
 from meshplan.render.statements import statement_lines
-from meshplan.render.text import columns, wrapped
+from meshplan.render.text import columns, packed, wrapped
 from meshplan.units import format_gib
 
 _HOPELESS: Final = (
@@ -68,13 +68,19 @@ def _remedies(trouble: Trouble) -> list[str]:
     if not trouble.remedies:
         late = "" if trouble.is_whole else " before the time was up"
         return [f"no single change was found that helps{late}", *devices]
-    rows = [
-        (
-            f"  {each.change}",
-            f"{each.way.seconds:.3f} s a step",
-            f"{format_gib(each.way.memory.worst.band[1])} at the most",
-            "; ".join(statement_lines(each.setting, each.way.plan.graph.blocks())),
-        )
-        for each in trouble.remedies
-    ]
-    return ["one change at a time, each searched and replayed:", *columns(rows, "<>><"), *devices]
+    heads = columns(
+        [
+            (
+                f"  {each.change}",
+                f"{each.way.seconds:,.3f} s a step",
+                f"{format_gib(each.way.memory.worst.band[1])} at the most",
+            )
+            for each in trouble.remedies
+        ],
+        "<>>",
+    )
+    lines = []
+    for head, each in zip(heads, trouble.remedies, strict=True):
+        says = statement_lines(each.setting, each.way.plan.graph.blocks())
+        lines += [head, *packed("      ", says)]
+    return ["one change at a time, each searched and replayed:", *lines, *devices]
