@@ -28,7 +28,7 @@ class Question:
         few: The same with few blocks, for trials of what it allows; None takes the model itself.
         shorter: The same with so many blocks, or with these of its own; None where nobody can
             make it.
-        objective: One of `asking.OBJECTIVES`.
+        objective: By which one plan is better: time, memory or cost.
         is_stopped: Whether somebody wants the best so far now.
         profile: What the machine was measured to reach; None takes what is known of such devices.
         profile_path: The file that it is from.

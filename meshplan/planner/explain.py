@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -165,10 +165,13 @@ class Asker:
             SpecError: It is no setting that the planner chooses.
             PlanError: The plan says too little.
         """
-        path, equals, text = setting.partition("=")
-        if not equals or path not in FIELDS:
+        path, equals, text = map(str.strip, setting.partition("="))
+        if path not in FIELDS:
             fix = f"ask about one of {', '.join(FIELDS)}, such as mesh.tp=8"
-            raise SpecError(Problem(f"'{setting}' is nothing that is planned", Origin(path), fix))
+            raise SpecError(Problem(f"'{path}' is nothing that is planned", Origin(path), fix))
+        if not equals:
+            what, fix = "why not which value?", f"ask why-not {path}=VALUE, or why {path} for all"
+            raise SpecError(Problem(what, Origin(path), fix))
         if path in self._job.spec.origins and path == "sequence_parallel":
             return WhyNot(setting=setting, why="the plan states it")
         held, why = narrowed(self.free, path, text)
@@ -256,7 +259,8 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
     elif path == "strategy":
         word = STRATEGY_WORDS.get(text.lower(), "")
         if word not in STRATEGIES:
-            raise SpecError(Problem(f"'{text}' is no strategy", Origin(path)))
+            fix = f"write one of {', '.join(STRATEGIES)}"
+            raise SpecError(Problem(f"'{text}' is no strategy", Origin(path), fix))
         modes, reshard = STRATEGIES[word]
         hybrid = word.startswith("hybrid") if MODES[modes[0]] == "shard" else None
         held = {"modes": modes, "reshard": reshard, "hybrid": hybrid}
@@ -264,18 +268,18 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
         held = {"micro": (_number(path, text),)}
     elif path == "activation_checkpointing":
         if text not in RECOMPUTE:
-            raise SpecError(Problem(f"'{text}' is none of {', '.join(RECOMPUTE)}", Origin(path)))
+            raise _no_value(path, text, RECOMPUTE)
         if RECOMPUTE.index(text) not in free.recompute:
             return None, _why_rejected(free, f"{path}={text}") or "the plan states another"
         held = {"recompute": (RECOMPUTE.index(text),)}
     elif path == "offload":
         if text not in WORDS:
-            raise SpecError(Problem(f"'{text}' is none of {', '.join(WORDS)}", Origin(path)))
+            raise _no_value(path, text, tuple(WORDS))
         if WORDS[text] not in free.offload:
             return None, "the plan states another"
         held = {"offload": (WORDS[text],)}
     elif text not in ("true", "false"):
-        raise SpecError(Problem(f"'{text}' is neither true nor false", Origin(path)))
+        raise _no_value(path, text, ("true", "false"))
     elif path == "sequence_parallel" and text == "false":
         held = {"sequence_parallel": dict.fromkeys(free.sequence_parallel, False)}
     elif path == "sequence_parallel":
@@ -290,8 +294,14 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
 
 def _number(path: str, text: str) -> int:
     if not text.isdigit() or not int(text):
-        raise SpecError(Problem(f"'{text}' is no positive number", Origin(path)))
+        fix = "write a whole number of at least 1"
+        raise SpecError(Problem(f"'{text}' is no positive number", Origin(path), fix))
     return int(text)
+
+
+def _no_value(path: str, text: str, words: Sequence[str]) -> SpecError:
+    fix = f"write {', '.join(words[:-1])} or {words[-1]}"
+    return SpecError(Problem(f"'{text}' is no value of {path}", Origin(path), fix))
 
 
 def _why_rejected(free: Freedom, setting: str) -> str:

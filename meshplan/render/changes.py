@@ -10,7 +10,7 @@ from meshplan.render.statements import statement_value
 from meshplan.units import format_gib
 
 _INPUTS: Final = {
-    "inputs.plan": "the plan file says something else",
+    "inputs.plan": "the plan says something else",
     "inputs.model": "the model is another",
     "inputs.profile": "it is for another machine",
     "inputs.profile_file": "it goes by another measurement of the machine",

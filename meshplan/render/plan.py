@@ -117,11 +117,14 @@ def no_space_to_text(error: EmptySpaceError, title: str) -> list[str]:
     return [*lines, *_section(_rejected(error.rejected))]
 
 
-def decision_to_text(decision: Decision, title: str, *, colour: bool = False) -> list[str]:
+def decision_to_text(
+    decision: Decision, title: str, costs: Sequence[str] = (), *, colour: bool = False
+) -> list[str]:
     """The lines of the answer, without the notes.
 
     Args:
         title: What the plan is called.
+        costs: What it costs, where somebody asks.
     """
     chosen = decision.chosen
     if chosen is None:
@@ -142,6 +145,7 @@ def decision_to_text(decision: Decision, title: str, *, colour: bool = False) ->
         *_least(decision),
         *_section(_ladder(decision)),
         *_unproved(decision),
+        *_section(costs),
         *_section(_alternatives(decision)),
         *_section(_rejected(decision.rejected)),
     ]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshplan.planner.decision import Decision, Way
 from meshplan.planner.sizes import Size, Training, format_days
 from meshplan.render.plan import way_to_json
-from meshplan.render.statements import statement_lines
-from meshplan.render.text import columns
+from meshplan.render.statements import way_lines
+from meshplan.render.text import columns, packed
 from meshplan.units import format_count, format_gib
 
 _MOST_SIZES = 12
+_KNOWN_BY = ("mesh", "strategy", "batch.micro", "activation_checkpointing", "offload", "rules[")
 
 
 def frontier_to_json(decision: Decision, ways: Sequence[Way], *, is_whole: bool) -> dict[str, Any]:
@@ -29,19 +30,23 @@ def frontier_to_json(decision: Decision, ways: Sequence[Way], *, is_whole: bool)
 
 def frontier_to_text(ways: Sequence[Way], *, is_whole: bool) -> list[str]:
     """A line for each."""
-    rows = [
-        (f"  {way.seconds:.3f} s", format_gib(way.memory.worst.band[1]), _words(way))
-        for way in ways
+    heads = columns(
+        [(f"  {way.seconds:.3f} s", format_gib(way.memory.worst.band[1])) for way in ways], ">>"
+    )
+    lines = [
+        part
+        for head, way in zip(heads, ways, strict=True)
+        for part in packed(f"{head}  ", _words(way))
     ]
     end = "" if is_whole else ", so far: the time was up"
-    return [f"the fastest within less and less memory{end}", *columns(rows, ">><")]
+    return [f"the fastest within less and less memory{end}", *lines]
 
 
-def _words(way: Way) -> str:
-    kept = ("mesh", "strategy", "batch.micro", "activation_checkpointing")
-    return "; ".join(
-        line for line in statement_lines({k: v for k, v in way.stated.items() if k in kept})
-    )
+def _words(way: Way) -> Iterator[str]:
+    """What one is known by: all but how a pipeline is run and what follows from the rest."""
+    for line in way_lines(way):
+        if line.startswith(_KNOWN_BY):
+            yield line
 
 
 def cost_to_json(decision: Decision, price: float | None) -> dict[str, Any] | None:
