@@ -7,6 +7,7 @@ not answer, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -288,15 +289,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _mend_streams() -> None:
+    """A stream that is closed takes nothing, and letters that a terminal lacks are spelled out."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; never raises for a user's mistake."""
+    """Run one command and return its exit code; never raises for a user's mistake.
+
+    With `--json` what could not be answered is JSON too: schema problems/1, as check/1 has them.
+    """
     leave_at_once()
+    _mend_streams()
     try:
         args = _parser().parse_args(argv)
         code: int = args.run(args)
         sys.stdout.flush()
     except MeshplanError as error:
         print(error, file=sys.stderr)
+        if "--json" in (sys.argv[1:] if argv is None else argv):
+            from meshplan.render.findings import findings_to_json
+
+            print(envelope("problems/1", findings_to_json(error.problems)))
         return COULD_NOT
     except SystemExit as stop:  # argparse's way out of --help and --version
         return stop.code if isinstance(stop.code, int) else YES

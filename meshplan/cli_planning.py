@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshplan import api
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.render.text import envelope, wants_colour
-from meshplan.verbs import NO, YES, Verb, plan_file, print_notes, until_interrupted
+from meshplan.verbs import COULD_NOT, NO, YES, Verb, plan_file, print_notes, until_interrupted
 
 if TYPE_CHECKING:
     from meshplan.planner.changed import Change
@@ -44,13 +45,14 @@ def _plan(args: argparse.Namespace) -> int:
     from meshplan.render.sizing import frontier_to_json, frontier_to_text
 
     old = None
-    if args.retarget and (args.tokens or args.days):
+    asked = _Asked(args)
+    if args.retarget is not None and (args.tokens or args.days):
         what = "--retarget says how many nodes there are, and --tokens asks how many it takes"
         raise SpecError(Problem(what, Origin("--retarget"), "leave one of them out"))
-    if args.retarget:
+    if args.retarget is not None:
+        settings = planning.retarget_settings(args.retarget)
         old = api.decide(plan_file(args), args.set, model=args.model, config=args.config)
-        args.set = [*args.set, *planning.retarget_settings(args.retarget)]
-    asked = _Asked(args)
+        args.set = asked.flags["overrides"] = [*args.set, *settings]
     if args.tokens is not None or args.days is not None:
         return _plan_training(asked)
     with until_interrupted() as is_stopped:
@@ -119,14 +121,16 @@ class _Asked:
             "profile": args.profile,
             "told": lambda text: print_notes(args, [text]),
         }
+        self.price = self._price()
 
-    @property
-    def price(self) -> float | None:
+    def _price(self) -> float | None:
         """Of a GPU for an hour; None where nobody says."""
+        stated = getattr(self.args, "price", None)
+        if stated is None:
+            return None
         from meshplan.planner.sizes import positive
 
-        stated = getattr(self.args, "price", None)
-        return None if stated is None else positive(stated, "--price")
+        return positive(stated, "--price")
 
 
 def _print_trouble(
@@ -134,15 +138,18 @@ def _print_trouble(
 ) -> int:
     """That there is no plan, why, and what would help."""
     from meshplan import planning
-    from meshplan.render.plan import decision_to_json, decision_to_text, no_space_to_json
+    from meshplan.render.plan import (
+        decision_to_json,
+        decision_to_text,
+        no_space_to_json,
+        no_space_to_text,
+    )
     from meshplan.render.trouble import trouble_to_json, trouble_to_text
 
     args = asked.args
     if isinstance(found, Exception):
-        problem = found.problems[0]
-        result = no_space_to_json(problem.what)
-        lines = [f"{asked.path}: {problem.what}", f"  {problem.fix}"]
-        is_whole = True
+        result, is_whole = no_space_to_json(found), True
+        lines = no_space_to_text(found, asked.path)
     else:
         colour = wants_colour(no_color=args.no_color)
         result, is_whole = decision_to_json(found), found.is_whole
@@ -179,13 +186,20 @@ def _print_plan(
         print(envelope("plan/1", {**result, **more}))
     else:
         colour = wants_colour(no_color=args.no_color)
-        text = decision_to_text(decision, asked.path, colour=colour)
-        print(*text, *cost_to_text(decision, asked.price), *lines, sep="\n")
-    print_notes(args, changes_to_text(changes))
+        costs = cost_to_text(decision, asked.price)
+        print(*decision_to_text(decision, asked.path, costs, colour=colour), *lines, sep="\n")
+    assert decision.chosen is not None
+    print_notes(args, changes_to_text(changes, decision.chosen.plan.graph.blocks()))
     if args.set and not args.dry_run and args.output is None:
-        print_notes(args, ["no lock is written for a plan changed by --set; -o FILE writes one"])
+        by = "--set" if args.retarget is None else "--retarget"
+        print_notes(args, [f"no lock is written for a plan changed by {by}; -o FILE writes one"])
     elif not args.dry_run:
-        target = planning.lock_plan(asked.path, decision, args.output)
+        try:
+            target = planning.lock_plan(asked.path, decision, args.output)
+        except SpecError as error:  # The answer stands already, and took its time.
+            sys.stdout.flush()
+            print(error, file=sys.stderr)
+            return COULD_NOT
         print_notes(args, [f"wrote {target}"])
     return YES if decision.is_whole else NO
 
@@ -212,7 +226,7 @@ def _explain_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    if len(args.words) == 1:
+    if len(args.words) == 1 and args.words[0] not in ("why", "why-not"):
         return _explain_memory(args) if args.words == ["memory"] else _explain_module(args)
     from meshplan import planning
     from meshplan.render.explain import why_not_to_json, why_not_to_text

@@ -15,6 +15,7 @@ from meshplan.plan import Plan
 from meshplan.planner import locking
 from meshplan.planner.asking import question_of_file, with_profile
 from meshplan.planner.decision import Decision, Question, Way
+from meshplan.planner.lock import profile_of_lock
 from meshplan.planner.objectives import answer
 from meshplan.reader import load_spec
 
@@ -177,7 +178,8 @@ def explain(
     """Why the plan is not another.
 
     Args:
-        plan, model, config, gpu, memory, profile: As for `search_plan`.
+        plan, model, config, gpu, memory: As for `search_plan`.
+        profile: Likewise; None takes the one that the lock was made with.
         words: "why-not" and a setting such as "mesh.tp=8", or "why" and a field such as "mesh.tp",
             which asks of each of its values.
 
@@ -185,15 +187,17 @@ def explain(
         SpecError: The words ask nothing that is planned, or something cannot be read.
         PlanError: The plan contradicts itself, or says too little.
     """
-    from meshplan.planner.explain import Asker, settings_of
+    from meshplan.planner.explain import Asker
 
+    if len(words) != 2 or words[0] not in ("why", "why-not"):
+        what, fix = f"'{' '.join(words)}' is no question", "ask why FIELD, or why-not FIELD=VALUE"
+        raise SpecError(Problem(what, Origin("explain"), fix))
+    if profile is None and (profile := profile_of_lock(plan)) is not None:
+        told(f"by the figures of {profile.name}, as the lock")
     asker = Asker(_question(plan, overrides, model, config, gpu, memory, profile, told), told)
-    if len(words) == 2 and words[0] == "why-not":
+    if words[0] == "why-not":
         return [asker.why_not(words[1])]
-    if len(words) == 2 and words[0] == "why":
-        return [asker.why_not(each) for each in settings_of(asker.free, words[1])]
-    what = f"'{' '.join(words)}' is no question"
-    raise SpecError(Problem(what, Origin("explain"), "ask why FIELD, or why-not FIELD=VALUE"))
+    return [asker.why_not(each) for each in asker.settings(words[1])]
 
 
 def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) -> ModuleAnswer:
@@ -201,13 +205,14 @@ def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) 
 
     Args:
         plan: Decided for its model.
-        profile: As for `search_plan`.
+        profile: As for `explain`.
 
     Raises:
         SpecError: The model has no such module.
     """
     from meshplan.planner import module
 
+    profile = profile if profile is not None else profile_of_lock(plan.spec.source)
     return module.explain_module(plan, name, profile=profile)
 
 
@@ -218,10 +223,14 @@ def compare(
 
     Args:
         old, new: (what it is called, the plan).
-        profile: As for `search_plan`.
+        profile: As for `explain`.
     """
     from meshplan.planner.difference import difference, side_of
 
+    if profile is None:
+        # What was measured holds for both sides, where their locks say no different things.
+        found = {profile_of_lock(plan.spec.source) for _, plan in (old, new)} - {None}
+        profile = found.pop() if len(found) == 1 else None
     measured = read_profile(Path(profile), Origin("--profile")) if profile is not None else None
     return difference(*(side_of(name, plan, measured) for name, plan in (old, new)))
 

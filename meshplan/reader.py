@@ -12,11 +12,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
-from meshplan.errors import Origin, SpecError
+from meshplan.errors import Origin, Problem, SpecError
 from meshplan.schema import read_spec
 from meshplan.source import (
     MAX_DEPTH,
@@ -75,12 +76,28 @@ def load_spec(
         found.add(plan, f"a plan is a mapping of keys, not {show(plan)}", _BEGIN)
     if plan is None or not isinstance(plan.data, dict):
         raise SpecError(found.problems)
+    _check_kind(plan.data, name)
     for override in overrides:
         _override(plan, override, found)
     spec = read_spec(plan, found, _origins(plan), name)
     found.raise_if(True)
     assert spec is not None, "no Spec without a problem"
     return spec
+
+
+_KINDS: Final = (
+    ("model_type", "a model's config", "name it in a plan, as model: {{config: {name}}}"),
+    ("lock", "a lock", "name the plan file that it is beside"),
+)
+"""What is no plan, by a key that none has, and what to do with it."""
+
+
+def _check_kind(keys: Mapping[str, Value], name: str) -> None:
+    """Refuse a whole file of another kind, and not each of its keys."""
+    for key, kind, fix in _KINDS:
+        if key in keys and "version" not in keys:
+            what = f"this is {kind}, not a plan"
+            raise SpecError(Problem(what, Origin(name), fix.format(name=Path(name).name)))
 
 
 def _override(plan: Value, override: str, found: Findings) -> None:

@@ -42,7 +42,7 @@ from meshplan.spec import (
     Rule,
     Spec,
 )
-from meshplan.units import parse_bandwidth, parse_bytes, parse_count
+from meshplan.units import parse_bandwidth, parse_count, parse_memory
 from meshplan.values import (
     Decoder,
     Findings,
@@ -111,8 +111,8 @@ _HARDWARE: Final[Mapping[str, Decoder]] = {
     "nodes": _size,
     "gpus_per_node": _size,
     "gpu": _gpu,
-    "memory": measured(parse_bytes),
-    "host_memory": measured(parse_bytes),
+    "memory": measured(parse_memory),
+    "host_memory": measured(parse_memory),
     "intra": measured(parse_bandwidth),
     "inter": measured(parse_bandwidth),
     "headroom": number(lambda x: 0 <= x < 1, "a fraction from 0 to below 1"),
@@ -311,7 +311,7 @@ def _duration(value: Value, found: Findings) -> float | None:
 
 def _solve(value: Value, found: Findings) -> dict[str, Any] | None:
     fields: Mapping[str, Decoder] = {
-        "objective": choice(("time", "memory", "cost", "balanced"), "an objective"),
+        "objective": choice(("time", "memory", "cost"), "an objective"),
         "time_limit": _duration,
         "keep": integer(1),
     }

@@ -17,7 +17,7 @@ from meshplan.hardware import find_device
 from meshplan.mesh import DATA_AXES
 from meshplan.spec import AUTO, Spec
 from meshplan.strategies import resolve_mesh
-from meshplan.units import format_gib, parse_bytes, parse_count
+from meshplan.units import format_gib, parse_count, parse_memory
 
 _PATHS: Final[Mapping[str, str]] = {
     "params": "model",
@@ -121,7 +121,7 @@ def _facts_of_flags(
         "params": read("params", parse_count, "--params 3e9"),
         "gpus": read("gpus", parse_count, "--gpus 8"),
         "nodes": read("nodes", parse_count, "--nodes 2"),
-        "memory": read("memory", parse_bytes, "--memory 80GiB"),
+        "memory": read("memory", parse_memory, "--memory 80GiB"),
     }
     graph = read("config", lambda path: from_config(path, Origin("--config")), "")
     if graph is not None:

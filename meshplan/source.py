@@ -63,7 +63,11 @@ def _read_bytes(name: str, origin: Origin) -> bytes:
         status = os.stat(name)
         if stat.S_ISDIR(status.st_mode):
             what = "this is a directory, not a plan file"
-            plans = sorted(path.name for path in Path(name).glob("*.y*ml"))
+            plans = sorted(
+                path.name
+                for path in Path(name).glob("*.y*ml")
+                if not path.name.endswith(".lock.yaml")
+            )
             fix = f"name a file in it, such as {plans[0]}" if plans else fix
         elif stat.S_ISREG(status.st_mode):
             with open(name, "rb") as file:

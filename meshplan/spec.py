@@ -328,7 +328,7 @@ class Spec:
     solve: Mapping[str, Any] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)
-    source: str = field(default="<spec>", compare=False)
+    source: str = field(default="<spec>", repr=False, compare=False)
 
     @property
     def reads_flow(self) -> bool:

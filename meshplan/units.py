@@ -58,6 +58,10 @@ def parse_count(text: str | int | float) -> int:
     return _whole(text, number, scale)
 
 
+_LEAST_BANDWIDTH = 1e6
+"""A number without a unit that is less is one of another unit."""
+
+
 def parse_bytes(text: str | int | float) -> int:
     """A size in bytes; GiB is 2**30, GB is 10**9, a bare number is bytes.
 
@@ -73,6 +77,21 @@ def parse_bytes(text: str | int | float) -> int:
     return math.ceil(_positive(text, number, _BYTE_UNITS[unit.lower()], _SIZE))
 
 
+def parse_memory(text: str | int | float) -> int:
+    """The memory of a device or a host: a size, but a bare number is one in bytes or a slip.
+
+    Raises:
+        ValueError: As of `parse_bytes`, or a number without a unit that no memory is as small as.
+
+    >>> parse_memory("24GB"), parse_memory(80 * 2**30)
+    (24000000000, 85899345920)
+    """
+    size = parse_bytes(text)
+    if size < MIB and not _split(text, _SIZE)[1]:
+        raise ValueError(f"{text!r} has no unit, and is {size} bytes; write {text}GiB")
+    return size
+
+
 def parse_bandwidth(text: str | int | float) -> float:
     """A bandwidth in bytes per second; Gb/s and Gbit/s are bits, GB/s and GiB/s are bytes.
 
@@ -84,7 +103,10 @@ def parse_bandwidth(text: str | int | float) -> float:
     """
     number, unit = _split(text, _BANDWIDTH)
     if not unit:
-        return _positive(text, number, 1, _BANDWIDTH)
+        value = _positive(text, number, 1, _BANDWIDTH)
+        if value < _LEAST_BANDWIDTH:
+            raise ValueError(f"{text!r} has no unit, and is bytes a second; write {text}GB/s")
+        return value
     bare = re.sub(r"(/s|ps)$", "", unit)
     # The case of the last letter is the only sign of bits or bytes, as on datasheets.
     is_bits = bare.endswith(("b", "bit"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -104,3 +106,42 @@ def test_public_names_are_found_when_used():
         assert getattr(meshplan, name) is not None
     with pytest.raises(AttributeError, match="module 'meshplan' has no attribute 'nonsense'"):
         _ = meshplan.nonsense
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "-f", "missing.yaml"],
+        ["plan", "--bogus"],
+        ["explain", "-f", "plans/auto.yaml", "why"],
+        ["diff", "plans/auto.yaml", "plans/nothing.yaml"],
+        ["estimate", "--gpus", "0"],
+        ["show"],
+    ],
+)
+def test_what_cannot_be_answered_is_json_where_json_is_asked_for(words, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main([*words, "--json"]) == 2
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert answer["schema"] == "problems/1"
+    assert not answer["result"]["ok"]
+    assert [each["what"] for each in answer["result"]["problems"]]
+    assert all(each["what"] in err for each in answer["result"]["problems"])
+    assert main(words) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_closed_stream_and_letters_that_it_lacks_are_no_crash(tmp_path):
+    script = f"{sys.executable} -m meshplan estimate --params 3e9 --gpus 8 >&-"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+    path = tmp_path / "план.yaml"
+    path.write_text("version: 1\nmodel: {params: 3e9}\nmesh: {dp_shard: 8}\n")
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    done = subprocess.run(
+        [sys.executable, "-m", "meshplan", "check", "-f", str(path)],
+        cwd=ROOT, capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "\\u043f\\u043b\\u0430\\u043d.yaml: ok" in done.stdout

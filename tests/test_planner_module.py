@@ -15,6 +15,7 @@ from meshplan.planner.asking import cluster_of, question_of_file
 from meshplan.planner.costed import Costed
 from meshplan.planner.lock import overrides
 from meshplan.planning import explain_module, search_plan
+from meshplan.units import format_bytes, format_gib
 from tests.test_planner import LLAMA, PLAN, job
 
 __all__ = ["job"]
@@ -154,7 +155,16 @@ def test_memory_is_told_from_the_textbook_to_the_byte(job, capsys):
     assert sum(step["delta_bytes"] for step in steps) == memory["total_bytes"]
     assert memory["total_bytes"] == api.estimate_memory(path).worst.peak.total_bytes
     assert main(["explain", "memory", "-f", str(path)]) == 0
-    assert "from the textbook to this figure" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "from the textbook to this figure" in text
+    assert main(["plan", "-f", str(path), "--json", "-q"]) == 0
+    peak = json.loads(capsys.readouterr().out)["result"]["peak_bytes"]
+    assert memory["band"][1] == peak
+    title = text.partition("\n")[0]
+    assert title.startswith("ranks 0-7, in backward")
+    assert f": {format_gib(peak)} at the most, of 79.1 GiB  ok, " in title
+    error = next(line for line in text.splitlines() if line.startswith("  error "))
+    assert f" {format_bytes(peak)}  how far it may be wrong" in error
     hardware = PLAN["hardware"] | {"headroom": 0.99}
     path = job(mesh={"dp_shard": 8}, strategy="full_shard", hardware=hardware,
                batch={"micro": 1, "accumulate": 1, "seq_len": 1024})  # fmt: skip

@@ -51,7 +51,7 @@ def test_what_changed_since_the_last_lock(job, capsys):
     assert "inputs.model" not in by_field
     assert "mesh.dp_shard: 8 -> 4" in err
     assert "mesh.dp_replicate: not stated -> 2" in err
-    assert "the plan file says something else" in err
+    assert "the plan says something else" in err
     assert read(lock_path(path)).chosen["mesh"] == {"dp_shard": 8}
 
 

@@ -14,6 +14,7 @@ from meshplan.units import (
     parse_bandwidth,
     parse_bytes,
     parse_count,
+    parse_memory,
 )
 
 
@@ -101,11 +102,28 @@ def test_what_is_no_size(text):
         ("50GBps", 50e9),
         ("1GiB/s", 2.0**30),
         ("3.35TB/s", 3.35e12),
-        ("1000", 1000.0),
+        ("50_000_000_000", 50e9),
     ],
 )
 def test_bandwidths(text, bytes_per_s):
     assert parse_bandwidth(text) == bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "meant"),
+    [
+        (parse_bandwidth, "50", "50GB/s"),
+        (parse_bandwidth, 400, "400GB/s"),
+        (parse_memory, "80", "80GiB"),
+        (parse_memory, 24, "24GiB"),
+    ],
+)
+def test_a_number_without_its_unit_is_no_silence(parse, text, meant):
+    """80 bytes are no memory: that nothing fits into them is no answer."""
+    with pytest.raises(ValueError, match=rf"has no unit, and is .*; write {meant}$"):
+        parse(text)
+    assert parse_memory("512KiB") == 2**19
+    assert parse_memory(2**20) == 2**20
 
 
 @pytest.mark.parametrize("text", ["400G", "400Gb", "fast", "10Gib/s"])

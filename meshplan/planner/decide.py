@@ -44,7 +44,7 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
     """The plan of a question made concrete."""
     began = time.monotonic()
     limit = job.question.time_limit_s
-    told(f"{len(job.grid):,} configurations")
+    told(size_in_words(job))
     deadline = None if limit is None else time.monotonic() + limit
     for _ in range(_MOST_CHOICES):
         numbers, found = searched(
@@ -100,6 +100,12 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
         bounds=tuple(_bounds(job, numbers)),
         measured=tuple(job.measured),
     )
+
+
+def size_in_words(job: Job) -> str:
+    """How many configurations there are, before any are added."""
+    count = len(job.grid)
+    return f"{count:,} configuration{'' if count == 1 else 's'}"
 
 
 def _bounds(job: Job, numbers: Numbers) -> Iterator[Bound]:

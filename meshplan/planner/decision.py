@@ -12,6 +12,7 @@ from meshplan.graph import ModelGraph
 from meshplan.hardware import Cluster
 from meshplan.memory.estimate import MemoryEstimate
 from meshplan.plan import Plan
+from meshplan.planner.row import Candidate
 from meshplan.planner.space import Rejected
 from meshplan.planner.traced import Traced
 from meshplan.spec import Spec
@@ -27,7 +28,7 @@ class Question:
         few: The same with few blocks, for trials of what it allows; None takes the model itself.
         shorter: The same with so many blocks, or with these of its own; None where nobody can
             make it.
-        objective: One of `asking.OBJECTIVES`.
+        objective: By which one plan is better: time, memory or cost.
         is_stopped: Whether somebody wants the best so far now.
         profile: What the machine was measured to reach; None takes what is known of such devices.
         profile_path: The file that it is from.
@@ -63,12 +64,14 @@ class Way:
     Args:
         stated: What the plan file would have to say, by path.
         seconds: Of a step.
+        candidate: Of the search that it is from; None where it is from none.
     """
 
     stated: Mapping[str, Any]
     seconds: float
     plan: Plan
     memory: MemoryEstimate
+    candidate: Candidate | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

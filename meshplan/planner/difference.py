@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from meshplan.assign.types import Stages
 from meshplan.cost.profile import Profile
 from meshplan.errors import MeshplanError
+from meshplan.match import fold
 from meshplan.memory.told import told_estimate
 from meshplan.plan import Plan
 from meshplan.planner.asking import cluster_of
 from meshplan.planner.costed import Costed
-from meshplan.planner.settle import patterns
 from meshplan.sizing import read_limit
 from meshplan.traffic import forecast
 
@@ -116,7 +117,7 @@ def side_of(name: str | Path, plan: Plan, profile: Profile | None = None) -> Sid
         routes[key] = routes.get(key, 0) + each.count * each.route.num_bytes
     traffic = Figure(float(sum(routes.values())))
     if sent.unknown:
-        traffic = Figure(None, f"not told from a config: {sent.unknown[0]}")
+        traffic = Figure(None, f"a config does not tell {sent.unknown[0]}")
     return Side(
         name=str(name),
         plan=plan,
@@ -162,6 +163,7 @@ def _fields(plan: Plan) -> Iterator[tuple[str, Any]]:
         yield "pipeline.schedule", stages.schedule
         yield "pipeline.virtual", stages.virtual
         yield "pipeline.microbatches", stages.microbatches
+        yield "pipeline.split", _begins(plan, stages)
     yield "batch.micro", plan.micro
     yield "batch.accumulate", plan.accumulate
     samples = plan.micro and plan.micro * plan.accumulate * plan.num_data_ranks
@@ -173,6 +175,18 @@ def _fields(plan: Plan) -> Iterator[tuple[str, Any]]:
     yield "compile", bool(a.compiled)
     yield "clip_grad_norm", spec.clip_grad_norm
     yield "allocator", spec.allocator
+
+
+def _begins(plan: Plan, stages: Stages) -> list[list[str]]:
+    """By stage the first of its blocks, or of its modules where it has none: as a plan names it."""
+    blocks = set(plan.graph.blocks())
+    inside: dict[int, list[str]] = {}
+    for module, stage in stages.units:
+        inside.setdefault(stage, []).append(module)
+    return [
+        [next((m for m in inside[stage] if m in blocks), inside[stage][0])]
+        for stage in sorted(inside)
+    ]
 
 
 def _blocks(plan: Plan) -> dict[str, dict[str, str]]:
@@ -189,9 +203,6 @@ def _blocks(plan: Plan) -> dict[str, dict[str, str]]:
         words["offload"] = (
             " and ".join(part for part, is_there in parts.items() if is_there) or "none"
         )
-        if a.stages is not None:
-            held = [s for fqn, s in a.stages.tensors.items() if fqn.startswith(f"{block}.")]
-            words["stage"] = ", ".join(map(str, sorted({n for each in held for n in each})))
         out[block] = words
     return out
 
@@ -237,5 +248,4 @@ def _layouts(plan: Plan) -> dict[str, str]:
 
 
 def _names(blocks: list[str], rest: str = "") -> str:
-    folded = patterns(blocks)
-    return ", ".join(f"{each}{rest}" for each in ([folded] if isinstance(folded, str) else folded))
+    return ", ".join(fold(f"{block}{rest}" for block in blocks))

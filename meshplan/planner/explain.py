@@ -6,8 +6,9 @@ memory is missing, or why it is not in the space at all.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -17,10 +18,13 @@ import numpy as np
 from meshplan.cost.grid import MODES, RECOMPUTE
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.mesh import AXES
-from meshplan.planner.decision import Question, Way
-from meshplan.planner.hosted import WORDS
+from meshplan.planner.decide import decide_job
+from meshplan.planner.decision import Decision, Question, Way
+from meshplan.planner.hosted import WORDS, offload_of
 from meshplan.planner.job import Job
+from meshplan.planner.objectives import smallest_of
 from meshplan.planner.row import Candidate, Row
+from meshplan.planner.sizes import cheapest, with_nodes
 from meshplan.planner.space import STRATEGIES, EmptySpaceError, Freedom, divisors
 from meshplan.planner.widened import fastest_that_fits
 from meshplan.spec import STRATEGY_WORDS
@@ -37,6 +41,9 @@ STATED: Final = (
     "context.attention", "experts.capacity", "pipeline.schedule", "pipeline.virtual",
 )  # fmt: skip
 """What it leaves as the plan has it, or chooses in part, and a plan may state."""
+
+_MOST_SIZES: Final = 8
+"""Of a microbatch, of which the nearest to the plan's are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,12 @@ class WhyNot:
         seconds: Of the best step with it; None where there is none.
         base_s: Of the best step without.
         way: The best with it.
-        shares, base_shares: Where the seconds go.
+        plan: The plan that there is, which may be slower than the best, and simpler.
+        is_planned: Whether that has it.
+        is_left: Whether the planner leaves it as the plan has it, or chooses it in part.
+        shares: Where the seconds go.
+        plan_shares: Where those of the plan go.
+        objective: By which the one is the plan, and the other the best.
         missing_bytes: What is missing where nothing fits: of the plan that comes nearest.
         is_whole: Whether the searches came to their ends, and not to the time limit's.
         why: Why it is not in the space.
@@ -89,29 +101,19 @@ class WhyNot:
     base_s: float | None = None
     seconds: float | None = None
     way: Way | None = None
+    plan: Way | None = None
+    is_planned: bool = False
+    is_left: bool = False
     shares: Shares | None = None
-    base_shares: Shares | None = None
+    plan_shares: Shares | None = None
+    objective: str = "time"
     missing_bytes: int | None = None
     is_whole: bool = True
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What a search came to.
-
-    Attributes:
-        candidate, way: None where nothing fits.
-        is_whole: Whether it came to its end.
-    """
-
-    candidate: Candidate | None
-    way: Way | None
-    is_whole: bool
-
-
 class Asker:
-    """Questions about one plan file, each beside the same answer.
+    """Questions about one plan file, each beside the same plan.
 
     Args:
         told: Is told how large each space is.
@@ -119,16 +121,48 @@ class Asker:
 
     def __init__(self, question: Question, told: Callable[[str], None] = lambda text: None) -> None:
         self._question, self._told = question, told
-        self._job = Job(question)
 
     @cached_property
-    def _base(self) -> _Answer:
-        return _best(self._job)
+    def _job(self) -> Job:
+        if self._question.objective == "cost":
+            # Of the number of nodes that is the cheapest: there the cheapest is the fastest.
+            self._question = _on_the_cheapest(self._question)
+        return Job(self._question)
+
+    @cached_property
+    def _num_rows(self) -> int:
+        return len(self._job.grid)
+
+    @cached_property
+    def _base(self) -> Decision:
+        """The plan that there is."""
+        if self._is_about_memory:
+            return smallest_of(self._job)
+        return decide_job(self._job)
+
+    @property
+    def _is_about_memory(self) -> bool:
+        return self._question.objective == "memory"
 
     @property
     def free(self) -> Freedom:
         """What the plan leaves open."""
         return self._job.free
+
+    def settings(self, path: str) -> list[str]:
+        """Every value of a field, as settings.
+
+        Raises:
+            SpecError: It is nothing that the planner chooses.
+        """
+        if path != "batch.micro":
+            return list(_settings_of(self.free, path))
+        rows = self._job.grid
+        sizes = np.where(rows["pp"] > 1, rows["micro"] * rows["microbatches"], rows["micro"])
+        chosen = self._base.chosen
+        own = chosen.plan.micro if chosen is not None and chosen.plan.micro else 1
+        near = sorted(set(map(int, sizes)), key=lambda size: abs(math.log(size / own)))
+        return [f"{path}={size}" for size in sorted(near[:_MOST_SIZES])]
 
     def why_not(self, setting: str) -> WhyNot:
         """What the plan would be with one setting held.
@@ -140,12 +174,15 @@ class Asker:
             SpecError: It is no setting that the planner chooses.
             PlanError: The plan says too little.
         """
-        path, equals, text = setting.partition("=")
-        if equals and path in STATED:
-            return self._stated(setting)
-        if not equals or path not in FIELDS:
+        path, equals, text = map(str.strip, setting.partition("="))
+        if path not in (*FIELDS, *STATED):
             fix = f"ask about one of {', '.join((*FIELDS, *STATED))}, such as mesh.tp=8"
-            raise SpecError(Problem(f"'{setting}' is nothing that is planned", Origin(path), fix))
+            raise SpecError(Problem(f"'{path}' is nothing that is planned", Origin(path), fix))
+        if not equals:
+            what, fix = "why not which value?", f"ask why-not {path}=VALUE, or why {path} for all"
+            raise SpecError(Problem(what, Origin(path), fix))
+        if path in STATED:
+            return self._stated(setting)
         if path in self._job.spec.origins and path == "sequence_parallel":
             return WhyNot(setting=setting, why="the plan states it")
         held, why = narrowed(self.free, path, text)
@@ -156,8 +193,10 @@ class Asker:
             grid = job.grid
         except PlanError:
             return WhyNot(setting=setting, why=_no_mesh(self.free, path, text))
-        self._told(f"{len(self._job.grid):,} configurations, {len(grid):,} of them with {setting}")
-        return self._beside(setting, job)
+        self._told(f"{self._num_rows:,} configurations, {len(grid):,} of them with {setting}")
+        plan = self._base.chosen
+        is_planned = plan is not None and has(plan, path, text)
+        return replace(self._beside(setting, job), is_planned=is_planned)
 
     def _stated(self, setting: str) -> WhyNot:
         """The best with a setting in the plan that the planner does not choose by itself."""
@@ -169,22 +208,72 @@ class Asker:
             problem = error.problems[0]
             reason = f": {problem.fix}" if isinstance(error, EmptySpaceError) else ""
             return WhyNot(setting=setting, why=f"{problem.what}{reason}")
-        return self._beside(setting, job)
+        is_planned = self._base.chosen is not None and job.spec == self._job.spec
+        return replace(self._beside(setting, job), is_planned=is_planned, is_left=True)
 
     def _beside(self, setting: str, job: Job) -> WhyNot:
-        """The best of one space beside that of the plan's own."""
-        base, answer = self._base, _best(job)
-        nothing = answer.candidate is None and answer.is_whole
+        """The best of one space beside the plan."""
+        base, plan = self._base, self._base.chosen
+        way, candidate, is_whole = self._best(job)
         return WhyNot(
             setting=setting,
-            base_s=base.candidate.seconds if base.candidate else None,
-            seconds=answer.candidate.seconds if answer.candidate else None,
-            way=answer.way,
-            shares=_shares(job, answer.candidate) if answer.candidate else None,
-            base_shares=_shares(self._job, base.candidate) if base.candidate else None,
-            missing_bytes=_missing(job) if nothing else None,
-            is_whole=base.is_whole and answer.is_whole,
+            base_s=base.best_s if plan is not None else None,
+            seconds=way.seconds if way is not None else None,
+            way=way,
+            plan=plan,
+            shares=_shares(job, candidate) if candidate else None,
+            plan_shares=_shares(self._job, plan.candidate) if plan and plan.candidate else None,
+            missing_bytes=_missing(job) if way is None and is_whole else None,
+            is_whole=base.is_whole and is_whole,
+            objective=self._question.objective,
         )
+
+    def _best(self, job: Job) -> tuple[Way | None, Candidate | None, bool]:
+        """(the best of a space, of its search, whether that came to its end)."""
+        if self._is_about_memory:
+            decision = smallest_of(job)
+            job.allow(job.question.limit_bytes)
+            way = decision.chosen
+            return way, way.candidate if way is not None else None, decision.is_whole
+        found = fastest_that_fits(job, _deadline(job))
+        measured = found.measured.result if found.measured is not None else None
+        assert measured is None or isinstance(measured, Way)
+        return measured, found.best, found.is_whole
+
+
+def _on_the_cheapest(question: Question) -> Question:
+    decision = cheapest(question)
+    nodes = question.cluster.nodes
+    if decision.chosen is not None:
+        nodes = int(decision.chosen.stated.get("hardware.nodes", nodes))
+    return with_nodes(question, nodes)
+
+
+def has(way: Way, path: str, text: str) -> bool:
+    """Whether a plan has a setting.
+
+    Args:
+        path, text: Of a setting as `narrowed` takes it.
+    """
+    plan, a = way.plan, way.plan.assignment
+    area, _, axis = path.partition(".")
+    if area == "mesh":
+        return plan.mesh.size(axis) == int(text)
+    if path == "strategy":
+        return plan.num_data_ranks > 1 and a.strategy.name == STRATEGY_WORDS[text.lower()]
+    if path == "batch.micro":
+        return plan.micro == int(text)
+    if path == "sequence_parallel":
+        return a.sequence_parallel == (text == "true")
+    if path == "offload":
+        return offload_of(plan) == WORDS[text]
+    blocks = plan.graph.blocks()
+    if path == "activation_checkpointing":
+        again = [a.recompute.get(block) for block in blocks]
+        return {each.policy.mode if each else "none" for each in again} == {text}
+    units = [a.units[block] for block in blocks if block in a.units]
+    freed = {unit.reshard_after_forward for unit in units if unit.is_sharded}
+    return freed == {text == "true"}
 
 
 def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
@@ -199,7 +288,8 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
     elif path == "strategy":
         word = STRATEGY_WORDS.get(text.lower(), "")
         if word not in STRATEGIES:
-            raise SpecError(Problem(f"'{text}' is no strategy", Origin(path)))
+            fix = f"write one of {', '.join(STRATEGIES)}"
+            raise SpecError(Problem(f"'{text}' is no strategy", Origin(path), fix))
         modes, reshard = STRATEGIES[word]
         hybrid = word.startswith("hybrid") if MODES[modes[0]] == "shard" else None
         held = {"modes": modes, "reshard": reshard, "hybrid": hybrid}
@@ -207,18 +297,18 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
         held = {"micro": (_number(path, text),)}
     elif path == "activation_checkpointing":
         if text not in RECOMPUTE:
-            raise SpecError(Problem(f"'{text}' is none of {', '.join(RECOMPUTE)}", Origin(path)))
+            raise _no_value(path, text, RECOMPUTE)
         if RECOMPUTE.index(text) not in free.recompute:
             return None, _why_rejected(free, f"{path}={text}") or "the plan states another"
         held = {"recompute": (RECOMPUTE.index(text),)}
     elif path == "offload":
         if text not in WORDS:
-            raise SpecError(Problem(f"'{text}' is none of {', '.join(WORDS)}", Origin(path)))
+            raise _no_value(path, text, tuple(WORDS))
         if WORDS[text] not in free.offload:
             return None, "the plan states another"
         held = {"offload": (WORDS[text],)}
     elif text not in ("true", "false"):
-        raise SpecError(Problem(f"'{text}' is neither true nor false", Origin(path)))
+        raise _no_value(path, text, ("true", "false"))
     elif path == "sequence_parallel" and text == "false":
         held = {"sequence_parallel": dict.fromkeys(free.sequence_parallel, False)}
     elif path == "sequence_parallel":
@@ -233,8 +323,14 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
 
 def _number(path: str, text: str) -> int:
     if not text.isdigit() or not int(text):
-        raise SpecError(Problem(f"'{text}' is no positive number", Origin(path)))
+        fix = "write a whole number of at least 1"
+        raise SpecError(Problem(f"'{text}' is no positive number", Origin(path), fix))
     return int(text)
+
+
+def _no_value(path: str, text: str, words: Sequence[str]) -> SpecError:
+    fix = f"write {', '.join(words[:-1])} or {words[-1]}"
+    return SpecError(Problem(f"'{text}' is no value of {path}", Origin(path), fix))
 
 
 def _why_rejected(free: Freedom, setting: str) -> str:
@@ -256,13 +352,6 @@ def _no_mesh(free: Freedom, path: str, text: str) -> str:
     if path.startswith("mesh.") and free.axes[path.partition(".")[2]] == (1,):
         return "the plan's mesh does not have that axis, or not more than one rank of it"
     return "no mesh and batch of this many devices has it"
-
-
-def _best(job: Job) -> _Answer:
-    found = fastest_that_fits(job, _deadline(job))
-    way = found.measured.result if found.measured is not None else None
-    assert way is None or isinstance(way, Way)
-    return _Answer(found.best, way, found.is_whole)
 
 
 def _deadline(job: Job) -> float:
@@ -316,8 +405,8 @@ def _shares(job: Job, candidate: Candidate) -> Shares:
     )
 
 
-def settings_of(free: Freedom, path: str) -> Iterator[str]:
-    """Every other value of a field, as settings."""
+def _settings_of(free: Freedom, path: str) -> Iterator[str]:
+    """Those that the freedom itself tells."""
     if path.startswith("mesh."):
         yield from (f"{path}={size}" for size in free.axes[path.partition(".")[2]])
     elif path == "strategy":
@@ -328,9 +417,6 @@ def settings_of(free: Freedom, path: str) -> Iterator[str]:
         yield from (f"{path}={word}" for word, what in WORDS.items() if what in free.offload)
     elif path in ("reshard_after_forward", "sequence_parallel"):
         yield from (f"{path}=true", f"{path}=false")
-    elif path == "batch.micro":
-        own = free.global_ or 0
-        yield from (f"{path}={size}" for size in divisors(own) if size <= 16)
     else:
         what, fix = f"'{path}' is nothing that is planned", f"ask about {', '.join(FIELDS)}"
         raise SpecError(Problem(what, Origin(path), fix))

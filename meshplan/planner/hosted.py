@@ -99,6 +99,5 @@ def over_host(spec: Spec, plan: Plan, memory: MemoryEstimate) -> str | None:
 def too_much_there(spec: Spec) -> str:
     """Why no plan of a row can be."""
     is_stated = spec.hardware is not None and spec.hardware.host_memory_bytes is not None
-    whose = "of" if is_stated else "assumed of (hardware.host_memory states it)"
-    much = format_gib(host_limit(spec.hardware))
-    return f"what it offloads is more than the {much} {whose} a node's host"
+    known = "" if is_stated else ", assumed: hardware.host_memory states it"
+    return f"a node's host would hold more than its {format_gib(host_limit(spec.hardware))}{known}"

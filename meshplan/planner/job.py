@@ -25,6 +25,7 @@ from meshplan.planner.certified import OVER, certified, words_of
 from meshplan.planner.contexts import EXCHANGES, context_of
 from meshplan.planner.cutting import StagePins, stage_pins_of
 from meshplan.planner.decision import Question, Way
+from meshplan.planner.emptiness import nothing_to_choose
 from meshplan.planner.enumeration import enumerate_grid
 from meshplan.planner.found import Guess, Measured
 from meshplan.planner.held import element_bytes_of
@@ -35,13 +36,7 @@ from meshplan.planner.numbers import Numbers
 from meshplan.planner.pins import Pins, check_pins, pins_of
 from meshplan.planner.row import Candidate
 from meshplan.planner.settle import Block, blocks_of, statements
-from meshplan.planner.space import (
-    EmptySpaceError,
-    Freedom,
-    Rejected,
-    freedom_of,
-    with_axes,
-)
+from meshplan.planner.space import Freedom, Rejected, freedom_of, with_axes
 from meshplan.planner.spread import experts_of
 from meshplan.planner.tables import numbers_of
 from meshplan.spec import Offload, Spec
@@ -190,12 +185,10 @@ class Job:
     @cached_property
     def grid(self) -> NDArray[np.void]:
         """Every configuration."""
+        assert self.profile.device  # What nobody says of the machine is asked for first.
         grid = enumerate_grid(self.free)
         if not len(grid):
-            what = f"no mesh of {self.free.world} devices has all that is stated"
-            whys = [f"{each.what}: {each.why}" for each in self.free.rejected]
-            fix = "; ".join(whys) or "state less, or another batch.global"
-            raise EmptySpaceError(Problem(what, self.spec.origin("mesh"), fix))
+            raise nothing_to_choose(self.free, self.spec)
         return grid
 
     @property
@@ -254,9 +247,13 @@ class Job:
     def profile(self) -> Profile:
         """How fast the machine is."""
         measured, dtype = self.question.profile, self._compute_dtype
-        if measured is None:
-            return profile_of(self.question.cluster, dtype=dtype)
-        return measured_for(measured, self.question.cluster, dtype)
+        try:
+            if measured is None:
+                return profile_of(self.question.cluster, dtype=dtype)
+            return measured_for(measured, self.question.cluster, dtype)
+        except PlanError as error:
+            at = self.spec.origin("hardware")
+            raise PlanError([replace(each, origin=at) for each in error.problems]) from None
 
     @property
     def _compute_dtype(self) -> str:
@@ -333,7 +330,9 @@ class Job:
             held = (group.band[1] - self._driver) / _SHARES
             place = plan.mesh.index(group.ranks[0], ("pp",))
             excess = max(excess, held - candidate.linear_bytes[place])
-        way = Way(stated=stated, seconds=candidate.seconds, plan=plan, memory=memory)
+        way = Way(
+            stated=stated, seconds=candidate.seconds, plan=plan, memory=memory, candidate=candidate
+        )
         if words_of(way) in self._over:
             return Measured(fits=False, why=OVER, is_of_row=False)
         self.measured.append(way)

@@ -7,6 +7,7 @@ the same parameters. No times, no dates: the same inputs give the same bytes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -58,7 +59,7 @@ def lock_path(plan: str | os.PathLike[str]) -> Path:
 
 
 def spec_hash(spec: Spec) -> str:
-    """Of what a plan says, whatever its comments and the order of its keys."""
+    """Of what a plan says, whatever its comments, the order of its keys and where the file is."""
     return _hash(repr(spec))
 
 
@@ -76,13 +77,29 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     text = "# Written by `meshplan plan`; commit it beside the plan.\n" + yaml.safe_dump(
         dict(content), sort_keys=False, width=100, allow_unicode=True
     )
+    _check_file(path, "the lock cannot be written")
     beside = path.with_name(f".{path.name}.new")
     try:
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):  # A full disk leaves a part of it.
+            beside.unlink()
         what = f"the lock cannot be written: {error.strerror}"
-        raise SpecError(Problem(what, Origin(str(path)), "say -o FILE")) from None
+        fix = "say -o FILE, in a folder that is there and may be written to"
+        raise SpecError(Problem(what, Origin(str(path)), fix)) from None
+
+
+def _check_file(path: Path, what: str) -> None:
+    """Refuse what is there and is no file: to read a device may not end, to replace one is worse.
+
+    Args:
+        what: What cannot be done.
+    """
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a device"
+        problem = f"{what}: this is {kind}, not a file"
+        raise SpecError(Problem(problem, Origin(str(path)), "name a file with -o FILE"))
 
 
 def read(path: Path) -> Lock | None:
@@ -91,6 +108,7 @@ def read(path: Path) -> Lock | None:
     Raises:
         SpecError: It is no lock file.
     """
+    _check_file(path, "the lock cannot be read")
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -99,12 +117,7 @@ def read(path: Path) -> Lock | None:
         what = f"the lock cannot be read: {error.strerror}"
         raise SpecError(Problem(what, Origin(str(path)), _AGAIN)) from None
     try:
-        if len(data) > _MOST_BYTES:
-            raise ValueError("it is far too large")
-        content = yaml.safe_load(data)
-        inputs = content["inputs"]
-        if content["lock"] != FORMAT:
-            raise ValueError(f"it is of format {content['lock']}")
+        content, inputs = _parts(data)
         return Lock(
             spec=str(inputs["plan"]),
             model=str(inputs["model"]),
@@ -113,9 +126,29 @@ def read(path: Path) -> Lock | None:
             path=path,
             content=content,
         )
-    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-        what = f"this is no lock file of this version: {error}".partition("\n")[0]
-        raise SpecError(Problem(what, Origin(str(path)), _AGAIN)) from None
+    except (yaml.YAMLError, RecursionError):
+        why = "it is no YAML"
+    except KeyError as error:
+        why = f"its inputs have no {error}"
+    except (TypeError, ValueError) as error:
+        why = str(error)
+    what = f"this is no lock file of this version: {why}"
+    raise SpecError(Problem(what, Origin(str(path)), _AGAIN))
+
+
+def _parts(data: bytes) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """(all that a lock says, its inputs)."""
+    if len(data) > _MOST_BYTES:
+        raise ValueError("it is far too large")
+    content = yaml.safe_load(data)
+    if not isinstance(content, dict) or "lock" not in content:
+        raise ValueError("it does not begin with lock:")
+    if content["lock"] != FORMAT:
+        raise ValueError(f"it is of format {content['lock']}, and this version's is {FORMAT}")
+    for part in ("inputs", "chosen"):
+        if not isinstance(content.get(part), dict):
+            raise ValueError(f"it has no {part}")
+    return content, content["inputs"]
 
 
 def _profile_of(path: Path, inputs: Mapping[str, Any]) -> tuple[Path, str] | None:

@@ -104,7 +104,7 @@ def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) 
 def _unknown(plan: Plan, name: str) -> Problem:
     known = [*plan.graph.modules, *plan.assignment.tensors]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    fix = f"did you mean '{close[0]}'?" if close else "see meshplan show for the names"
+    fix = f"did you mean '{close[0]}'?" if close else "see meshplan show for the names."
     what = f"'{name}' is no module of {plan.graph.name}, and no question"
     fix += " Questions are: why FIELD, why-not FIELD=VALUE, memory"
     return Problem(what, Origin("explain"), fix)

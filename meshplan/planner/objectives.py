@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Final
 
 from meshplan.planner.asking import TIME_LIMIT_S
-from meshplan.planner.decide import decide
+from meshplan.planner.decide import decide, size_in_words
 from meshplan.planner.decision import Decision, Question
 from meshplan.planner.job import Job
 from meshplan.planner.least import Least
@@ -36,10 +36,14 @@ def smallest(question: Question, told: Told = lambda text: None) -> Decision:
 
     What no configuration can be below, by the linear figures, is the gap.
     """
-    began = time.monotonic()
+    return smallest_of(Job(question), told)
+
+
+def smallest_of(job: Job, told: Told = lambda text: None) -> Decision:
+    """The same of a question made concrete."""
+    began, question = time.monotonic(), job.question
     limit = TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s
-    job = Job(question)
-    told(f"{len(job.grid):,} configurations")
+    told(size_in_words(job))
     offload = job.spec.offload
     if AUTO in (offload.params, offload.activations):
         widen(job)

@@ -21,6 +21,7 @@ from meshplan.planner.least import least_rows
 from meshplan.planner.lock import overrides
 from meshplan.planner.numbers import memory_bounds
 from meshplan.planner.row import Row
+from meshplan.planner.space import EmptySpaceError
 from meshplan.planner.stated import Statement, in_words, statements_of, without
 from meshplan.planner.widened import fastest_that_fits, widen
 
@@ -64,6 +65,7 @@ class Trouble:
         why: Of the conflict, where it is not about memory.
         remedies: Cheapest first: what costs no devices, fastest first, then fewest devices.
         is_whole: Whether all was asked before the time was up.
+        more_devices: Why more of them could not be tried, or are of no use; "" where it is memory.
     """
 
     conflict: tuple[Statement, ...]
@@ -72,6 +74,7 @@ class Trouble:
     why: str
     remedies: tuple[Remedy, ...]
     is_whole: bool
+    more_devices: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ class _Asking:
         self._deadline = 0.0
         self._known: dict[frozenset[Statement], _Outcome] = {}
         self._is_whole, self._is_hopeless = True, False
+        self._more_devices = ""
 
     def answer(self) -> Trouble:
         self._deadline = time.monotonic() + self._limit
@@ -127,6 +131,7 @@ class _Asking:
             why=why,
             remedies=tuple(remedies),
             is_whole=self._is_whole,
+            more_devices=self._more_devices,
         )
 
     def _conflict(self) -> tuple[tuple[Statement, ...], bool, str]:
@@ -242,9 +247,12 @@ class _Asking:
             best = self._with_devices(*size)
             if best is not None or self._is_late():
                 break
+            if size[0] > 1 and cluster.inter is None:
+                break  # Of no other number of nodes is more known.
             failed = size[0]
         if best is None:
             return
+        self._more_devices = ""
         nodes = best.way.plan.mesh.world_size // each if best.num_gpus >= each else 1
         for _ in range(_PROBES):
             middle = (failed + nodes) // 2
@@ -264,7 +272,7 @@ class _Asking:
             data = [axis for axis in ("dp_replicate", "dp_shard") if axis in mesh] or ["dp_shard"]
             kept = {axis: in_words(size) for axis, size in mesh.items() if axis not in data}
             setting["mesh"] = {**dict.fromkeys(data, "auto"), **kept}
-        self._told(f"looking for a plan on {nodes * each} GPUs")
+        self._told(f"looking for a plan on {nodes * each:,} GPUs")
         question = _with(self._question, overrides(setting))
         try:
             cluster = cluster_of(question.read(()), question.device)
@@ -272,9 +280,10 @@ class _Asking:
             return None
         found = self._ask(replace(question, cluster=cluster))
         if found.way is None:
+            self._more_devices = found.why
             return None
         return Remedy(
-            change=f"{nodes * each} GPUs ({nodes} node{'s' if nodes > 1 else ''} of {each})",
+            change=f"{nodes * each:,} GPUs ({nodes:,} node{'s' if nodes > 1 else ''} of {each})",
             setting={"hardware.nodes": nodes, "hardware.gpus_per_node": each,
                      "mesh": found.way.stated["mesh"]},
             num_gpus=nodes * each,
@@ -306,7 +315,10 @@ class _Asking:
             deadline = min(self._deadline, time.monotonic() + self._limit / _SHARES)
             found = fastest_that_fits(job, deadline)
         except PlanError as error:
-            return _Outcome(False, why=error.problems[0].what)
+            first = error.problems[0]
+            is_empty = isinstance(error, EmptySpaceError)
+            fix = f"; {first.fix}" if first.fix and not is_empty else ""
+            return _Outcome(False, why=f"{first.what}{fix}")
         way = found.measured.result if found.measured is not None else small
         assert isinstance(way, Way)
         best = job.certified(min((way, small), key=lambda each: each.seconds))

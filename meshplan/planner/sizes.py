@@ -16,9 +16,11 @@ from meshplan.planner.decide import decide_job
 from meshplan.planner.decision import Decision, Question
 from meshplan.planner.job import Job
 from meshplan.planner.numbers import time_bounds
+from meshplan.units import format_seconds
 
 DAY_S: Final = 86400.0
 _MOST_NODES: Final = 2**17
+_TENTH: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +135,8 @@ class _Fewest:
         if nodes not in self._known:
             self._known[nodes] = self._size(nodes)
             size = self._known[nodes]
-            days = f"{size.days:,.1f} days" if size.days is not None else size.why
-            self._told(f"{size.num_gpus} GPUs: {days}")
+            took = format_days(size.days) if size.days is not None else size.why
+            self._told(f"{size.num_gpus:,} GPUs: {took}")
         days_there = self._known[nodes].days
         return days_there is not None and days_there <= self._days
 
@@ -149,9 +151,11 @@ class _Fewest:
             steps = self._tokens / per_step
             least = float(np.min(time_bounds(job.usual))) * steps / DAY_S
         except PlanError as error:
+            if nodes > 1 and question.cluster.inter is None:
+                raise  # Of no other number of nodes is more known.
             return replace(never, why=error.problems[0].what)
         if least > self._days:
-            return replace(never, least_days=least, why=f"no less than {least:,.1f} days")
+            return replace(never, least_days=least, why=f"no less than {format_days(least)}")
         decision = decide_job(job)
         if decision.chosen is None:
             why = "nothing fits" if decision.is_whole else "the time was up"
@@ -188,10 +192,10 @@ def cheapest(question: Question, told: Callable[[str], None] = lambda text: None
         first = first or decision
         gpus = size * question.cluster.gpus_per_node
         if decision.chosen is None:
-            told(f"{gpus} GPUs: nothing fits")
+            told(f"{gpus:,} GPUs: nothing fits")
             continue
         hours = decision.chosen.seconds * gpus / 3600
-        told(f"{gpus} GPUs: {hours:.4f} GPU-hours a step")
+        told(f"{gpus:,} GPUs: {hours:.4f} GPU-hours a step")
         found.append((hours, gpus, decision))
     if not found:
         if first is not None:
@@ -210,6 +214,15 @@ def cheapest(question: Question, told: Callable[[str], None] = lambda text: None
         chosen=replace(best.chosen, stated=stated),
         is_whole=all(each[2].is_whole for each in found),
     )
+
+
+def format_days(days: float) -> str:
+    """Days, or hours and less where it is no tenth of one.
+
+    >>> format_days(13.96), format_days(0.004)
+    ('14.0 days', '5 min 46 s')
+    """
+    return f"{days:,.1f} days" if days >= _TENTH else format_seconds(days * DAY_S)
 
 
 def positive(value: str | float, flag: str) -> float:

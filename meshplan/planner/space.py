@@ -33,16 +33,24 @@ STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
 """By word, (modes, reshards)."""
 
 
-class EmptySpaceError(PlanError):
-    """What a plan states leaves nothing to choose from."""
-
-
 @dataclass(frozen=True, slots=True)
 class Rejected:
     """Something that is not in the space, or not the answer, and why."""
 
     what: str
     why: str
+
+
+class EmptySpaceError(PlanError):
+    """What a plan states leaves nothing to choose from.
+
+    Attributes:
+        rejected: What the model or the plan leaves out.
+    """
+
+    def __init__(self, problem: Problem, rejected: tuple[Rejected, ...]) -> None:
+        super().__init__(problem)
+        self.rejected = rejected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,7 @@ class Statement:
             return f"{self} -> {new['mesh'].get(self.path.partition('.')[2], 1)}"
         if new.get(self.path) is not None and self.rule is None:
             rules = sum(path.startswith("rules[") for path in new)
-            more = f" and {rules} rules" if rules else ""
+            more = f" and {rules} rule{'' if rules == 1 else 's'}" if rules else ""
             return f"{self} -> {_words(new[self.path])}{more}"
         return f"without {self}"
 

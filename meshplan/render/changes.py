@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from meshplan.planner.changed import Change
-from meshplan.render.plan import flow
+from meshplan.render.statements import statement_value
 from meshplan.units import format_gib
 
 _INPUTS: Final = {
-    "inputs.plan": "the plan file says something else",
+    "inputs.plan": "the plan says something else",
     "inputs.model": "the model is another",
     "inputs.profile": "it is for another machine",
     "inputs.profile_file": "it goes by another measurement of the machine",
@@ -30,24 +30,28 @@ def changes_to_json(changes: Sequence[Change] | None) -> list[dict[str, Any]] | 
     return [{"field": each.field, "old": each.old, "new": each.new} for each in changes]
 
 
-def changes_to_text(changes: Sequence[Change] | None) -> list[str]:
-    """A line for each; none without a last lock."""
+def changes_to_text(changes: Sequence[Change] | None, blocks: Sequence[str] = ()) -> list[str]:
+    """A line for each; none without a last lock.
+
+    Args:
+        blocks: Of the model that is planned now, in order.
+    """
     if changes is None:
         return []
     if not changes:
         return ["nothing changed since the last lock"]
-    return [f"changed since the last lock: {_line(each)}" for each in changes]
+    return [f"changed since the last lock: {_line(each, blocks)}" for each in changes]
 
 
-def _line(change: Change) -> str:
+def _line(change: Change, blocks: Sequence[str]) -> str:
     field, old, new = change.field, change.old, change.new
     if field in _INPUTS:
         return _INPUTS[field]
     name = _FIGURES.get(field, field)
-    return f"{name}: {_value(field, old)} -> {_value(field, new)}"
+    return f"{name}: {_value(field, old, blocks)} -> {_value(field, new, blocks)}"
 
 
-def _value(field: str, value: Any) -> str:
+def _value(field: str, value: Any, blocks: Sequence[str]) -> str:
     if value is None:
         return "not stated" if field not in _FIGURES else "not told"
     if field == "expected.step_s":
@@ -58,4 +62,4 @@ def _value(field: str, value: Any) -> str:
         return f"{value:,.0f}"
     if field == "memory.high_bytes":
         return format_gib(value)
-    return flow(value)
+    return statement_value(field, value, blocks)

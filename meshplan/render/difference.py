@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshplan.planner.difference import Difference, Differs, Figure, Side
-from meshplan.render.text import columns
+from meshplan.render.statements import statement_value
+from meshplan.render.text import columns, wrapped
 from meshplan.units import format_bytes, format_seconds
 
 
@@ -38,6 +39,10 @@ _FIGURES = {
 }
 
 
+_MOST_IN_COLUMN = 40
+"""Letters: what is longer would push all that is beside it away."""
+
+
 def _side_to_json(side: Side) -> dict[str, Any]:
     return {
         "name": side.name,
@@ -62,14 +67,31 @@ def difference_to_text(found: Difference) -> list[str]:
     sections = [[title]]
     for items in (found.fields, found.blocks, found.placements):
         if items:
-            rows = [(f"  {i.what}", _word(i.old), "->", _word(i.new)) for i in items]
-            sections.append(columns(rows, "<<<<"))
+            sections.append(_rows(found, items))
     sections.append(_figures(found))
     return "\n\n".join("\n".join(section) for section in sections).splitlines()
 
 
-def _word(value: Any) -> str:
-    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+def _rows(found: Difference, items: Sequence[Differs]) -> list[str]:
+    """A row for each, long ones below."""
+    rows, long = [], []
+    for item in items:
+        old = _word(item.what, item.old, found.old)
+        new = _word(item.what, item.new, found.new)
+        if max(len(item.what), len(old)) > _MOST_IN_COLUMN:
+            lines = (f"  {item.what}", f"    {old}", f"    -> {new}")
+            long += [part for line in lines for part in wrapped(line, indent=7)]
+        else:
+            rows.append((f"  {item.what}", old, "->", new))
+    return [*(columns(rows, "<<<<") if rows else []), *long]
+
+
+def _word(what: str, value: Any, side: Side) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return statement_value(what, value, side.plan.graph.blocks())
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _figures(found: Difference) -> list[str]:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Final
 
+from meshplan.planner.decision import Way
 from meshplan.planner.explain import NAMES, WhyNot
-from meshplan.render.plan import statement_lines
-from meshplan.units import format_gib
+from meshplan.planner.near import SLACK
+from meshplan.render.statements import way_lines
+from meshplan.render.text import wrapped
+from meshplan.units import format_bytes, format_gib
+
+_SAME: Final = 5e-4
+"""A step that differs by a smaller share is as long."""
+_TAKEN: Final = "; the fastest takes {:.1%} less, and is not as simple"
 
 
 def why_not_to_json(answer: WhyNot) -> dict[str, Any]:
@@ -20,13 +27,18 @@ def why_not_to_json(answer: WhyNot) -> dict[str, Any]:
         "setting": answer.setting,
         "step_s": answer.seconds,
         "best_step_s": answer.base_s,
+        "plan_step_s": answer.plan.seconds if answer.plan else None,
+        "is_planned": answer.is_planned,
+        "objective": answer.objective,
+        "peak_bytes": answer.way.memory.worst.band[1] if answer.way else None,
+        "plan_peak_bytes": answer.plan.memory.worst.band[1] if answer.plan else None,
         "missing_bytes": answer.missing_bytes,
         "is_whole": answer.is_whole,
         "why": answer.why,
         "verdict": verdict(answer),
         "chosen": dict(answer.way.stated) if answer.way else None,
         "shares": shares(answer.shares),
-        "best_shares": shares(answer.base_shares),
+        "plan_shares": shares(answer.plan_shares),
     }
 
 
@@ -44,25 +56,44 @@ def _verdict(answer: WhyNot) -> str:
                 "nothing with it fits" if answer.is_whole else "nothing with it was found that fits"
             )
         return f"does not fit: {format_gib(answer.missing_bytes)} are missing at the least"
-    if answer.base_s is None:
+    if answer.plan is None:
         return f"{answer.seconds:.3f} s a step"
-    slower = answer.seconds / answer.base_s - 1
-    if slower < -5e-4:
-        return f"{slower:+.1%}: the planner does not choose it by itself, the plan has to state it"
-    if slower < 5e-4:
-        return "it is what the plan has, or as fast"
-    shares, base = answer.shares, answer.base_shares
-    assert shares is not None
-    assert base is not None
+    if answer.objective == "memory":
+        return _by_memory(answer, answer.plan)
+    more = answer.seconds / answer.plan.seconds - 1
+    if answer.is_planned:
+        assert answer.base_s is not None
+        less = 1 - answer.base_s / answer.plan.seconds
+        return "the plan has it" + (_TAKEN.format(less) if less >= _SAME else "")
+    if more <= -_SAME and answer.is_left:
+        return f"{more:+.1%}: the planner leaves it as the plan has it, and the plan may state it"
+    if more <= -_SAME:
+        return f"{more:+.1%}: faster, but by less than {SLACK:.0%}, and the plan is simpler"
+    if more < _SAME:
+        return "as fast as the plan"
+    shares, base = answer.shares, answer.plan_shares
+    if shares is None or base is None:
+        return f"{more:+.1%}"
     grown = {name: getattr(shares, name) - getattr(base, name) for name in NAMES}
     most = max(grown, key=lambda name: grown[name])
-    return f"{slower:+.1%}: {NAMES[most]} ({grown[most] / answer.base_s:+.1%})"
+    return f"{more:+.1%}: {NAMES[most]} ({grown[most] / answer.plan.seconds:+.1%})"
+
+
+def _by_memory(answer: WhyNot, plan: Way) -> str:
+    """Where the plan is the one that holds the least."""
+    assert answer.way is not None
+    if answer.is_planned:
+        return "the plan has it"
+    more = answer.way.memory.worst.band[1] - plan.memory.worst.band[1]
+    held = f"holds {format_bytes(more)} more" if more > 0 else "holds no more than the plan"
+    return f"{held}, {answer.way.seconds / plan.seconds - 1:+.1%} time"
 
 
 def why_not_to_text(answer: WhyNot) -> list[str]:
     """The lines of the answer."""
     lines = [f"{answer.setting}: {verdict(answer)}"]
     if answer.way is not None and answer.seconds is not None:
-        lines += ["", f"the best with it, {answer.seconds:.3f} s a step:"]
-        lines += [f"  {line}" for line in statement_lines(answer.way.stated)]
+        held = format_gib(answer.way.memory.worst.band[1])
+        lines += ["", f"the best with it, {answer.seconds:.3f} s a step, {held} at the most:"]
+        lines += [part for line in way_lines(answer.way) for part in wrapped(f"  {line}", 4)]
     return lines

@@ -162,7 +162,7 @@ def _verdict(group: RankGroup, limit_bytes: int | None, colour: bool) -> str:
 def _peak(estimate: MemoryEstimate) -> list[str]:
     group = estimate.worst
     whole = group.peak.requested_bytes
-    whose = f"rank{'s' if len(group.ranks) > 1 else ''} {ranks_to_text(group.ranks)}"
+    whose = ranks_in_words(group.ranks)
     where = f"in {group.at.module}" if group.at.module else f"of no module, for {group.at.term}"
     title = f"the peak of {whose} is in {group.at.phase}, {where}:"
     largest_first = sorted(group.terms.items(), key=lambda item: -item[1])
@@ -203,13 +203,33 @@ def _columns(terms: Mapping[Term, int]) -> tuple[str, ...]:
 
 def reconciliation_to_text(estimate: MemoryEstimate) -> list[str]:
     """From the textbook to the exact figure of the worst ranks, term by term."""
+    return ["from the textbook to this figure:", *columns(_steps(estimate), "<>><")]
+
+
+def _steps(estimate: MemoryEstimate) -> list[tuple[str, str, str, str]]:
     first, *rest = estimate.reconciliation
     rows = [(f"  {first.name}", "", format_bytes(first.total_bytes), "")]
     rows += [
         (f"  {step.name}", _signed(step.delta_bytes), format_bytes(step.total_bytes), step.why)
         for step in rest
     ]
-    return ["from the textbook to this figure:", *columns(rows, "<>><")]
+    return rows
+
+
+def explained_to_text(estimate: MemoryEstimate) -> list[str]:
+    """The same, up to what has to fit: the upper end of the band."""
+    group = estimate.worst
+    low, high = group.band
+    limit = f", of {format_gib(estimate.limit_bytes)}" if estimate.limit_bytes is not None else ""
+    where = f" of {group.at.module}" if group.at.module else ""
+    title = (
+        f"{ranks_in_words(group.ranks)}, in {group.at.phase}{where}: {format_gib(high)} at the "
+        f"most{limit}{_verdict(group, estimate.limit_bytes, False)}"
+    )
+    why = f"how far it may be wrong: it is from {format_bytes(low)} to this, which has to fit"
+    over = ("  error", _signed(high - group.peak.total_bytes), format_bytes(high), why)
+    return [title, "", "from the textbook to this figure:",
+            *columns([*_steps(estimate), over], "<>><")]  # fmt: skip
 
 
 def _fixes(estimate: MemoryEstimate, colour: bool) -> list[str]:
@@ -238,6 +258,15 @@ def _gib(num_bytes: int) -> str:
 
 def _signed(num_bytes: int) -> str:
     return f"{'+' if num_bytes >= 0 else '-'}{format_bytes(abs(num_bytes))}"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """The same in a sentence.
+
+    >>> ranks_in_words([3]), ranks_in_words(range(4))
+    ('rank 3', 'ranks 0-3')
+    """
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranks_to_text(ranks)}"
 
 
 def ranks_to_text(ranks: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from meshplan.assign import Reason
 from meshplan.memory import MemoryEstimate
 from meshplan.planner.module import ModuleAnswer, TensorAnswer
 from meshplan.render.findings import place_to_json
-from meshplan.render.memory import memory_to_json, reconciliation_to_text
+from meshplan.render.memory import explained_to_text, memory_to_json
 from meshplan.render.show import shape_to_text, states_to_json, why_to_text
 from meshplan.render.text import columns
 from meshplan.units import format_bytes, format_seconds
@@ -130,5 +130,5 @@ def explained_memory_to_json(estimate: MemoryEstimate) -> dict[str, Any]:
 
 
 def explained_memory_to_text(estimate: MemoryEstimate) -> list[str]:
-    """From the textbook to the exact figure, term by term."""
-    return reconciliation_to_text(estimate)
+    """From the textbook to the figure that has to fit, term by term."""
+    return explained_to_text(estimate)

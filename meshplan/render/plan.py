@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from meshplan.planner.decision import Decision, Way
-from meshplan.render.memory import ranks_to_text
-from meshplan.render.text import columns, paint
+from meshplan.planner.space import EmptySpaceError, Rejected
+from meshplan.render.memory import ranks_in_words
+from meshplan.render.statements import settings_in_words, way_lines
+from meshplan.render.text import columns, packed, paint, wrapped
 from meshplan.units import format_gib
 
 _MOST_REJECTED = 12
@@ -86,7 +87,7 @@ def way_to_json(decision: Decision, way: Way) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def no_space_to_json(why: str) -> dict[str, Any]:
+def no_space_to_json(error: EmptySpaceError) -> dict[str, Any]:
     """The `result` of schema plan/1 where what is stated leaves nothing to choose from."""
     return {
         **dict.fromkeys(_KEYS),
@@ -97,15 +98,33 @@ def no_space_to_json(why: str) -> dict[str, Any]:
         "ladder": None,
         "chosen": None,
         "alternatives": [],
-        "rejected": [{"what": "everything", "why": why}],
+        "rejected": [
+            {"what": "everything", "why": error.problems[0].what},
+            *({"what": each.what, "why": each.why} for each in error.rejected),
+        ],
     }
 
 
-def decision_to_text(decision: Decision, title: str, *, colour: bool = False) -> list[str]:
+def no_space_to_text(error: EmptySpaceError, title: str) -> list[str]:
+    """The same as lines.
+
+    Args:
+        title: What the plan is called.
+    """
+    problem = error.problems[0]
+    fix = problem.fix if problem.origin and problem.origin.path == "batch.global" else ""
+    lines = [*wrapped(f"{title}: {problem.what}", 4), *(wrapped(f"  fix: {fix}", 4) if fix else [])]
+    return [*lines, *_section(_rejected(error.rejected))]
+
+
+def decision_to_text(
+    decision: Decision, title: str, costs: Sequence[str] = (), *, colour: bool = False
+) -> list[str]:
     """The lines of the answer, without the notes.
 
     Args:
         title: What the plan is called.
+        costs: What it costs, where somebody asks.
     """
     chosen = decision.chosen
     if chosen is None:
@@ -114,24 +133,28 @@ def decision_to_text(decision: Decision, title: str, *, colour: bool = False) ->
         if not decision.is_whole:
             end = "it was interrupted" if decision.is_interrupted else "the time was up"
             line = f"{title}: {end} before anything was found that fits into {limit}"
-        return [paint(line, "bold", colour), "", *_rejected(decision)]
+        return [paint(line, "bold", colour), *_section(_rejected(decision.rejected))]
     lines = [
         paint(f"{title}: {_seconds(chosen.seconds)} a step", "bold", colour)
         + f", {_rate(decision, chosen)} per GPU"
         + f", MFU {decision.mfu(chosen):.1%}",
         "",
-        *(f"  {line}" for line in statement_lines(chosen.stated)),
+        *(part for line in way_lines(chosen) for part in wrapped(f"  {line}", 4)),
         "",
         *_memory(decision, chosen),
         *_least(decision),
-        "",
-        *_ladder(decision),
+        *_section(_ladder(decision)),
         *_unproved(decision),
-        *_alternatives(decision),
-        "",
-        *_rejected(decision),
+        *_section(costs),
+        *_section(_alternatives(decision)),
+        *_section(_rejected(decision.rejected)),
     ]
     return lines
+
+
+def _section(lines: Sequence[str]) -> list[str]:
+    """With an empty line before; nothing where there is nothing."""
+    return ["", *lines] if lines else []
 
 
 def _rate(decision: Decision, way: Way) -> str:
@@ -141,31 +164,13 @@ def _rate(decision: Decision, way: Way) -> str:
     return f"{decision.samples_per_s(way):,.1f} samples/s"
 
 
-def statement_lines(stated: Mapping[str, Any]) -> Iterator[str]:
-    """Statements as they would stand in a plan file, one a line."""
-    for path, value in stated.items():
-        if value is not None:
-            yield f"{path}: {flow(value)}"
-
-
-def flow(value: Any) -> str:
-    """A value as YAML on one line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(flow, value)) + "]"
-    if isinstance(value, str):
-        return value if value.replace("_", "").isalnum() else json.dumps(value)
-    return json.dumps(value)
-
-
 def _memory(decision: Decision, way: Way) -> list[str]:
     worst = way.memory.worst
     high, limit = worst.band[1], decision.limit_bytes
     return [
         f"memory  {format_gib(high)} at the most, of {format_gib(limit)}: "
         f"{format_gib(limit - high)} left",
-        f"        on ranks {ranks_to_text(worst.ranks)}, in {worst.at.phase}"
+        f"        on {ranks_in_words(worst.ranks)}, in {worst.at.phase}"
         + (f" of {worst.at.module}" if worst.at.module else ""),
         *(f"        if {value}" for what, value in way.memory.assumed if what == "routing"),
         *(f"host    {line}" for line in _host(way)),
@@ -217,30 +222,41 @@ def _alternatives(decision: Decision) -> list[str]:
         return []
     chosen = decision.chosen
     assert chosen is not None
-    rows = [
+    heads = columns(
         [
-            f"{way.seconds / chosen.seconds - 1:+.1%}",
-            format_gib(way.memory.worst.band[1]),
-            "; ".join(
-                line
-                for line in statement_lines(way.stated)
-                if line not in set(statement_lines(chosen.stated))
-            ),
-        ]
-        for way in decision.alternatives
+            (f"{way.seconds / chosen.seconds - 1:+.1%}", format_gib(way.memory.worst.band[1]))
+            for way in decision.alternatives
+        ],
+        ">>",
+    )
+    lines = [
+        part
+        for head, way in zip(heads, decision.alternatives, strict=True)
+        for part in packed(f"  {head}  ", _other_lines(way, chosen))
     ]
-    return ["", "others that fit", *(f"  {line}" for line in columns(rows, ">><"))]
+    return ["others that fit", *lines]
 
 
-def _rejected(decision: Decision) -> list[str]:
+def _other_lines(way: Way, chosen: Way) -> Iterator[str]:
+    """What a way states otherwise than the one that was chosen."""
+    there = set(way_lines(chosen))
+    yield from (line for line in way_lines(way) if line not in there)
+    for path in chosen.stated:
+        if path not in way.stated and path.startswith("rules["):
+            yield f"without {path}"
+        elif path == "pipeline.virtual" and path not in way.stated and way.plan.assignment.stages:
+            yield f"{path}: 1"
+
+
+def _rejected(rejected: Iterable[Rejected]) -> list[str]:
     """What is not in the space; equal reasons together."""
     by_why: dict[str, list[str]] = {}
-    for each in decision.rejected:
+    for each in rejected:
         by_why.setdefault(each.why, []).append(each.what)
-    lines = [f"  {', '.join(whats)}: {why}" for why, whats in by_why.items()]
-    more = len(lines) - _MOST_REJECTED
-    if more > 0:
-        lines = [*lines[:_MOST_REJECTED], f"  and {more} more (--json)"]
+    reasons = [f"  {settings_in_words(whats)}: {why}" for why, whats in by_why.items()]
+    lines = [part for line in reasons[:_MOST_REJECTED] for part in wrapped(line, 4)]
+    if (more := len(reasons) - _MOST_REJECTED) > 0:
+        lines.append(f"  and {more} more (--json)")
     return ["not in the space", *lines] if lines else []
 
 

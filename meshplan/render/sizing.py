@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshplan.planner.decision import Decision, Way
-from meshplan.planner.sizes import Size, Training
-from meshplan.render.plan import statement_lines, way_to_json
-from meshplan.render.text import columns
-from meshplan.units import format_gib
+from meshplan.planner.sizes import Size, Training, format_days
+from meshplan.render.plan import way_to_json
+from meshplan.render.statements import way_lines
+from meshplan.render.text import columns, packed
+from meshplan.units import format_count, format_gib
 
 _MOST_SIZES = 12
+_KNOWN_BY = ("mesh", "strategy", "batch.micro", "activation_checkpointing", "offload", "rules[")
 
 
 def frontier_to_json(decision: Decision, ways: Sequence[Way], *, is_whole: bool) -> dict[str, Any]:
@@ -28,19 +30,23 @@ def frontier_to_json(decision: Decision, ways: Sequence[Way], *, is_whole: bool)
 
 def frontier_to_text(ways: Sequence[Way], *, is_whole: bool) -> list[str]:
     """A line for each."""
-    rows = [
-        (f"  {way.seconds:.3f} s", format_gib(way.memory.worst.band[1]), _words(way))
-        for way in ways
+    heads = columns(
+        [(f"  {way.seconds:.3f} s", format_gib(way.memory.worst.band[1])) for way in ways], ">>"
+    )
+    lines = [
+        part
+        for head, way in zip(heads, ways, strict=True)
+        for part in packed(f"{head}  ", _words(way))
     ]
     end = "" if is_whole else ", so far: the time was up"
-    return [f"the fastest within less and less memory{end}", *columns(rows, ">><")]
+    return [f"the fastest within less and less memory{end}", *lines]
 
 
-def _words(way: Way) -> str:
-    kept = ("mesh", "strategy", "batch.micro", "activation_checkpointing")
-    return "; ".join(
-        line for line in statement_lines({k: v for k, v in way.stated.items() if k in kept})
-    )
+def _words(way: Way) -> Iterator[str]:
+    """What one is known by: all but how a pipeline is run and what follows from the rest."""
+    for line in way_lines(way):
+        if line.startswith(_KNOWN_BY):
+            yield line
 
 
 def cost_to_json(decision: Decision, price: float | None) -> dict[str, Any] | None:
@@ -108,6 +114,10 @@ def _size_to_json(found: Training, size: Size, price: float | None) -> dict[str,
     }
 
 
+def _allowed(days: float) -> str:
+    return f"{days:g} day{'' if days == 1 else 's'}"
+
+
 def training_to_text(found: Training, price: float | None) -> list[str]:
     """What the sizes take, and which is the answer."""
     rows = []
@@ -115,12 +125,13 @@ def training_to_text(found: Training, price: float | None) -> list[str]:
         mark = "<- the fewest" if size is found.answer else ""
         if size is found.answer and not found.is_fewest:
             mark = "<- the fewest of those that were planned"
-        days = f"{size.days:,.1f} days" if size.days is not None else size.why
-        rows.append((f"  {size.num_gpus:,} GPUs", f"{size.nodes:,} nodes", days, mark))
+        took = format_days(size.days) if size.days is not None else size.why
+        nodes = f"{size.nodes:,} node{'' if size.nodes == 1 else 's'}"
+        rows.append((f"  {size.num_gpus:,} GPUs", nodes, took, mark))
     if len(rows) > _MOST_SIZES and found.answer is not None:
         at = found.sizes.index(found.answer)
         rows = rows[max(0, at - _MOST_SIZES // 2) : at + _MOST_SIZES // 2]
-    title = f"{found.tokens:.3g} tokens in {found.days:g} days"
+    title = f"{format_count(round(found.tokens))} tokens in {_allowed(found.days)}"
     lines = [title, *columns(rows, ">><<")]
     if found.answer is None:
         return [*lines, "  no number of nodes that was planned does it"]

@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TextIO
 
 from meshplan.version import __version__
 
+WIDTH: Final = 100
+"""Of the lines that are broken, whatever the terminal: what is piped reads the same."""
 _COLOURS: Final[Mapping[str, str]] = {
     "green": "32", "red": "31", "yellow": "33", "bold": "1", "dim": "2",
 }  # fmt: skip
@@ -46,6 +49,38 @@ def columns(rows: Iterable[Sequence[str]], align: str, gap: int = 2) -> list[str
         .rstrip()
         for row in table
     ]
+
+
+def wrapped(text: str, indent: int = 0) -> list[str]:
+    """Lines of at most WIDTH letters, broken at spaces; those after the first are indented.
+
+    >>> wrapped("  " + "word " * 20, indent=4)[1]
+    '    word'
+    """
+    found = textwrap.wrap(
+        text, WIDTH, subsequent_indent=" " * indent,
+        break_long_words=False, break_on_hyphens=False, drop_whitespace=True,
+    )  # fmt: skip
+    return found or [""]
+
+
+def packed(head: str, parts: Iterable[str]) -> list[str]:
+    """Lines that begin under each other after a head, with as many parts each as there is room for.
+
+    >>> packed("+1%  ", ["mesh: {dp_shard: 8}", "strategy: zero1"])
+    ['+1%  mesh: {dp_shard: 8}; strategy: zero1']
+    """
+    indent = len(head)
+    lines, line = [], head
+    for part in parts:
+        if line == head:
+            line += part
+        elif len(line) + len(part) + 2 < WIDTH:
+            line += f"; {part}"
+        else:
+            lines.append(f"{line};")
+            line = " " * indent + part
+    return [piece for each in (*lines, line) for piece in wrapped(each, indent + 2)]
 
 
 def envelope(schema: str, result: Mapping[str, Any], notes: Sequence[str] = ()) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from meshplan.planner.remedy import Remedy, Trouble
-from meshplan.render.plan import statement_lines
-from meshplan.render.text import columns
+from meshplan.render.statements import statement_lines
+from meshplan.render.text import columns, packed, wrapped
 from meshplan.units import format_gib
 
 _HOPELESS: Final = (
@@ -25,6 +25,7 @@ def trouble_to_json(trouble: Trouble) -> dict[str, Any]:
             "why": trouble.why,
             "is_whole": trouble.is_whole,
         },
+        "more_devices": trouble.more_devices or None,
         "fixes": [_remedy_to_json(each) for each in trouble.remedies],
     }
 
@@ -48,11 +49,11 @@ def trouble_to_text(trouble: Trouble) -> list[str]:
 
 def conflict_to_text(trouble: Trouble) -> list[str]:
     """What contradicts what: a sentence, and the statements."""
-    why = [f"  {trouble.why}"] if trouble.why else []
+    why = wrapped(f"  {trouble.why}", indent=4) if trouble.why else []
     if not trouble.conflict:
         if not trouble.is_hopeless:
             return ["the time was up before it was known which statements are in the way", *why]
-        return [_HOPELESS, *why]
+        return [*wrapped(_HOPELESS, indent=2), *why]
     title = "nothing fits with all of these, whatever else is left open; with any one less it does"
     if len(trouble.conflict) == 1:
         title = "nothing fits with this, whatever else is left open; without it something does"
@@ -62,16 +63,24 @@ def conflict_to_text(trouble: Trouble) -> list[str]:
 
 
 def _remedies(trouble: Trouble) -> list[str]:
+    more = trouble.more_devices
+    devices = wrapped(f"with more devices: {more}", indent=4) if more else []
     if not trouble.remedies:
-        more = "" if trouble.is_whole else " before the time was up"
-        return [f"no single change was found that helps{more}"]
-    rows = [
-        (
-            f"  {each.change}",
-            f"{each.way.seconds:.3f} s a step",
-            f"{format_gib(each.way.memory.worst.band[1])} at the most",
-            "; ".join(statement_lines(each.setting)),
-        )
-        for each in trouble.remedies
-    ]
-    return ["one change at a time, each searched and replayed:", *columns(rows, "<>><")]
+        late = "" if trouble.is_whole else " before the time was up"
+        return [f"no single change was found that helps{late}", *devices]
+    heads = columns(
+        [
+            (
+                f"  {each.change}",
+                f"{each.way.seconds:,.3f} s a step",
+                f"{format_gib(each.way.memory.worst.band[1])} at the most",
+            )
+            for each in trouble.remedies
+        ],
+        "<>>",
+    )
+    lines = []
+    for head, each in zip(heads, trouble.remedies, strict=True):
+        says = statement_lines(each.setting, each.way.plan.graph.blocks())
+        lines += [head, *packed("      ", says)]
+    return ["one change at a time, each searched and replayed:", *lines, *devices]

@@ -15,8 +15,8 @@ from meshplan.planner.explain import WhyNot
 from meshplan.planner.remedy import Trouble
 from meshplan.render.explain import verdict
 from meshplan.render.memory import ranks_to_text
-from meshplan.render.plan import statement_lines
 from meshplan.render.show import settings, tree
+from meshplan.render.statements import statement_lines, way_lines
 from meshplan.render.trouble import conflict_to_text
 from meshplan.report.page import bullets, heading, numbered, pairs, paragraph
 from meshplan.report.tables import Cell, Table, gib, seconds, share, size
@@ -56,7 +56,7 @@ def about_plan(
     chosen = decision.chosen if decision else None
     if decision is not None and chosen is not None and decision.spec.free_fields:
         yield heading("Chosen for what the file leaves open")
-        yield bullets(statement_lines(chosen.stated))
+        yield bullets(way_lines(chosen))
     if on_top:
         yield heading("Stated beside the file, and before it")
         yield bullets(on_top)
@@ -206,7 +206,7 @@ def about_choice(decision: Decision, why_not: Sequence[WhyNot]) -> Iterator[str]
             [Cell(answer.setting),
              Cell("") if answer.seconds is None else seconds(answer.seconds),
              Cell(verdict(answer)),
-             Cell("; ".join(statement_lines(answer.way.stated)) if answer.way else "")]
+             Cell("; ".join(way_lines(answer.way)) if answer.way else "")]
             for answer in why_not
         ]  # fmt: skip
         yield Table(
@@ -249,7 +249,8 @@ def about_trouble(trouble: Trouble) -> Iterator[str]:
         yield paragraph(f"No single change was found that helps{more}.")
         return
     rows = [
-        [Cell(each.change), Cell("; ".join(statement_lines(each.setting))),
+        [Cell(each.change),
+         Cell("; ".join(statement_lines(each.setting, each.way.plan.graph.blocks()))),
          seconds(each.way.seconds), gib(each.way.memory.worst.band[1]),
          Cell(f"{each.num_gpus:,}", each.num_gpus)]
         for each in trouble.remedies

@@ -1,0 +1,93 @@
+"""The lock file: whose plan it is of, and what happens where it cannot be read or written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from meshplan.cli import main
+from meshplan.errors import SpecError
+from meshplan.planner import lock as locks
+from meshplan.planner.lock import lock_path, read
+from tests.test_planner import job
+
+__all__ = ["job"]
+
+TIGHT = {"mesh": {"dp_shard": 8}, "strategy": None}
+
+
+def test_a_lock_holds_from_every_folder(job, capsys, monkeypatch):
+    """Written beside the plan under one name of it, read under another."""
+    path = job(**TIGHT)
+    monkeypatch.chdir(path.parent)
+    assert main(["plan", "-f", path.name]) == 0
+    written = lock_path(path).read_bytes()
+    monkeypatch.chdir(path.parent.parent)
+    for name in (f"{path.parent.name}/{path.name}", str(path), f"./{path.parent.name}/plan.yaml"):
+        capsys.readouterr()
+        assert main(["plan", "-f", name]) == 0
+        assert "nothing changed since the last lock" in capsys.readouterr().err
+        assert lock_path(path).read_bytes() == written
+        assert main(["explain", "-f", name, "memory"]) == 0
+        assert "planning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "it does not begin with lock:"),
+        ("garbage", "it does not begin with lock:"),
+        ("[1, 2", "it is no YAML"),
+        ("[" * 3000, "it is no YAML"),
+        ("lock: 2", "it is of format 2, and this version's is 1"),
+        ("lock: 1\nchosen: {}", "it has no inputs"),
+        ("lock: 1\ninputs: {plan: a, model: b}\nchosen: 3", "it has no chosen"),
+        ("lock: 1\nchosen: {}\ninputs: {plan: a}", "its inputs have no 'model'"),
+    ],
+)
+def test_a_broken_lock_is_told_of_in_words(tmp_path, text, why):
+    path = tmp_path / "plan.lock.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecError) as caught:
+        read(path)
+    assert str(caught.value.problems[0].what).endswith(f"of this version: {why}")
+
+
+@pytest.mark.parametrize("kind", ["folder", "device"])
+def test_what_is_no_file_is_neither_read_nor_replaced(job, capsys, kind):
+    """/dev/zero has no end, and a rename onto /dev/null would be the end of it."""
+    path = job(**TIGHT)
+    target = Path("/dev/zero") if kind == "device" else path.parent
+    code = main(["plan", "-f", str(path), "-o", str(target)])
+    err = capsys.readouterr().err
+    assert code == 2
+    assert f"{target}: the lock cannot be written: this is a {kind}, not a file" in err
+    assert "fix: name a file with -o FILE" in err
+    assert target.is_dir() if kind == "folder" else target.is_char_device()
+
+
+def test_a_lock_that_cannot_be_written_leaves_nothing_behind(job, capsys, monkeypatch):
+    path = job(**TIGHT)
+    assert main(["plan", "-f", str(path), "-q"]) == 0
+    before = lock_path(path).read_bytes()
+    names = sorted(os.listdir(path.parent))
+
+    def fill(self: Path, text: str, encoding: str) -> None:
+        self.write_bytes(text.encode()[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(locks.Path, "write_text", fill)
+    capsys.readouterr()
+    assert main(["plan", "-f", str(path), "-q"]) == 2
+    err = capsys.readouterr().err
+    assert "the lock cannot be written: No space left on device" in err
+    assert lock_path(path).read_bytes() == before
+    assert sorted(os.listdir(path.parent)) == names
+
+
+def test_a_folder_that_is_not_there_is_said(job, capsys):
+    path = job(**TIGHT)
+    assert main(["plan", "-f", str(path), "-q", "-o", "/nowhere/at/all.lock.yaml"]) == 2
+    assert "in a folder that is there" in capsys.readouterr().err
