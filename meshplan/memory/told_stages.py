@@ -24,6 +24,10 @@ _MOST: Final = 40_000
 """Operations of a step up to which every microbatch is written out, on all ranks."""
 _FAR_TOO_MANY: Final = 600_000
 """Operations from which they are on none."""
+_MOST_KNOWN: Final = 32
+_KNOWN: Final[dict[Hashable, tuple[tuple[str, ...], StageWork]]] = {}
+"""By what stages do alike, the names in one of the last ones, and its work: plans that are weighed
+against each other have most of their stages in common."""
 
 
 class StageWorks:
@@ -55,8 +59,6 @@ class StageWorks:
         num_rows = len(tape.rows) * count
         self.in_brief, self.only_in_brief = num_rows > _MOST, num_rows > _FAR_TOO_MANY
         self._played: dict[tuple[int, bool], StageWork] = {}
-        self._alike: dict[Hashable, tuple[tuple[str, ...], StageWork]] = {}
-        """By what stages do alike, the names in the first one, and its work."""
         self._modules = {name: n for n, name in enumerate(plan.graph.modules)}
         self._tensors = {fqn: n for n, fqn in enumerate(plan.assignment.tensors)}
         self._found: dict[tuple[int, bool], Prepared] = {}
@@ -92,10 +94,14 @@ class StageWorks:
         if key not in self._played:
             part = self._cutter.part(stage)
             outline = outline_of(part, self._order if in_halves else None)
-            alike = outline.shape, in_halves
-            if alike not in self._alike:
-                self._alike[alike] = outline.names, self._play(part, in_halves=in_halves)
-            names, played = self._alike[alike]
+            alike = outline.shape, in_halves, self._in_place
+            known = _KNOWN.get(alike)
+            if known is None:
+                known = outline.names, self._play(part, in_halves=in_halves)
+                while len(_KNOWN) >= _MOST_KNOWN:
+                    _KNOWN.pop(next(iter(_KNOWN)), None)
+                _KNOWN[alike] = known
+            names, played = known
             if names != outline.names:
                 played = played.renamed(dict(zip(names, outline.names, strict=True)))
             self._played[key] = played

@@ -126,7 +126,7 @@ def told_works(
     return _Each(played)
 
 
-_PLAYED: Final[deque[tuple[Shape, Run, bool, Prepared]]] = deque(maxlen=2)
+_PLAYED: Final[deque[tuple[Shape, Run, bool, Prepared]]] = deque(maxlen=8)
 """The last ones: plans that differ in nodes or strategy alone do the same operations."""
 
 
