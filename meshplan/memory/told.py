@@ -193,16 +193,14 @@ def _batch(plan: Plan) -> tuple[int, int]:
     return plan.micro, plan.spec.batch.seq_len
 
 
-def told_at_worst(
-    estimate: MemoryEstimate, plan: Plan, *, device: str, limit_bytes: int | None
-) -> MemoryEstimate:
+def told_at_worst(estimate: MemoryEstimate, plan: Plan) -> MemoryEstimate:
     """What `told_estimate` told of a plan, and what a rank would need that all tokens came to.
 
     Args:
-        estimate: Of this plan, device and limit; none of its figures depends on more.
+        estimate: Of this plan. What ranks might reserve at the most moved none of its figures:
+            one that is over it in brief seems to need more than any that is told in full and is
+            not, so it is told in full in any case.
     """
-    if plan.assignment.stages is not None:  # What was told in brief may be another part of it.
-        return told_estimate(plan, device=device, limit_bytes=limit_bytes, tells_worst=True)
     before = len(estimate.assumed) - len(tuple(_of_experts(plan, tells_worst=False)))
     experts = tuple(_of_experts(plan, tells_worst=True))
     return replace(estimate, assumed=(*estimate.assumed[:before], *experts))
