@@ -20,6 +20,7 @@ from meshplan.errors import MeshplanError
 from meshplan.graph import ModelGraph
 from meshplan.memory.driver import communicators, driver_bytes
 from meshplan.memory.told import told_rank
+from meshplan.memory.told_stages import Played
 from meshplan.mesh import AXES, Axis, Mesh
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.decision import Question
@@ -53,6 +54,9 @@ class Brief:
         stated: What the plan file would have to say, of a row of the grid and what blocks do.
         widening: By how much the memory room widens what it reserves.
         looks: As for `shorten`.
+
+    Attributes:
+        played: Stages that were played, of whole models too.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Brief:
         self._taken: dict[tuple[int, ...], float] = {}
         self._kinds: dict[tuple[object, ...], Assignment] = {}
         self._seen: dict[tuple[object, ...], Glance | None] = {}
+        self.played = Played()
 
     def links(self, plan: Plan) -> float:
         """What a plan's communicators take of the capacity."""
@@ -165,7 +170,7 @@ class Brief:
             try:
                 plan = self._plan(row, short.stages, short.graph)
                 rank = place * (plan.mesh.world_size // num_ranks)  # pp goes outermost.
-                gauge = Gauge(told_rank(plan, rank, device=device), short)
+                gauge = Gauge(told_rank(plan, rank, device=device, played=self.played), short)
             except MeshplanError:
                 return None  # The model itself tells why.
             on_top = self.links(plan) - linear[place]
