@@ -59,3 +59,23 @@ def is_product(some):
     """Some recomputations with the same choices of parameters."""
     pairs = {OPTIONS[n] for n in some}
     return pairs == {(again, back) for again, _ in pairs for _, back in pairs}
+
+
+def test_the_mesh_of_the_best_is_not_looked_at_again(job):
+    """What it holds with other recomputation is the best once more, and takes a measure."""
+    at = job_of(job(LLAMA | LARGE, batch={"global": 32, "seq_len": 8192}))
+    numbers = at.usual
+    found = search(numbers, at.capacity, always_fits, slack=SLACK)
+    assert found.best is not None
+    near = Near(at, numbers, found)
+    best = near._mesh(found.best.row)
+    rows = list(near._one_of_a_mesh())
+    assert {near._mesh(row) for row in rows} == {near._mesh(c.row) for c in found.near} - {best}
+    assert len(rows) == len({near._mesh(row) for row in rows}) > 2
+    fastest = {near._mesh(c.row): c.row for c in reversed(found.near)}
+    assert rows == [row for mesh, row in sorted_by_place(fastest, found.near) if mesh != best]
+
+
+def sorted_by_place(rows, near):
+    order = [c.row for c in near]
+    return sorted(rows.items(), key=lambda item: order.index(item[1]))

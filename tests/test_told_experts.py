@@ -283,12 +283,22 @@ def test_an_estimate_says_how_experts_are_computed() -> None:
     )
 
 
+def test_in_a_pipeline_too_they_say_it() -> None:
+    mesh = {"pp": 2, "dp_shard": 4, "ep": "2 in dp_shard"}
+    pipeline = {"schedule": "1F1B", "microbatches": 4}
+    more = SPREAD | {"mesh": mesh, "pipeline": pipeline, "batch": {"micro": 4, "seq_len": 2048}}
+    plan = plan_of(MIXTRAL | LONG, {"version": 1} | more, 8)
+    found = told_estimate(plan, device="h100-sxm-80gb", limit_bytes=None, tells_worst=True)
+    usual = told_estimate(plan, device="h100-sxm-80gb", limit_bytes=None, most_bytes=1 << 60)
+    assert told_at_worst(usual, plan) == found != usual
+
+
 def test_spread_experts_say_what_they_are_taken_to_be_sent() -> None:
     more = SPREAD | {"batch": {"micro": 1, "seq_len": 2048}}
     plan = plan_of(MIXTRAL | LONG, {"version": 1} | more, 4)
     found = told_estimate(plan, device="h100-sxm-80gb", limit_bytes=None, tells_worst=True)
     usual = told_estimate(plan, device="h100-sxm-80gb", limit_bytes=None, most_bytes=1 << 60)
-    assert told_at_worst(usual, plan, device="h100-sxm-80gb", limit_bytes=None) == found != usual
+    assert told_at_worst(usual, plan) == found != usual
     (said,) = (value for what, value in found.assumed if what == "routing")
     assert said.startswith("the 2 ranks of ep are sent as many tokens each; with all of them sent")
     even = told_log(plan, batch=1, seq_len=2048).peak.live_bytes

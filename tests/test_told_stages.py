@@ -18,10 +18,12 @@ import pytest
 from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
 from meshplan.memory import EventLog, stage_pass, stage_tape, stage_work, told_stages
+from meshplan.memory.allocator import reserve
+from meshplan.memory.driver import with_workspaces
 from meshplan.memory.log import Term
 from meshplan.memory.replay import main, replay
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.told import BRIEF_ERROR, told_estimate, told_log
+from meshplan.memory.told import BRIEF_ERROR, OverError, told_estimate, told_log
 from meshplan.memory.told_works import told_works
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
@@ -299,6 +301,21 @@ def test_only_ranks_that_need_most_are_told_in_full(monkeypatch: pytest.MonkeyPa
         assert brief.peak.requested_bytes == whole.peak.requested_bytes
         assert brief.at == whole.at
     assert sum(a.band != b.band for a, b in zip(found.groups, full.groups, strict=True)) >= 1
+
+
+def test_what_ranks_may_reserve_moves_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is over that in brief, and not in full, is told in full without it too."""
+    monkeypatch.setattr(told_stages, "_MOST", 0)
+    spec = plan_of("GPipe", 4, 24, batch={"micro": 48, "seq_len": 1024}, **MIXED)
+    plan = decided(FUSED | {"hidden_size": 1024, "intermediate_size": 4096}, spec)
+    usual = told_estimate(plan, device="cuda", limit_bytes=None)
+    most, works = usual.worst.peak.reserved_bytes, told_works(plan, 48, 1024, device="cuda")
+    brief = works.of_rank(usual.worst.ranks[0], in_brief=True)
+    log = with_workspaces(replay(brief, plan, "adamw", rank=usual.worst.ranks[0]), "cuda")
+    assert reserve(log).reserved_bytes > most
+    assert told_estimate(plan, device="cuda", limit_bytes=None, most_bytes=most) == usual
+    with pytest.raises(OverError):
+        told_estimate(plan, device="cuda", limit_bytes=None, most_bytes=most - 1)
 
 
 def test_of_a_very_long_step_all_ranks_are_told_in_brief(monkeypatch: pytest.MonkeyPatch) -> None:

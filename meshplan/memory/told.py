@@ -27,6 +27,7 @@ from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.replay.shards import offloads_params, unit_shards
 from meshplan.memory.replay.unit import GATHERING, REDUCING
 from meshplan.memory.shape import shape_of
+from meshplan.memory.told_stages import Played
 from meshplan.memory.told_works import Works, loss_chunks_of, spread_of, told_works
 from meshplan.optimizers import called
 from meshplan.plan import Plan
@@ -83,6 +84,7 @@ def told_estimate(
     packs: bool = True,
     tells_modules: bool = False,
     likely: Sequence[float] = (),
+    played: Played | None = None,
 ) -> MemoryEstimate:
     """What every rank needs, without torch and in a second.
 
@@ -95,6 +97,7 @@ def told_estimate(
         tells_modules: Whether to tell of which modules the peak is.
         likely: By place along pp, what its ranks may need: the more, the sooner they are told.
             Where nobody says, what is last holds the loss, and what is first most microbatches.
+        played: As for `told_stages.StageWorks`.
 
     Raises:
         PlanError: The model's operations, or something in the plan, are not known.
@@ -105,7 +108,7 @@ def told_estimate(
     groups = equal_ranks(plan.assignment)
     shape = f"[{micro * plan.accumulate}, {seq_len // plan.mesh.size('cp')}] int64"
     certified = f"told from the config; traced models differ by at most {ERROR:.0%}"
-    works = told_works(plan, micro, seq_len, device=device)
+    works = told_works(plan, micro, seq_len, device=device, played=played)
     brief = works.in_brief
     told: dict[int, EventLog] = {}
     held: dict[int, Held] = {}
@@ -116,10 +119,13 @@ def told_estimate(
         rank = groups[number][0]
         log = told[number] = _log_of(works, plan, rank, in_brief=in_brief)
         can_tell = in_brief and not works.only_in_brief and most_bytes < math.inf
-        if can_tell and log.pooled_bytes > most_bytes:
+        # The first one mostly tells; of others what is reserved, which is no less, is needed.
+        if can_tell and number == order[0] and log.pooled_bytes > most_bytes:
             raise OverError(rank, log.pooled_bytes)
         held[number] = holding.of(log)
         reserved = held[number].reserve.reserved_bytes
+        if can_tell and reserved > most_bytes and log.pooled_bytes > most_bytes:
+            raise OverError(rank, log.pooled_bytes)
         if reserved > most_bytes and (works.only_in_brief or not in_brief):
             raise OverError(rank, reserved)
 
@@ -193,23 +199,21 @@ def _batch(plan: Plan) -> tuple[int, int]:
     return plan.micro, plan.spec.batch.seq_len
 
 
-def told_at_worst(
-    estimate: MemoryEstimate, plan: Plan, *, device: str, limit_bytes: int | None
-) -> MemoryEstimate:
+def told_at_worst(estimate: MemoryEstimate, plan: Plan) -> MemoryEstimate:
     """What `told_estimate` told of a plan, and what a rank would need that all tokens came to.
 
     Args:
-        estimate: Of this plan, device and limit; none of its figures depends on more.
+        estimate: Of this plan. What ranks might reserve at the most moved none of its figures:
+            one that is over it in brief seems to need more than any that is told in full and is
+            not, so it is told in full in any case.
     """
-    if plan.assignment.stages is not None:  # What was told in brief may be another part of it.
-        return told_estimate(plan, device=device, limit_bytes=limit_bytes, tells_worst=True)
     before = len(estimate.assumed) - len(tuple(_of_experts(plan, tells_worst=False)))
     experts = tuple(_of_experts(plan, tells_worst=True))
     return replace(estimate, assumed=(*estimate.assumed[:before], *experts))
 
 
 @_no_collection()
-def told_rank(plan: Plan, rank: int, *, device: str) -> EventLog:
+def told_rank(plan: Plan, rank: int, *, device: str, played: Played | None = None) -> EventLog:
     """The step of one rank as `told_estimate` has it, in brief where there is much to do.
 
     Raises:
@@ -217,7 +221,7 @@ def told_rank(plan: Plan, rank: int, *, device: str) -> EventLog:
     """
     micro, seq_len = _batch(plan)
     check_fused(plan, seq_len, device=device)
-    works = told_works(plan, micro, seq_len, device=device, rank=rank)
+    works = told_works(plan, micro, seq_len, device=device, rank=rank, played=played)
     return _log_of(works, plan, rank, in_brief=True)
 
 

@@ -5,7 +5,8 @@ What has no rule is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Final
 
 from meshplan.errors import PlanError, Problem
@@ -24,6 +25,32 @@ _MOST: Final = 40_000
 """Operations of a step up to which every microbatch is written out, on all ranks."""
 _FAR_TOO_MANY: Final = 600_000
 """Operations from which they are on none."""
+_MOST_PLAYED: Final = 32
+"""Stages that are kept for other plans."""
+
+
+class Played:
+    """Stages that were played: plans that are weighed against each other have most in common."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[tuple[str, ...], StageWork]] = {}
+        """By what stages do alike, the names in one of the last ones, and its work."""
+
+    def work_of(
+        self, alike: Hashable, names: tuple[str, ...], play: Callable[[], StageWork]
+    ) -> StageWork:
+        """The work of a stage, which is played if none like it was.
+
+        Args:
+            alike: What is equal where stages do the same but for their names.
+            names: Of the stage, as of `Outline`.
+        """
+        if alike not in self._known:
+            while len(self._known) >= _MOST_PLAYED:
+                del self._known[next(iter(self._known))]
+            self._known[alike] = names, play()
+        others, work = self._known[alike]
+        return work if names == others else work.renamed(dict(zip(others, names, strict=True)))
 
 
 class StageWorks:
@@ -33,6 +60,7 @@ class StageWorks:
         tape: One microbatch of the whole model.
         plan: For a blueprint's model, with stages.
         in_place: As for `tape.play`.
+        played: What was played for plans before; None to begin anew.
 
     Attributes:
         in_brief: Whether there is so much to do that it takes seconds to write all of it out.
@@ -42,7 +70,9 @@ class StageWorks:
         PlanError: There is no rule for something in this plan.
     """
 
-    def __init__(self, tape: Tape, plan: Plan, *, in_place: bool) -> None:
+    def __init__(
+        self, tape: Tape, plan: Plan, *, in_place: bool, played: Played | None = None
+    ) -> None:
         if problems := list(_unknown(plan, tape)):
             raise PlanError(problems)
         assert plan.assignment.stages is not None
@@ -54,9 +84,8 @@ class StageWorks:
         self._orders = actions(schedule, stages.num_ranks, stages.virtual, count)
         num_rows = len(tape.rows) * count
         self.in_brief, self.only_in_brief = num_rows > _MOST, num_rows > _FAR_TOO_MANY
-        self._played: dict[tuple[int, bool], StageWork] = {}
-        self._alike: dict[Hashable, tuple[tuple[str, ...], StageWork]] = {}
-        """By what stages do alike, the names in the first one, and its work."""
+        self._parts: dict[tuple[int, bool], StageWork] = {}
+        self._played = Played() if played is None else played
         self._modules = {name: n for n, name in enumerate(plan.graph.modules)}
         self._tensors = {fqn: n for n, fqn in enumerate(plan.assignment.tensors)}
         self._found: dict[tuple[int, bool], Prepared] = {}
@@ -89,17 +118,13 @@ class StageWorks:
 
     def _part(self, stage: int, *, in_halves: bool = False) -> StageWork:
         key = stage, in_halves
-        if key not in self._played:
+        if key not in self._parts:
             part = self._cutter.part(stage)
             outline = outline_of(part, self._order if in_halves else None)
-            alike = outline.shape, in_halves
-            if alike not in self._alike:
-                self._alike[alike] = outline.names, self._play(part, in_halves=in_halves)
-            names, played = self._alike[alike]
-            if names != outline.names:
-                played = played.renamed(dict(zip(names, outline.names, strict=True)))
-            self._played[key] = played
-        return self._played[key]
+            alike = outline.shape, in_halves, self._in_place
+            play = partial(self._play, part, in_halves=in_halves)
+            self._parts[key] = self._played.work_of(alike, outline.names, play)
+        return self._parts[key]
 
     def _play(self, part: StageTape, *, in_halves: bool) -> StageWork:
         if in_halves:

@@ -21,7 +21,7 @@ from meshplan.memory.replay import Prepared
 from meshplan.memory.shape import Shape, shape_of
 from meshplan.memory.styled import Styled
 from meshplan.memory.tape import play
-from meshplan.memory.told_stages import StageWorks
+from meshplan.memory.told_stages import Played, StageWorks
 from meshplan.plan import Plan
 from meshplan.spec import PRODUCTS
 
@@ -77,12 +77,14 @@ def told_works(
     spread: Spread | None = None,
     device: str = "",
     rank: int | None = None,
+    played: Played | None = None,
 ) -> Works:
     """What the ranks do.
 
     Args:
         rank: The only one that is of interest; None for all. How much there is to do is not
             known then.
+        played: As for `StageWorks`.
         device: As for `fused.check_fused`.
 
     Raises:
@@ -115,18 +117,19 @@ def told_works(
     shape = shape_of(plan.graph)
     if stages is not None:
         only = None if rank is None else _near(plan, stages, rank)
-        return StageWorks(tape_of(shape, run, only=only), plan, in_place=in_place)
+        tape = tape_of(shape, run, only=only)
+        return StageWorks(tape, plan, in_place=in_place, played=played)
     if gathered_of(plan, 0, is_cuda=is_cuda, device=device) is None:
         return _Same(_played(shape, run, in_place=in_place))
 
-    def played(rank: int) -> Prepared:
+    def of_rank(rank: int) -> Prepared:
         own = gathered_of(plan, rank, is_cuda=is_cuda, device=device)
         return _played(shape, replace(run, gathered=own), in_place=in_place)
 
-    return _Each(played)
+    return _Each(of_rank)
 
 
-_PLAYED: Final[deque[tuple[Shape, Run, bool, Prepared]]] = deque(maxlen=2)
+_PLAYED: Final[deque[tuple[Shape, Run, bool, Prepared]]] = deque(maxlen=8)
 """The last ones: plans that differ in nodes or strategy alone do the same operations."""
 
 

@@ -21,11 +21,11 @@ def certified(question: Question, way: Way) -> Way | None:
         found = question.certify(question.read(overrides(way.stated)))
         if isinstance(found, str):
             note = f"no trace of the model certifies this: {found}"
-            told = _at_worst(question, way).memory
+            told = _at_worst(way).memory
             return replace(way, memory=replace(told, notes=(*told.notes, note)))
         memory = found
     else:
-        return _at_worst(question, way)
+        return _at_worst(way)
     return replace(way, memory=memory) if memory.fits else None
 
 
@@ -34,11 +34,8 @@ def words_of(way: Way) -> str:
     return json.dumps(dict(way.stated), sort_keys=True)
 
 
-def _at_worst(question: Question, way: Way) -> Way:
+def _at_worst(way: Way) -> Way:
     """The same, saying what the worst routing would need."""
     if way.plan.mesh.size("ep") == 1:
         return way
-    device, limit = question.device, question.limit_bytes
-    return replace(
-        way, memory=told_at_worst(way.memory, way.plan, device=device, limit_bytes=limit)
-    )
+    return replace(way, memory=told_at_worst(way.memory, way.plan))

@@ -48,6 +48,11 @@ def cut(
             is_exact[at] = True
 
 
+def least(table: Floats, weights: tuple[float, float]) -> float:
+    """What any cut of a table of seconds costs at the least; infinite where there is none."""
+    return weights[0] * _slowest(table) + weights[1] * _shortest(table)[0]
+
+
 def _best(
     table: Floats, weights: tuple[float, float], below: float
 ) -> tuple[float, tuple[int, ...]]:

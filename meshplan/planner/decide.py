@@ -110,9 +110,9 @@ def size_in_words(job: Job) -> str:
 
 def _bounds(job: Job, numbers: Numbers) -> Iterator[Bound]:
     """Of every row that exists."""
-    for seconds, held in zip(time_bounds(numbers), memory_bounds(numbers), strict=True):
-        if np.isfinite(seconds) and np.isfinite(held):
-            yield Bound(float(seconds), job.widened(float(held)))
+    seconds, held = time_bounds(numbers), memory_bounds(numbers)
+    exists = np.isfinite(seconds) & np.isfinite(held)
+    return map(Bound, seconds[exists].tolist(), map(job.widened, held[exists].tolist()))
 
 
 def _line(job: Job, found: Found) -> str:

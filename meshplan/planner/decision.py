@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshplan.cost.profile import Profile
 from meshplan.graph import ModelGraph
@@ -84,8 +84,7 @@ class Ladder:
     plan_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(NamedTuple):
     """One configuration from below: nothing with it takes less time, and nothing less memory.
 
     Attributes:

@@ -355,12 +355,12 @@ class Job:
             limit_bytes=self.question.limit_bytes,
             most_bytes=most,
             likely=candidate.linear_bytes,
+            played=self._brief.played,
         )
 
     def certified(self, way: Way) -> Way | None:
         """What was chosen, as its model does it and not as it was composed; None if it is over."""
-        found = certified(self.question, way)
-        if found is None:
+        if (found := certified(self.question, way)) is None:
             self._over.add(words_of(way))
             self._known.clear()
             self.measured.remove(way)

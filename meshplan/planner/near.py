@@ -26,7 +26,7 @@ SLACK: Final = 0.02
 Options = tuple[bool, ...]
 """Which of `cost.grid.OPTIONS` blocks may take."""
 
-_KEEP, _MOST_SIMPLER, _MOST_MESHES, _MOST_NEAR, _MOST_GUESSES, _MORE = 3, 8, 6, 4, 1, 1.02
+_KEEP, _MOST_SIMPLER, _MOST_MESHES, _MOST_NEAR, _MOST_GUESSES, _MORE = 3, 8, 5, 3, 1, 1.02
 
 
 class Near:
@@ -48,19 +48,25 @@ class Near:
         everything = (True,) * len(OPTIONS)
         keep = int(self._job.spec.solve.get("keep", _KEEP))
         near = ((row, everything) for row in itertools.islice(self._one_of_a_mesh(), _MOST_MESHES))
-        others = [best, *itertools.islice(self._that_fit(near, _MOST_NEAR), keep)]
+        others = [best, *itertools.islice(self._that_fit(near, _MOST_NEAR), max(keep - 1, 0))]
         by_words = {str(way.stated): way for way in others if way.stated != chosen.stated}
         return chosen, tuple(sorted(by_words.values(), key=lambda way: way.seconds)[:keep])
 
     def _one_of_a_mesh(self) -> Iterator[int]:
-        """The fastest row of each mesh: others differ in rounds and microbatches alone."""
-        known: set[tuple[int, ...]] = set()
+        """The fastest row of each mesh but the best one's: its others are the best, little changed.
+
+        Rows of one mesh differ in rounds and microbatches alone.
+        """
+        assert self._found.best is not None
+        known = {self._mesh(self._found.best.row)}
         for candidate in self._found.near:
-            row = self._job.grid[candidate.row]
-            mesh = tuple(int(row[axis]) for axis in AXES)
+            mesh = self._mesh(candidate.row)
             if mesh not in known:
                 known.add(mesh)
                 yield candidate.row
+
+    def _mesh(self, row: int) -> tuple[int, ...]:
+        return tuple(int(self._job.grid[row][axis]) for axis in AXES)
 
     def _simpler(self, simplest: tuple[float, ...]) -> Iterator[tuple[int, Options]]:
         """Rows near the best, and what their blocks may do, that are simpler: simplest first.

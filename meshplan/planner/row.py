@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from meshplan.planner.cuts import cut
+from meshplan.planner.cuts import cut, least
 from meshplan.planner.knapsack import NONE, Choice, Counts, Floats, solve
 from meshplan.planner.lanes import Stretches, lanes_of
 from meshplan.planner.numbers import Numbers, weights
@@ -57,13 +57,28 @@ def solve_row(
     Args:
         capacity: Bytes of one rank.
     """
-    if (known := numbers.answers.get((row, capacity))) is None:
-        known = numbers.answers[row, capacity] = _Known(Row(numbers, row, capacity))
+    known = _known(numbers, row, capacity)
     if known.row is not None and below > known.none_below:
-        known.answer, known.none_below = known.row.best(below), below
+        known.none_below = below
+        known.answer = known.row.best(below) if known.row.least_s < below else None
         known.row = known.row if known.answer is None else None
-    answer: Candidate | None = known.answer
+    answer = known.answer
     return answer if answer is not None and answer.seconds < below else None
+
+
+def row_bound(numbers: Numbers, row: int, capacity: float) -> float:
+    """Seconds from below of what `solve_row` finds, for a part of its time; infinite for none."""
+    known = _known(numbers, row, capacity)
+    if known.row is not None:
+        return known.row.least_s
+    return known.answer.seconds if known.answer is not None else float("inf")
+
+
+def _known(numbers: Numbers, row: int, capacity: float) -> _Known:
+    known: _Known | None = numbers.answers.get((row, capacity))
+    if known is None:
+        known = numbers.answers[row, capacity] = _Known(Row(numbers, row, capacity))
+    return known
 
 
 class Row:
@@ -76,10 +91,24 @@ class Row:
         self._rooms = [capacity - top for top in self._lanes.tops]
         self._known: dict[tuple[int, float, bytes], Choice] = {}
 
+    @cached_property
+    def least_s(self) -> float:
+        """Seconds of a step from below, with blocks that may be parted."""
+        (a, b), once = self._weights, float(self._numbers.once_s[self._row])
+        if self._lanes.num == 1:
+            counts = self._lanes.counts(0, 0, len(self._numbers.order))
+            room = np.array([self._rooms[0]])
+            return (a + b) * float(self._menus[0].relaxed(counts, room)[0]) + once
+        return least(self._table(self._bounds), (a, b)) + once
+
+    @cached_property
+    def _weights(self) -> tuple[float, float]:
+        a, b = weights(self._numbers.grid[self._row : self._row + 1])
+        return float(a[0]), float(b[0])
+
     def best(self, below: float) -> Candidate | None:
         numbers, row, lanes = self._numbers, self._row, self._lanes
-        a, b = (float(each[0]) for each in weights(numbers.grid[row : row + 1]))
-        once = float(numbers.once_s[row])
+        (a, b), once = self._weights, float(numbers.once_s[row])
         if lanes.num == 1:
             choice = self._solve(0, 0, len(numbers.order), (below - once) / (a + b))
             if choice is NONE:
@@ -115,7 +144,7 @@ class Row:
         linear = [
             float(table[at]) for at in zip(range(lanes.num), ends[:-1], ends[1:], strict=True)
         ]
-        a, b = (float(each[0]) for each in weights(numbers.grid[row : row + 1]))
+        a, b = self._weights
         seconds = a * max(times) + b * sum(times) + float(numbers.once_s[row])
         return Candidate(row, seconds, *lanes.stages(ends, takes), tuple(linear))
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from meshplan.planner.found import Found, Guess, Measured, RuledOut, State
 from meshplan.planner.numbers import Numbers, by_bound, memory_bounds, time_bounds
-from meshplan.planner.row import Candidate, Row, solve_row
+from meshplan.planner.row import Candidate, Row, row_bound, solve_row
 from meshplan.planner.seeds import Seeds
 
 TOLERANCE: Final = 1e-4
@@ -213,11 +213,18 @@ class _Search:
         if (state := self._states.get(row)) is None:
             state = self._states[row] = State(self._capacity - self.taken(row))
         limit = (found.best.seconds if found.best else float("inf")) * (1 - self._tolerance)
+        least = min(following, self._waiting[0][0] if self._waiting else following)
+        # What it takes with blocks in parts is known soon, and mostly enough.
+        sure = row_bound(self._numbers, row, state.capacity)
+        if max(bound, least) < sure < limit:
+            state.hoped = sure
+            heapq.heappush(self._waiting, (sure, row))
+            return
         is_far = state.looks == len(_AHEAD)
         ahead = limit if found.best or is_far else bound * _AHEAD[state.looks]
         found.num_solved += 1
         candidate = solve_row(self._numbers, row, state.capacity, ahead)
-        if candidate is None and ahead < limit:
+        if candidate is None and ahead < limit and sure < limit:
             state.looks += 1
             heapq.heappush(self._waiting, (ahead, row))
             return
@@ -226,7 +233,6 @@ class _Search:
         if candidate is None or max(candidate.linear_bytes) <= state.fits_up_to:
             self._halve(row, state)
             return
-        least = min(following, self._waiting[0][0] if self._waiting else following)
         if candidate.seconds > least:
             state.hoped = candidate.seconds
             heapq.heappush(self._waiting, (candidate.seconds, row))

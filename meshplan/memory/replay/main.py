@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Final, TypeVar
+from collections.abc import Iterator
+from typing import Final
 
 from meshplan.assign import Assignment
 from meshplan.errors import PlanError, Problem
@@ -13,7 +13,7 @@ from meshplan.memory.replay.buckets import Options
 from meshplan.memory.replay.clip import clip
 from meshplan.memory.replay.optimizer import Updated, check_optimizer, step
 from meshplan.memory.replay.part import Part, splits_backward
-from meshplan.memory.replay.prepare import Act, Prepared, apart
+from meshplan.memory.replay.prepare import Act, Prepared
 from meshplan.memory.replay.unscale import unscale
 from meshplan.memory.replay.writer import Copy, Writer
 from meshplan.memory.work import AT_STAGE, Moment, Work
@@ -21,7 +21,6 @@ from meshplan.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.restrict import restrict
 
-_T = TypeVar("_T")
 _MOST: Final = 3
 """Microbatches that are played: what comes between the second and the last is like the second."""
 
@@ -130,13 +129,10 @@ class _Step:
             place = plan.mesh.index(rank, ("pp",))
             plans = {f"{AT_STAGE}{s}": restrict(plan, s) for s in stages.of_rank(place)}
         self._parts = {
-            at: Part(self._writer, part, rank, _own(work.settling, at))
+            at: Part(self._writer, part, rank, work.settling_at.get(at, {}))
             for at, part in plans.items()
         }
         self._num_backwards = stages.microbatches if stages is not None else 1
-        ends = (mark for mark in work.marks if mark.moment == Moment.END_OF_BACKWARD)
-        # Of a told pipeline not every backward is marked.
-        self._ends = Counter(apart(mark.unit)[1] for mark in ends)
         self._loss: int | None = None
         self._total: int | None = None
         self._carried: tuple[int, ...] = ()
@@ -166,7 +162,7 @@ class _Step:
         mesh = self._plan.mesh
         copy.be_there(self._work.before, times={Term.INPUTS: self._plan.accumulate})
         for at, part in self._parts.items():
-            gradients = _own(self._work.gradients, at)
+            gradients = self._work.gradients_at.get(at, {})
             part.be_there(gradients, self._optimizer, has_host=self._has_host)
         if any(mesh.size(axis) > 1 for axis in mesh.names if axis not in DATA_AXES):
             # Two numbers tell whether the ranks of a replica hold batches of one shape.
@@ -217,9 +213,9 @@ class _Step:
         if splits_backward(self._plan.assignment):
             part.end_of_backward(is_last=False)
             return
-        part.end_of_backward(is_last=is_last and backwards[at] == self._ends[at])
+        part.end_of_backward(is_last=is_last and backwards[at] == self._work.ends[at])
         if self._num_backwards > 1:
-            part.set_last(is_last=is_last and backwards[at] + 1 == self._ends[at])
+            part.set_last(is_last=is_last and backwards[at] + 1 == self._work.ends[at])
 
     def _share(self) -> None:
         """`runtime.pipeline.shared.SharedTensors.add_gradients`."""
@@ -300,9 +296,3 @@ def shared_tensors(a: Assignment) -> dict[str, tuple[int, ...]]:
         for fqn, holders in (a.stages.tensors.items() if a.stages is not None else ())
         if len(holders) > 1 and not a.tensors[fqn].info.is_buffer and a.tensors[fqn].info.trainable
     }
-
-
-def _own(items: Mapping[str, _T], at: str) -> dict[str, _T]:
-    """What is said of one stage, by fqn."""
-    return {fqn: value for name, value in items.items() for fqn, where in (apart(name),)
-            if where == at}  # fmt: skip

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from functools import cached_property
 from operator import itemgetter
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from meshplan.errors import PlanError, Problem
 from meshplan.memory.log import Change, EventLog
 from meshplan.memory.work import AT_STAGE, Mark, Moment, Work
 
+_T = TypeVar("_T")
 _EVENT: Final = itemgetter(0)
 _BEGINNING: Final = (Moment.BEFORE_FORWARD, Moment.BEFORE_BACKWARD)
 """When a mark belongs to the phase that it begins rather than to the one that it ends."""
@@ -110,6 +113,22 @@ class Prepared:
         return len(self.log.changes)
 
     @cached_property
+    def gradients_at(self) -> Mapping[str, Mapping[str, int]]:
+        """`gradients` of each stage, by its own names."""
+        return _by_place(self.gradients)
+
+    @cached_property
+    def settling_at(self) -> Mapping[str, Mapping[str, tuple[tuple[int, int], ...]]]:
+        """`settling` of each stage, by its own names."""
+        return _by_place(self.settling)
+
+    @cached_property
+    def ends(self) -> Counter[str]:
+        """Of each stage, how many backwards are marked: of a told pipeline not every one is."""
+        marks = (mark for mark in self.marks if mark.moment == Moment.END_OF_BACKWARD)
+        return Counter(apart(mark.unit)[1] for mark in marks)
+
+    @cached_property
     def first_made_in_backward(self) -> int:
         """The event of the first storage that backward makes."""
         backward = self.log.phases.index("backward")
@@ -139,6 +158,15 @@ class Prepared:
         """Whether backward runs at a mark that ends something."""
         phase = self.log.changes[event - 1][2] if event else 0
         return self.log.phases[phase] == "backward"
+
+
+def _by_place(items: Mapping[str, _T]) -> dict[str, dict[str, _T]]:
+    """What is said of each stage, by fqn."""
+    out: dict[str, dict[str, _T]] = {}
+    for name, value in items.items():
+        fqn, at = apart(name)
+        out.setdefault(at, {})[fqn] = value
+    return out
 
 
 def apart(name: str) -> tuple[str, str]:
