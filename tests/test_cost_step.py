@@ -482,3 +482,20 @@ def test_undoing_the_scale_of_a_loss_is_paid_for():
     assert scaled.unscaling == 34
     assert (half.compute, half.stored) == (scaled.compute, scaled.stored)
     assert widths_of(Precision(param="float16", master="float16")).unscaling == 0
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_attention_under_a_mask_skips_nothing_of_its_own_chunk(cp):
+    """Of 2 cp chunks a rank has two, and each meets its own keys whole; some kernels are slow."""
+    block = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=4, tp=1).kinds[1]
+    flops = (block.forward.attention_flops + block.backward.attention_flops) / cp
+    for device, kernels in (("h100-sxm-80gb", 1.0), ("a100-sxm-80gb", 2.0)):
+        profile = replace(REAL, device=device)
+        gathered, exchanged = (
+            terms(row(cp=cp), block, profile, 8, FP32, exchanges=way).compute_s[0]
+            for way in (False, True)
+        )
+        plain = flops / (profile.attention_efficiency * profile.peak_flops)
+        share = kernels * (1 + 1 / (2 * cp)) if cp > 1 else 1.0
+        assert flops > 0
+        assert gathered - exchanged == pytest.approx(plain * (share - 1))

@@ -38,6 +38,7 @@ from meshplan.cost.profile import Profile
 from meshplan.cost.shares import expert_share, share, trained
 from meshplan.cost.types import Kind, Sent, Tally
 from meshplan.graph import DTYPE_BYTES
+from meshplan.memory.gathered import takes_masks
 from meshplan.spec import Precision
 
 Array = NDArray[Any]
@@ -47,6 +48,12 @@ _ZERO1: Final = MODES.index("zero1")
 _SHARD: Final = MODES.index("shard")
 _CACHED_KV: Final = 2
 """Collectives of one attention along cp: keys and values."""
+_MASKED: Final = 2.0
+"""How many times as long attention takes in a kernel that takes a mask and skips nothing.
+
+Source: Dao 2023 (FlashAttention-2), section 4.1: about twice as fast as xformers' kernel, which is
+the one that torch has for masks where cuDNN does not serve them.
+"""
 _EXCHANGED: Final = 4
 """With queries, and what is made of them."""
 
@@ -158,7 +165,8 @@ def terms(
     rows = rows or Rows(grid, profile, gpus_per_node, widths_of(precision, dtype))
     is_awaited = not kind.has_options if is_awaited is None else is_awaited
     join = _one_by_one if is_awaited else partial(hidden, contention=profile.contention)
-    forward_c, backward_c = rows.compute(kind.forward), rows.compute(kind.backward)
+    compute = rows.compute if exchanges else rows.compute_masked
+    forward_c, backward_c = compute(kind.forward), compute(kind.backward)
     forward_t, backward_t = rows.sent(kind.sent_forward), rows.sent(kind.sent_backward)
     keys = rows.exchanged(kind.exchanged_bytes) if exchanges else rows.keys(kind.context_bytes)
     host = rows.launch
@@ -178,7 +186,7 @@ def terms(
     forwards, first, last = [], [], []
     backwards = []
     for again, (work, sent) in enumerate(zip(kind.again, kind.sent_again, strict=True)):
-        device = rows.compute(work) + rows.sent(sent) + keys * (1 + (again > 0))
+        device = compute(work) + rows.sent(sent) + keys * (1 + (again > 0))
         process = host(kind.backward, kind.sent_backward) + host(work, sent)
         backwards.append(np.maximum(backward_c + backward_t + device, process))
     at_once = np.where(is_at_once, reduced, 0.0)
@@ -245,6 +253,20 @@ class Rows:
 
     def compute(self, tally: Tally) -> Array:
         return compute_seconds(tally, self.samples, self.profile)
+
+    def compute_masked(self, tally: Tally) -> Array:
+        """Where keys and values are gathered along cp, and chunks of queries have a mask.
+
+        A chunk meets all keys up to its own end, and no kernel skips half of its own: of 2 cp
+        chunks a rank has the nth from both ends.
+
+        Assumes: parts are balanced (`context.balance`).
+        """
+        cp, profile = self.grid["cp"].astype(np.float64), self.profile
+        kernels = 1.0 if takes_masks(profile.device) else _MASKED
+        more = np.where(cp > 1, kernels * (1 + 1 / (2 * cp)) - 1, 0.0)
+        attention = tally.attention_flops / (profile.attention_efficiency * profile.peak_flops)
+        return np.asarray(self.compute(tally) + more * self.samples * attention)
 
     def launch(self, tally: Tally, sent: Sent) -> Array:
         """What the process needs to start it all, however small the tensors are."""
