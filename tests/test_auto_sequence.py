@@ -106,6 +106,10 @@ CASES = {
         SEQUENCE | {"mesh": {"cp": 2, "tp": 2}, "batch": {"seq_len": models.SEQ_LEN}},
     ),
     "compiled": ("gpt2", MIXED | {"compile": True}),
+    "pp, qwen3, recomputed in part": (
+        "qwen3",
+        STAGES | SELECTIVE | {"pipeline": {"microbatches": 4}},
+    ),
     "pp in halves, hf_llama": ("hf_llama", STAGES | HALVES),
     "pp in halves, own_llama on eight": (
         "own_llama",

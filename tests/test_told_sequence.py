@@ -72,11 +72,20 @@ STAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         stages.plan_of("InterleavedZeroBubble", virtual=2, **PARTS, **stages.MIXED),
     ),
     "llama, interleaved": (stages.LLAMA, stages.plan_of("Interleaved1F1B", virtual=2, **PARTS)),
+    "llama, interleaved, in part": (
+        stages.LLAMA,
+        stages.plan_of("Interleaved1F1B", virtual=2, strategy="zero1", **PARTS, **SELECTIVE),
+    ),
 }
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", STAGES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        c if c == "llama, interleaved, in part" else pytest.param(c, marks=pytest.mark.wide)
+        for c in STAGES
+    ],
+)
 def test_every_stage_is_the_traced_one(case: str, apart: ProcessPoolExecutor) -> None:
     config, spec = STAGES[case]
     stages.check_ranks(apart, config, spec, None)

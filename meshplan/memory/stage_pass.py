@@ -196,7 +196,7 @@ class Pass:
             for storage in part.names if self._takes else ():
                 # They wait for the next first half, in which they are taken in.
                 self._make_known(part, flight, [storage])
-                self._take(part, storage, flight[storage], f"{AT_STAGE}{stage}", [])
+                self._take(part, storage, flight[storage], f"{AT_STAGE}{stage}")
 
     def _end_outputs(self, part: StageWork, flight: _Flight) -> None:
         """What backward began with is let go of."""
@@ -307,11 +307,10 @@ class Pass:
         is_split = part.turn is not None
         crossing = {*part.received, *part.given, *part.returned} if is_split else set[int]()
         sent, given, returned = {*part.sent}, {*part.given}, {*part.returned}
-        ready = part.ready_at if is_split else {}
+        ready = part.ready_at
         is_forward = first < part.split
         # Forward copies to the host, and backward has done with it.
         host = deque(each for each in part.work.host or () if (each[1] > 0) is is_forward)
-        added: list[tuple[int, str, str]] = []
         done = 0
         plain_until, numbers, events = part.plain_until, flight.known, log.changes
         number = first
@@ -330,8 +329,7 @@ class Pass:
                 self._mark(marks[done], at)
                 done += 1
             for storage in ready.get(number, ()):
-                self._take(part, storage, flight[storage], at, added)
-                self._drop_added(added)
+                self._take(part, storage, flight[storage], at)
             delta, storage, phase = events[number]
             number += 1
             if storage in (sent if delta < 0 else given):
@@ -340,44 +338,28 @@ class Pass:
             if delta < 0 and storage in crossing:
                 self._let_go([flight[storage]])
                 continue
-            if delta > 0 and added:
-                made = log.storages[storage]
-                if (made.op, made.module) != added[-1][1:]:
-                    self._drop_added(added)
             own = flight[storage]
             self._events.append((delta, own, len(self._phases) - 1))
             if delta > 0 and storage in crossing & returned:
                 self._holders[own] += 1
             if delta > 0 and storage in part.names:
                 self._sizes[own] = delta
-                if not is_split:
-                    self._take(part, storage, own, at, added)
         for storage in ready.get(end, ()) if end == len(events) else ():
-            self._take(part, storage, flight[storage], at, added)
-        self._drop_added(added)
+            self._take(part, storage, flight[storage], at)
         for _, delta in host:
             self._change_host(delta)
         for mark in marks[done:]:
             self._mark(mark, at)
 
-    def _take(
-        self, part: StageWork, storage: int, own: int, at: str, added: list[tuple[int, str, str]]
-    ) -> None:
-        """The gradient of a parameter is there."""
+    def _take(self, part: StageWork, storage: int, own: int, at: str) -> None:
+        """Autograd gives a parameter its gradient: what made it is done."""
         name = part.names[storage] + at
         if name not in self._gradients:
             self._gradients[name], self._ready[name] = own, len(self._events)
         elif self._takes:
             self._again.append((len(self._events), name, own))
-        else:
-            made = part.storages[storage]
-            added.append((own, made.op, made.module))
-
-    def _drop_added(self, added: list[tuple[int, str, str]]) -> None:
-        """They were added to the gradients that are there, once their operation was done."""
-        for own, _, _ in added:
+        else:  # It is added to the one that is there.
             self._drop(own)
-        added.clear()
 
     def _mark(self, mark: Mark, at: str) -> None:
         self._marks.append(Mark(len(self._events), mark.moment, mark.unit + at))

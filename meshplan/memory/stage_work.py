@@ -137,29 +137,21 @@ class StageWork:
     def plain_until(self) -> Sequence[int]:
         """Of each event, the first from there on that has to be looked at when it is written again.
 
-        At others no mark stands and no phase begins, nothing crosses an edge, no gradient is there,
-        and none was there before that ends with its operation.
+        At others no mark stands and no phase begins, nothing crosses an edge, and no gradient is
+        made or given.
         """
-        events, storages, names = self.work.log.changes, self.work.log.storages, self.names
+        events = self.work.log.changes
         marked = {mark.event for mark in self.work.marks}
         marked |= {event for event, _ in self.work.host or ()}
         looked_at = {*self.sent, *self.given, *self.names}
+        marked |= {*self.work.ready.values()}
         if self.turn is not None:
             looked_at |= {*self.received, *self.returned}
-            marked |= {*self.work.ready.values()}
         phase = 0
-        made_by: Storage | None = None
-        for number, (delta, storage, now) in enumerate(events):
+        for number, (_, storage, now) in enumerate(events):
             if now != phase or storage in looked_at:
                 phase = now
                 marked.add(number)
-            if delta > 0 and (made_by is not None or storage in names):
-                own = storages[storage]
-                if made_by is not None and own[1:3] != made_by[1:3]:
-                    made_by = None
-                    marked.add(number)
-                if storage in names:
-                    made_by = own
         out: list[int] = []
         for number in sorted(each for each in {*marked, len(events)} if each <= len(events)):
             out += [number] * (number - len(out)) + [number]
