@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import yaml
@@ -35,6 +36,8 @@ from meshplan.spec import Spec
 from meshplan.values import Findings, Value, quote, show
 
 _BEGIN: Final = "begin with version: 1"
+_MOST_PARSED, _LONG = 128, 1 << 14
+"""Texts whose events are kept, and the characters from which none is."""
 _INT: Final = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT: Final = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
@@ -108,6 +111,20 @@ class _Open:
     pending: tuple[str, Origin] | None = None
 
 
+@lru_cache(maxsize=_MOST_PARSED)
+def _parsed(text: str) -> tuple[yaml.Event, ...] | None:
+    """The events of a text: a planner reads one file with few words changed again and again.
+
+    None where it is broken, or long: what comes before the break is of interest too.
+    """
+    if len(text) > _LONG:
+        return None
+    try:
+        return tuple(yaml.parse(text, yaml.SafeLoader))
+    except (yaml.YAMLError, ValueError, OverflowError):
+        return None
+
+
 class _Composer:
     """Yaml events -> Values.
 
@@ -128,7 +145,7 @@ class _Composer:
     def compose(self, text: str) -> Value | None:
         """The value of the text; None when it is empty or reading had to stop at a problem."""
         try:
-            for event in yaml.parse(text, yaml.SafeLoader):
+            for event in _parsed(text) or yaml.parse(text, yaml.SafeLoader):
                 if not self._take(event, text):
                     return None
         except yaml.MarkedYAMLError as error:

@@ -22,7 +22,7 @@ from meshplan.plan import make_plan
 from meshplan.planner.brief import Brief
 from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
-from meshplan.planner.row import Row, solve_row
+from meshplan.planner.row import Row, row_bound, solve_row
 from meshplan.planner.widened import _twins, widen
 from tests.brute import random_numbers, random_rounds
 from tests.test_planner_gauge import LLAMA, job_in
@@ -84,7 +84,7 @@ def test_what_cannot_wait_on_the_host_where_experts_are_spread_is_not_searched(
 @pytest.mark.parametrize("make", [random_numbers, random_rounds])
 def test_a_row_that_is_asked_again_answers_as_if_it_was_not(make: Any) -> None:
     """As the limit of a search moves, up and down, and its memory."""
-    rng, again, found = np.random.default_rng(0), 0, 0
+    rng, again, found, close = np.random.default_rng(0), 0, 0, 0
     for seed in range(5):
         numbers, capacity = make(seed)
         for row in range(len(numbers.grid)):
@@ -95,7 +95,34 @@ def test_a_row_that_is_asked_again_answers_as_if_it_was_not(make: Any) -> None:
                 limit *= best.seconds if best else 1.0
                 again += (row, room) in numbers.answers
                 expected = best if best is not None and best.seconds < limit else None
+                least = row_bound(numbers, row, room)
+                assert best is None or least <= best.seconds * (1 + 1e-12)
+                close += best is not None and least > 0.9 * best.seconds
                 assert solve_row(numbers, row, room, limit) == expected
+                assert best is None or least <= row_bound(numbers, row, room) * (1 + 1e-12)
                 found += expected is not None
     assert again > 30
     assert found > 25
+    assert close > 20
+
+
+def test_what_holds_less_than_one_that_is_not_over_is_not_looked_at(tmp_path: Path) -> None:
+    job = job_in(tmp_path, LLAMA, nodes=1)
+    numbers = job.usual
+    at = (job.grid["pp"] == 2) & (job.grid["virtual"] == 1) & (job.grid["dp_shard"] == 4)
+    row = int(np.flatnonzero(at)[0])
+    smallest, fastest = Row(numbers, row, np.inf).smallest(), solve_row(numbers, row, np.inf)
+    assert fastest is not None
+    assert job._glance(numbers, fastest, guesses=False) is not None
+    assert job._glance(numbers, smallest, guesses=False) is None
+    assert job._glance(numbers, smallest, guesses=True) is not None
+    job.allow(job.question.limit_bytes * 2)  # What was seen is of another limit.
+    assert job._glance(numbers, smallest, guesses=False) is not None
+    first, last = smallest.linear_bytes
+    other = replace(fastest, linear_bytes=(first * 0.9, last * 1.1))
+    assert job._glance(numbers, other, guesses=False) is not None
+    job.capacity = max(fastest.linear_bytes) / 2
+    over = job._glance(numbers, fastest, guesses=False)
+    assert over is not None
+    assert over.is_over
+    assert job._glance(numbers, smallest, guesses=False) is not None

@@ -72,6 +72,8 @@ class Brief:
         self._taken: dict[tuple[int, ...], float] = {}
         self._kinds: dict[tuple[object, ...], Assignment] = {}
         self._seen: dict[tuple[object, ...], Glance | None] = {}
+        self._under: dict[tuple[int, float], list[tuple[float, ...]]] = {}
+        """By row and capacity, linear figures of answers that were not over."""
         self.played = Played()
 
     def links(self, plan: Plan) -> float:
@@ -129,7 +131,7 @@ class Brief:
         guesses: bool,
         spares: bool = False,
     ) -> Glance | None:
-        """What a short model tells of a candidate; None where none does.
+        """What a short model tells of a candidate; None where none does, or is likely to.
 
         Args:
             row, stages: The candidate's.
@@ -138,14 +140,25 @@ class Brief:
             spares: Whether it is of none where the candidate is over.
         """
         key = candidate.row, candidate.ends, candidate.takes, capacity
+        if not guesses and key not in self._seen and self._holds_less(candidate, capacity):
+            return None
         seen = self._seen.get(key)
         lacks = guesses and seen is not None and seen.likely_bytes is None
         if key not in self._seen or (lacks and not (spares and seen is not None and seen.is_over)):
             linear = candidate.linear_bytes
-            self._seen[key] = self._look(
+            found = self._seen[key] = self._look(
                 row, stages, linear, capacity, guesses=guesses, spares=spares
             )
+            if found is not None and not found.is_over:
+                self._under.setdefault((candidate.row, capacity), []).append(linear)
         return self._seen[key]
+
+    def _holds_less(self, candidate: Candidate, capacity: float) -> bool:
+        """Whether an answer of the row that holds as much everywhere was not over either."""
+        return any(
+            all(own <= other for own, other in zip(candidate.linear_bytes, linear, strict=True))
+            for linear in self._under.get((candidate.row, capacity), ())
+        )
 
     def _look(
         self,
