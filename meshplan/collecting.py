@@ -17,12 +17,16 @@ def collecting_rarely() -> Iterator[None]:
     """Inside, cycles are looked for once in a million objects.
 
     A search makes millions and next to no cycles; to look for those takes a tenth of its time.
+    What is there afterwards is old, and looked through with all that is, and not at once.
     """
     before = gc.get_threshold()
     gc.set_threshold(_MOST_NEW, *before[1:])
     try:
         yield
     finally:
+        if not gc.get_freeze_count():  # What somebody else froze stays so.
+            gc.freeze()
+            gc.unfreeze()
         gc.set_threshold(*before)
 
 

@@ -121,7 +121,7 @@ def test_what_holds_less_than_one_that_is_not_over_is_not_looked_at(tmp_path: Pa
     first, last = smallest.linear_bytes
     other = replace(fastest, linear_bytes=(first * 0.9, last * 1.1))
     assert job._glance(numbers, other, guesses=False) is not None
-    job.allow(job.question.limit_bytes // 8)
+    job.capacity = max(fastest.linear_bytes) / 2
     over = job._glance(numbers, fastest, guesses=False)
     assert over is not None
     assert over.is_over

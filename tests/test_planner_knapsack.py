@@ -9,6 +9,7 @@ import pytest
 
 from meshplan.planner.cuts import cut
 from meshplan.planner.knapsack import Menu, solve
+from meshplan.planner.relaxing import relaxed_each
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -70,3 +71,26 @@ def test_a_cut_asks_for_as_few_exact_values_as_it_can():
     assert ends[0] == 0
     assert ends[-1] == 8
     assert len(asked) == len(set(asked)) < np.isfinite(exact).sum() / 2
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_many_menus_are_asked_at_once_as_one_by_one(seed):
+    """With other kinds, options that lack, no choice at all, and too little memory."""
+    rng = np.random.default_rng(seed)
+    asked = []
+    for _ in range(12):
+        kinds, options = int(rng.integers(1, 5)), int(rng.integers(1, 6))
+        seconds = rng.uniform(1, 2, (kinds, options))
+        seconds[rng.random((kinds, options)) < 0.2] = np.inf
+        memory = rng.uniform(0, 10, (kinds, options)).round(2)
+        counts = rng.integers(0, 6, (int(rng.integers(1, 9)), kinds)).astype(np.int64)
+        asked.append((Menu(seconds, memory), counts, float(rng.uniform(0, 60))))
+    one_by_one = [menu.relaxed(counts, np.array([room])) for menu, counts, room in asked]
+    together = relaxed_each(asked)
+    every = np.concatenate(one_by_one)
+    assert 0 < np.isfinite(every).sum() < len(every)
+    for one, other in zip(one_by_one, together, strict=True):
+        assert (np.isfinite(one) == np.isfinite(other)).all()
+        assert other == pytest.approx(one, rel=1e-13)
+    (alone,) = relaxed_each(asked[:1])
+    assert (alone == one_by_one[0]).all()

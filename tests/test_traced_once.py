@@ -141,6 +141,29 @@ def test_cycles_are_looked_for_as_before() -> None:
     assert gc.get_threshold() == before
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_a_search_made_is_not_looked_through_at_its_end(frozen: bool) -> None:
+    """In a process of its own, since what was frozen stays so."""
+    code = (
+        "import gc\n"
+        "from meshplan.collecting import collecting_rarely\n"
+        f"{'gc.freeze()' if frozen else ''}\n"
+        "before, seen = gc.get_freeze_count(), []\n"
+        "def note(phase, info):\n"
+        "    if phase == 'start':\n"
+        "        seen.append(len(gc.get_objects(info['generation'])))\n"
+        "gc.callbacks.append(note)\n"
+        "with collecting_rarely():\n"
+        "    made = [[n] for n in range(200_000)]\n"
+        "more = [[n] for n in range(2_000)]\n"
+        "assert gc.get_freeze_count() == before\n"
+        "assert seen, 'it is looked for again'\n"
+        "print(max(seen) < 100_000)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{not frozen}\n"
+
+
 def test_a_process_that_ends_looks_for_no_cycles() -> None:
     code = (
         "import atexit, gc\n"

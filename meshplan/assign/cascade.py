@@ -93,8 +93,9 @@ class Cascade:
                         found.append(tensor.fqn)
             else:
                 for fqn, info in graph.modules.items():
-                    names = (fqn, *info.aliases)
-                    if any(matcher.matches(n, info.type, info.qualified_type) for n in names):
+                    kinds = info.type, info.qualified_type
+                    is_hit = matcher.matches(fqn, *kinds)
+                    if is_hit or any(matcher.matches(name, *kinds) for name in info.aliases):
                         self._modules.setdefault(fqn, {}).update(stated)
                         found.append(fqn)
             if not found and not rule.optional:

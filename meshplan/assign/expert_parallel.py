@@ -33,6 +33,8 @@ class ExpertParallel:
 
     def around(self, name: str) -> ExpertUse | None:
         """The experts that a module or tensor belongs to."""
+        if not self.uses:
+            return None
         return next((self.uses[m] for m in around(name) if m in self.uses), None)
 
     def reason(self, fqn: str) -> Reason | None:
@@ -103,7 +105,7 @@ def _beside(spec: Spec, mesh: Mesh, out: ExpertParallel, cuts_nothing: bool) -> 
 def _inside(graph: ModelGraph, modules: Collection[str]) -> dict[str, list[TensorInfo]]:
     """The tensors in each of these modules, by whatever name they are in it."""
     out: dict[str, list[TensorInfo]] = {fqn: [] for fqn in modules}
-    for tensor in graph.tensors.values():
+    for tensor in graph.tensors.values() if out else ():
         for fqn in {m for name in tensor.names for m in around(name) if m in out}:
             out[fqn].append(tensor)
     return out

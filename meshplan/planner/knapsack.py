@@ -94,7 +94,7 @@ class Menu:
         return sorted(rows)
 
     @cached_property
-    def _steps(self) -> tuple[Floats, Floats, Counts]:
+    def steps(self) -> tuple[Floats, Floats, Counts]:
         """(seconds lost, bytes won, kind) of each."""
         lost, won = (np.array([step[n] for step in self._hulls]) for n in (1, 2))
         return lost, won, np.array([step.kind for step in self._hulls], dtype=np.int64)
@@ -107,7 +107,7 @@ class Menu:
         return self.seconds[kinds, first], self.memory[kinds, first]
 
     @cached_property
-    def _there(self) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+    def there(self) -> tuple[Floats, Floats, NDArray[np.bool_]]:
         """`fastest` with nothing where a kind has no option, and whether it has one."""
         there = np.isfinite(self.fastest[0])
         seconds, memory = (np.where(there, each, 0.0) for each in self.fastest)
@@ -126,7 +126,7 @@ class Menu:
         """
         used = counts > 0
         over = float(counts[used] @ self.fastest[1][used]) - capacity
-        lost, won, kinds = self._steps
+        lost, won, kinds = self.steps
         at = int(np.searchsorted(np.cumsum(counts[kinds] * won), over))
         at = min(at, len(lost) - 1)
         return float(lost[at] / won[at])
@@ -139,8 +139,8 @@ class Menu:
             capacity: [questions], or [1] for all.
         """
         counts = counts.reshape(-1, len(self.seconds))
-        seconds, memory, there = self._there
-        lost, won, kinds = self._steps
+        seconds, memory, there = self.there
+        lost, won, kinds = self.steps
         many = counts[:, kinds]
         ends, prices = np.zeros((2, len(counts), len(kinds) + 1))
         np.cumsum(many * won, axis=1, out=ends[:, 1:])

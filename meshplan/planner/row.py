@@ -13,6 +13,7 @@ from meshplan.planner.cuts import cut, least
 from meshplan.planner.knapsack import NONE, Choice, Counts, Floats, solve
 from meshplan.planner.lanes import Stretches, lanes_of
 from meshplan.planner.numbers import Numbers, weights
+from meshplan.planner.relaxing import relaxed_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ class Row:
             each = np.where(there, held[rank][kinds, least[rank]], 0.0)
             return np.asarray(counts @ each + lanes.tops[rank])
 
-        table = self._table(self._values(value))
+        table = self._table(self._values(lambda asked: [value(*each) for each in asked]))
         _, ends = cut(table, lambda *at: float(table[at]), (1.0, 0.0))
         takes, times = [], []
         for rank, (first, last) in enumerate(itertools.pairwise(ends)):
@@ -151,24 +152,31 @@ class Row:
     @cached_property
     def _bounds(self) -> list[Floats]:
         """By rank, seconds from below of all that it may have."""
-        rooms = [np.array([room]) for room in self._rooms]
-        return self._values(lambda rank, counts: self._menus[rank].relaxed(counts, rooms[rank]))
+        return self._values(
+            lambda asked: relaxed_each(
+                [(self._menus[rank], counts, self._rooms[rank]) for rank, counts in asked]
+            )
+        )
 
     @cached_property
     def _stretches(self) -> list[Stretches]:
         """By rank."""
         return [self._lanes.stretches(rank) for rank in range(self._lanes.num)]
 
-    def _values(self, value: Callable[[int, Counts], Floats]) -> list[Floats]:
-        """By rank, what follows from what the stretches that it may have are made of."""
-        out: list[Floats] = []
-        known: dict[tuple[int, float, int], Floats] = {}
-        for rank, each in enumerate(self._stretches):
-            key = id(self._menus[rank]), self._lanes.tops[rank], id(each.made_of)
-            if key not in known:
-                known[key] = value(rank, each.made_of)
-            out.append(known[key])
-        return out
+    def _values(self, value: Callable[[list[tuple[int, Counts]]], list[Floats]]) -> list[Floats]:
+        """By rank, what follows from what the stretches that it may have are made of.
+
+        Args:
+            value: Of (rank, what its stretches are made of) of ranks that differ.
+        """
+        keys = [
+            (id(self._menus[rank]), self._lanes.tops[rank], id(each.made_of))
+            for rank, each in enumerate(self._stretches)
+        ]
+        first = {key: rank for rank, key in reversed([*enumerate(keys)])}
+        asked = [(rank, self._stretches[rank].made_of) for rank in first.values()]
+        known = dict(zip(first, value(asked), strict=True))
+        return [known[key] for key in keys]
 
     def _table(self, values: list[Floats]) -> Floats:
         """[ranks, i, j] of what there is for each stretch."""
