@@ -91,6 +91,8 @@ def side_of(name: str | Path, plan: Plan, profile: Profile | None = None) -> Sid
     """What follows from a plan, as far as a config tells it."""
 
     def told(ask: Callable[[], float]) -> Figure:
+        if not plan.graph.config:
+            return Figure(None, f"no config tells of {plan.graph.name}")
         try:
             return Figure(ask())
         except MeshplanError as error:

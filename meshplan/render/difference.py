@@ -8,7 +8,7 @@ from typing import Any
 from meshplan.planner.difference import Difference, Differs, Figure, Side
 from meshplan.render.statements import statement_value
 from meshplan.render.text import columns, wrapped
-from meshplan.units import format_bytes, format_seconds
+from meshplan.units import format_bytes, format_step
 
 
 def difference_to_json(found: Difference) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _figures(found: Difference) -> list[str]:
 def _figure(name: str, figure: Figure) -> str:
     assert figure.value is not None
     if name == "step_s":
-        return format_seconds(figure.value)
+        return format_step(figure.value)
     if name == "tokens_per_s":
         return f"{figure.value:,.0f}"
     return format_bytes(figure.value)
