@@ -101,7 +101,7 @@ def _figures(found: Difference) -> list[str]:
         if old.value is None or new.value is None:
             side = found.old if old.value is None else found.new
             why = old.why or new.why
-            missing.append(f"  {words}: not told of {side.name}: {why}")
+            missing += wrapped(f"  {words}: not told of {side.name}: {why}", indent=4)
             continue
         share = f"{new.value / old.value - 1:+.1%}" if old.value else ""
         rows.append((f"  {words}", _figure(name, old), "->", _figure(name, new), share))

@@ -172,7 +172,12 @@ def _memory(decision: Decision, way: Way) -> list[str]:
         f"{format_gib(limit - high)} left",
         f"        on {ranks_in_words(worst.ranks)}, in {worst.at.phase}"
         + (f" of {worst.at.module}" if worst.at.module else ""),
-        *(f"        if {value}" for what, value in way.memory.assumed if what == "routing"),
+        *(
+            line
+            for what, value in way.memory.assumed
+            if what == "routing"
+            for line in wrapped(f"        if {value}", 8)
+        ),
         *(f"host    {line}" for line in _host(way)),
     ]
 
