@@ -16,6 +16,7 @@ from meshplan.plan import Plan
 from meshplan.planner.asking import cluster_of
 from meshplan.planner.costed import BlockCost, Costed
 from meshplan.sizing import read_limit
+from meshplan.units import spans_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +166,9 @@ def _facts(plan: Plan, name: str) -> Iterator[tuple[str, Reason]]:
         stages = sorted({s for f, each in a.stages.tensors.items() if is_inside(f, name)
                          for s in each})  # fmt: skip
         if stages:
-            yield f"in stage {', '.join(map(str, stages))} of {a.stages.num}", a.stages.reason
+            spans = [str(one) if one == two else f"{one}-{two}" for one, two in spans_of(stages)]
+            word = "stage" if len(stages) == 1 else "stages"
+            yield f"in {word} {', '.join(spans)} of {a.stages.num}", a.stages.reason
 
 
 def _around(name: str) -> list[str]:
