@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -65,23 +65,23 @@ def state_bytes(assignment: Assignment, optimizer: str, rank: int = 0) -> StateB
 def state_bytes_by_rank(assignment: Assignment, optimizer: str) -> tuple[StateBytes, ...]:
     """`state_bytes` of every rank of the mesh, of which there may be very many."""
     kinds, mesh = _kinds(assignment), assignment.mesh
-    there: dict[int, list[_Kind]] = {}
-    for kind in kinds:
-        for place in dict.fromkeys(kind.places):
-            there.setdefault(place, []).append(kind)
-    # What a rank holds of a kind depends on where it is along the axes that cut it.
+    # What a rank holds of a tensor depends on where it is along the axes that cut it, and not on
+    # which stage it is of.
     along = {axes: mesh.indices(axes) for axes in {kind.stored.axes for kind in kinds}}
-    known: dict[tuple[_Kind, int], StateBytes] = {}
-    held = {place: [(k, along[k.stored.axes], kinds[k] * k.places.count(place)) for k in some]
-            for place, some in there.items()}  # fmt: skip
+    known: dict[_Kind, dict[int, StateBytes]] = {}
+    there: dict[int, list[tuple[_Kind, int, list[int], dict[int, StateBytes]]]] = {}
+    for kind, tensors in kinds.items():
+        alike = known.setdefault(replace(kind, places=()), {})
+        for place in dict.fromkeys(kind.places):
+            count = tensors * kind.places.count(place)
+            there.setdefault(place, []).append((kind, count, along[kind.stored.axes], alike))
     out = []
     for rank, place in enumerate(mesh.indices(("pp",))):
         parts = []
-        for kind, at, count in held.get(place, ()):
-            key = kind, at[rank]
-            if key not in known:
-                known[key] = _of_kind(kind, mesh, optimizer, rank)
-            parts.append((count, known[key]))
+        for kind, count, at, alike in there.get(place, ()):
+            if at[rank] not in alike:
+                alike[at[rank]] = _of_kind(kind, mesh, optimizer, rank)
+            parts.append((count, alike[at[rank]]))
         out.append(_added(parts))
     return tuple(out)
 
