@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,7 +185,7 @@ def check_plan(
         return CheckResult(problems=tuple(problems_without_model(spec)), notes=notes)
     told: list[str] = []
     try:
-        spec = _whole(plan, overrides, spec, graph, model, told.append)
+        spec = _whole(plan, overrides, spec, graph, model, config, told.append)
         decided = make_plan(spec, graph, rehearse=rehearse)
     except PlanError as error:
         return CheckResult(problems=tuple(error.problems), notes=notes)
@@ -200,13 +199,13 @@ def _whole(
     spec: Spec,
     graph: ModelGraph,
     model: str | None,
+    config: str | Path | None,
     told: Callable[[str], None],
 ) -> Spec:
     """The spec with nothing left to the planner."""
     if not spec.free_fields:
         return spec
-    from meshplan.planner.whole import whole_spec  # numpy
-    from meshplan.reader import load_spec
+    from meshplan.planner import asking, whole  # numpy
 
     def ask() -> Question:
         from meshplan.runtime.planned import question_of_entry  # torch
@@ -214,8 +213,9 @@ def _whole(
         return question_of_entry(plan, overrides, model, told=told)
 
     is_live = model is not None or (spec.model is not None and spec.model.entry is not None)
-    whole = partial(whole_spec, plan, lambda more: load_spec(plan, [*overrides, *more]), graph)
-    return whole(told, ask if is_live else None)
+    path = None if is_live else asking.config_of(spec, config)[0]
+    load = asking.loading(plan, overrides)
+    return whole.whole_spec(plan, load, graph, told, ask if is_live else None, path)
 
 
 def _closed(
@@ -230,7 +230,7 @@ def _closed(
     if not spec.free_fields:
         return spec
     graph, _, _ = _find_model(spec, model, config)
-    return spec if graph is None else _whole(plan, overrides, spec, graph, model, told)
+    return spec if graph is None else _whole(plan, overrides, spec, graph, model, config, told)
 
 
 def decide(

@@ -52,6 +52,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.retarget is not None:
         settings = planning.retarget_settings(args.retarget)
         old = api.decide(plan_file(args), args.set, model=args.model, config=args.config)
+        known = {} if args.set else planning.figures_of_lock(plan_file(args), old)
         args.set = asked.flags["overrides"] = [*args.set, *settings]
     if args.tokens is not None or args.days is not None:
         return _plan_training(asked)
@@ -68,11 +69,15 @@ def _plan(args: argparse.Namespace) -> int:
     more = frontier_to_json(decision, ways, is_whole=is_whole)
     lines = ["", *frontier_to_text(ways, is_whole=is_whole)] if args.frontier else []
     if old is not None:
+        from meshplan.planner.difference import figures_of
         from meshplan.render.retarget import retarget_to_json, retarget_to_text
 
         assert decision.chosen is not None
         found = planning.compare(
-            (str(asked.path), old), (args.retarget, decision.chosen.plan), profile=args.profile
+            (str(asked.path), old),
+            (args.retarget, decision.chosen.plan),
+            profile=args.profile,
+            known=(known, figures_of(decision)),
         )
         moved = planning.moved_between(old, decision.chosen.plan)
         more["retarget"] = retarget_to_json(found, moved)
@@ -284,11 +289,14 @@ def _diff(args: argparse.Namespace) -> int:
 
     if args.file is not None:
         raise SpecError(Problem("diff takes two plans, and -f names a third", None, "leave it out"))
-    sides = []
+    sides, known = [], []
     for name in args.plans:
         path, chosen = planning.plan_of_lock(name) or (name, [])
-        sides.append((name, api.decide(path, [*args.set, *chosen], config=args.config)))
-    found = planning.compare(*sides, profile=args.profile)
+        plan = api.decide(path, [*args.set, *chosen], config=args.config)
+        sides.append((name, plan))
+        # What --set changes no lock tells of.
+        known.append({} if args.set else planning.figures_of_lock(path, plan))
+    found = planning.compare(*sides, profile=args.profile, known=(known[0], known[1]))
     if args.json:
         print(envelope("diff/1", difference_to_json(found)))
     else:

@@ -217,22 +217,30 @@ def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) 
 
 
 def compare(
-    old: tuple[str, Plan], new: tuple[str, Plan], *, profile: str | Path | None = None
+    old: tuple[str, Plan],
+    new: tuple[str, Plan],
+    *,
+    profile: str | Path | None = None,
+    known: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {}),
 ) -> Difference:
     """What one plan decides otherwise than another, and what that costs.
 
     Args:
         old, new: (what it is called, the plan).
         profile: As for `explain`.
+        known: Of each, what its lock or the planner says where no config tells it, as of `Side`.
     """
     from meshplan.planner.difference import difference, side_of
 
-    if profile is None:
+    if profile is not None:
+        known = {}, {}  # Those are by other figures of the machine.
+    else:
         # What was measured holds for both sides, where their locks say no different things.
         found = {profile_of_lock(plan.spec.source) for _, plan in (old, new)} - {None}
         profile = found.pop() if len(found) == 1 else None
     measured = read_profile(Path(profile), Origin("--profile")) if profile is not None else None
-    return difference(*(side_of(name, plan, measured) for name, plan in (old, new)))
+    sides = zip((old, new), known, strict=True)
+    return difference(*(side_of(name, plan, measured, figures) for (name, plan), figures in sides))
 
 
 def moved_between(old: Plan, new: Plan) -> Reshard:
@@ -274,6 +282,15 @@ def plan_of_lock(path: str | os.PathLike[str]) -> tuple[str, list[str]] | None:
     """
     found = locking.source_of_lock(Path(path))
     return found and (str(found[0]), found[1])
+
+
+def figures_of_lock(plan: str | os.PathLike[str], decided: Plan) -> dict[str, float]:
+    """What the lock beside a plan file expects of the plan, for `compare`; {} without one.
+
+    Raises:
+        SpecError: There is a lock, and it cannot be read.
+    """
+    return locking.figures_of_lock(plan, decided)
 
 
 def lock_plan(

@@ -11,7 +11,7 @@ from meshplan import api, planning
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.plan import Plan
 from meshplan.planner.decision import Decision
-from meshplan.planner.difference import Difference
+from meshplan.planner.difference import Difference, figures_of
 from meshplan.planner.reshard import Reshard
 
 PlanSource = api.PlanSource
@@ -71,6 +71,8 @@ def retarget(
     new = decision.chosen.plan
     return Retarget(
         decision=decision,
-        difference=planning.compare(("the plan", old), (words, new), profile=profile),
+        difference=planning.compare(
+            ("the plan", old), (words, new), profile=profile, known=({}, figures_of(decision))
+        ),
         moved=planning.moved_between(old, new),
     )

@@ -168,6 +168,17 @@ def format_seconds(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
+def format_step(seconds: float) -> str:
+    """Seconds of a step: to the millisecond, and in a smaller unit where these are less than one.
+
+    >>> format_step(4.3431), format_step(3272.87), format_step(0.0926), format_step(7.3e-5)
+    ('4.343 s', '3,272.9 s', '92.6 ms', '73.0 us')
+    """
+    if seconds < 0.9995:
+        return format_seconds(seconds)
+    return f"{seconds:.3f} s" if seconds < 100 else f"{seconds:,.1f} s"
+
+
 def _split(text: str | int | float, what: str) -> tuple[str, str]:
     """The number and the unit behind it."""
     found = None if isinstance(text, bool) else _NUMBER.match(str(text).strip())

@@ -48,6 +48,18 @@ class UNet(nn.Module):
         return self.head(x)
 
 
+class Constant(nn.Module):
+    """Of which no output depends on what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer(x)
+        return x * 2
+
+
 def _large(name: str) -> nn.Module:
     with mock.patch.multiple(models, **LARGE):
         return Odd() if name == "odd" else models.BUILDERS[name]()

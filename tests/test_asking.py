@@ -9,7 +9,7 @@ import pytest
 from meshplan.cli import main
 from meshplan.planner.lock import lock_path
 from meshplan.planning import explain
-from tests.test_planner import LLAMA, job
+from tests.test_planner import LLAMA, PLAN, job
 from tests.test_planner_words import measured
 
 __all__ = ["job"]
@@ -116,6 +116,21 @@ def _entries(text):
         else:
             out[-1] += line
     return out
+
+
+def test_a_training_of_tokens_needs_samples_that_have_some(tmp_path, capsys):
+    path = tmp_path / "plan.yaml"
+    content = PLAN | {"model": {"entry": "tests.planned:Alone"}, "batch": {"global": 64},
+                      "input": {"shape": [2, 64, 512], "dtype": "fp32"}}  # fmt: skip
+    path.write_text(json.dumps(content))
+    assert main(["plan", "-f", str(path), "-q", "--tokens", "1e9", "--days", "1"]) == 2
+    assert "nothing says how many a sample has" in capsys.readouterr().err
+    assert main(["plan", "-f", str(path), "-q"]) == 0
+    lock = str(lock_path(path))
+    capsys.readouterr()
+    assert main(["diff", lock, lock, "--set", "optimizer=sgd"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"a step: not told of {lock}: no config tells of Alone" in text
 
 
 def test_what_was_measured_is_gone_by_where_the_lock_was(job, tmp_path, capsys):

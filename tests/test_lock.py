@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from meshplan import api
 from meshplan.cli import main
 from meshplan.errors import SpecError
 from meshplan.planner import lock as locks
-from meshplan.planner.lock import lock_path, read
+from meshplan.planner.brief import Brief
+from meshplan.planner.lock import lock_path, overrides, read
+from meshplan.planning import search_plan
 from tests.test_planner import job
 
 __all__ = ["job"]
@@ -91,3 +96,40 @@ def test_a_folder_that_is_not_there_is_said(job, capsys):
     path = job(**TIGHT)
     assert main(["plan", "-f", str(path), "-q", "-o", "/nowhere/at/all.lock.yaml"]) == 2
     assert "in a folder that is there" in capsys.readouterr().err
+
+
+def test_what_is_planned_without_a_lock_is_what_plan_says(job, capsys):
+    """As fast, too: a short model is looked at as often."""
+    path = job(mesh={"pp": 2, "dp_shard": "auto"})
+    stated = search_plan(path).chosen.stated
+    given = _words(api.decide(path, overrides(stated)))
+    assert _words(api.decide(path)) == given
+    assert _words(api.decide(path, config=path.with_name("config.json"))) == given
+    glances = []
+    for decided in (lambda: search_plan(path), lambda: api.decide(path)):
+        with counting_glances() as count:
+            decided()
+        glances.append(count[0])
+    assert glances[0] == glances[1] > 0
+
+
+def _words(plan):
+    a, stages = plan.assignment, plan.assignment.stages
+    again = {name: each.policy for name, each in a.recompute.items()}
+    return (
+        plan.mesh, plan.micro, again, stages.units, stages.schedule, stages.microbatches,
+        a.strategy.name,
+    )  # fmt: skip
+
+
+@contextmanager
+def counting_glances():
+    """How often a short model was looked at."""
+    count, look = [0], Brief.glance
+
+    def counted(self, *args, **more):
+        count[0] += 1
+        return look(self, *args, **more)
+
+    with mock.patch.object(Brief, "glance", counted):
+        yield count

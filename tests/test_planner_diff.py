@@ -11,10 +11,10 @@ from meshplan.cli import main
 from meshplan.errors import SpecError
 from meshplan.match import compile_selector
 from meshplan.planner.difference import difference, side_of
-from meshplan.planner.lock import lock_path, overrides
+from meshplan.planner.lock import lock_path, overrides, read
 from meshplan.planning import plan_of_lock, search_plan
 from meshplan.spec import Selector
-from tests.test_planner import LLAMA, job
+from tests.test_planner import LLAMA, PLAN, job
 
 __all__ = ["job"]
 
@@ -126,6 +126,36 @@ def test_what_cannot_be_told_says_why(two):
     found = compared(two({}, {"hardware": None}))
     assert "nothing says which devices" in found.new.step_s.why
     assert found.new.peak_bytes.value > 0
+
+
+def test_what_only_the_planner_knows_is_taken_from_the_lock(tmp_path, capsys):
+    """Of a live model no config tells: its lock does, but for no plan that --set changes."""
+    paths = []
+    for name, samples in (("one", 64), ("two", 32)):
+        content = PLAN | {"model": {"entry": "tests.planned:Alone"}, "batch": {"global": samples},
+                          "input": {"shape": [2, 64, 512], "dtype": "fp32"}}  # fmt: skip
+        paths.append(tmp_path / f"{name}.yaml")
+        paths[-1].write_text(json.dumps(content))
+        assert main(["plan", "-f", str(paths[-1]), "-q"]) == 0
+    locks = [str(lock_path(path)) for path in paths]
+    said = [read(lock_path(path)).content for path in paths]
+    capsys.readouterr()
+    assert main(["diff", *locks, "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)["result"]
+    for side, content in zip((result["old"], result["new"]), said, strict=True):
+        assert side["step_s"] == content["expected"]["step_s"]
+        assert side["peak_bytes"] == max(group["high_bytes"] for group in content["memory"])
+        assert side["tokens_per_s"] is None
+    assert result["step_s_difference"] == result["new"]["step_s"] - result["old"]["step_s"]
+    main(["diff", *locks, "--json", "--set", "optimizer=sgd"])
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert (result["old"]["step_s"], result["old"]["peak_bytes"]) == (None, None)
+    words = ["plan", "-f", str(paths[0]), "--retarget", "gpus_per_node=2", "-q", "--json"]
+    assert main([*words, "--dry-run"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert result["retarget"]["new"]["step_s"] == result["step_s"]
+    assert result["retarget"]["new"]["peak_bytes"] == result["peak_bytes"]
+    assert result["retarget"]["old"]["step_s"] == said[0]["expected"]["step_s"]
 
 
 def test_locks_and_exit_codes(job, capsys):

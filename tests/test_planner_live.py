@@ -265,6 +265,8 @@ def test_a_model_without_blocks_is_planned(tmp_path):
     ("entry", "fields", "words"),
     [
         ("tests.planned:NoProducts", {}, "no product of matrices"),
+        ("torch.nn:Identity", {}, "Identity has no parameters to train"),
+        ("tests.planned:Constant", {}, "gives of these inputs does not depend on its parameters"),
         ("tests.estimated:asking", {"input": None, "batch": {"seq_len": 16}},
          "aten._local_scalar_dense.default"),
         ("tests.planned:Alone", {"input": None}, "nothing says what Alone takes"),

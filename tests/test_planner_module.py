@@ -145,6 +145,20 @@ def test_json_of_a_module(job, capsys):
     assert "time of model.layers.0, of a microbatch" in capsys.readouterr().out
 
 
+def test_tensors_that_are_alike_are_one_row(job, capsys):
+    path = job(mesh={"dp_shard": 8}, strategy="full_shard")
+    assert main(["explain", "", "-f", str(path)]) == 0
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title.startswith("the model: LlamaForCausalLM, under ")
+    rows = [line.split()[0] for line in lines if "S(0)@dp_shard" in line]
+    assert len(rows) == len(set(rows)) == 3 + 9
+    assert rows[0] == "model.embed_tokens.weight"
+    assert rows[1] == "model.layers.{0..5}.self_attn.q_proj.weight"
+    assert main(["explain", "", "-f", str(path), "--json"]) == 0
+    tensors = json.loads(capsys.readouterr().out)["result"]["module"]["tensors"]
+    assert len(tensors) == 3 + 6 * 9 + 2  # What rotates is kept in two buffers.
+
+
 def test_memory_is_told_from_the_textbook_to_the_byte(job, capsys):
     path = job(mesh={"dp_shard": 8}, strategy="full_shard",
                batch={"micro": 1, "accumulate": 1, "seq_len": 64})  # fmt: skip

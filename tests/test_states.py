@@ -5,12 +5,14 @@ The prediction is made here, in a process without a group; the bytes are counted
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 import meshplan
+from meshplan import api
 from meshplan.layout import Layout
 from meshplan.memory import StateBytes, state_bytes_by_rank, states
 from meshplan.plan import Plan, make_plan
@@ -19,6 +21,9 @@ from meshplan.runtime.measure import live_bytes
 from meshplan.runtime.trace import graph_of
 from tests import models
 from tests.parity import cell_plan
+from tests.test_planner import LLAMA, job
+
+__all__ = ["job"]
 
 SGD, ADAM = {"optimizer": "sgd_momentum"}, {"optimizer": "adamw"}
 MIXED, HALF = {"precision": "bf16-mixed"}, {"precision": "bf16-true"}
@@ -156,3 +161,26 @@ def test_padding_is_of_the_piece_that_tp_left() -> None:
     mesh = meshplan.Mesh.of({"dp_shard": 4, "tp": 2})
     assert [layout.padded_numel((10,), mesh, ("dp_shard",), rank) for rank in range(8)] == [2] * 8
     assert [layout.local_numel((10,), mesh, rank) for rank in (0, 2, 4, 6)] == [2, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mesh": {"dp_shard": 8}, "strategy": "full_shard"},
+        {"mesh": {"dp_replicate": 2, "dp_shard": 4}, "strategy": "hybrid_shard"},
+        {"mesh": {"pp": 2, "dp_shard": 2, "tp": 2}, "tp_plan": "auto", "strategy": "zero1",
+         "pipeline": {"schedule": "Interleaved1F1B", "virtual": 2, "microbatches": 4},
+         "batch": {"micro": 4, "accumulate": 1, "seq_len": 64}},
+        {"mesh": {"dp_shard": 8}, "strategy": "full_shard", "offload": "params"},
+    ],
+)  # fmt: skip
+def test_all_ranks_together_hold_what_each_does(job, fields):
+    """Many are alike, and are counted once: each for itself says the same."""
+    batch = {"micro": 1, "accumulate": 1, "seq_len": 64}
+    path = job(LLAMA | {"vocab_size": 4099}, **({"batch": batch} | fields))
+    plan = api.decide(path)
+    optimizer = plan.spec.optimizer
+    every = states.state_bytes_by_rank(plan.assignment, optimizer)
+    alone = [states.state_bytes(plan.assignment, optimizer, rank) for rank in range(8)]
+    assert list(map(dataclasses.astuple, every)) == list(map(dataclasses.astuple, alone))
+    assert len(set(every)) > 1

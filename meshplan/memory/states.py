@@ -8,8 +8,8 @@ not know activations, gathered parameters or communication buffers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -63,9 +63,27 @@ def state_bytes(assignment: Assignment, optimizer: str, rank: int = 0) -> StateB
 
 
 def state_bytes_by_rank(assignment: Assignment, optimizer: str) -> tuple[StateBytes, ...]:
-    """`state_bytes` of every rank of the mesh."""
+    """`state_bytes` of every rank of the mesh, of which there may be very many."""
     kinds, mesh = _kinds(assignment), assignment.mesh
-    return tuple(_sum(kinds, mesh, optimizer, rank) for rank in range(mesh.world_size))
+    # What a rank holds of a tensor depends on where it is along the axes that cut it, and not on
+    # which stage it is of.
+    along = {axes: mesh.indices(axes) for axes in {kind.stored.axes for kind in kinds}}
+    known: dict[_Kind, dict[int, StateBytes]] = {}
+    there: dict[int, list[tuple[_Kind, int, list[int], dict[int, StateBytes]]]] = {}
+    for kind, tensors in kinds.items():
+        alike = known.setdefault(replace(kind, places=()), {})
+        for place in dict.fromkeys(kind.places):
+            count = tensors * kind.places.count(place)
+            there.setdefault(place, []).append((kind, count, along[kind.stored.axes], alike))
+    out = []
+    for rank, place in enumerate(mesh.indices(("pp",))):
+        parts = []
+        for kind, count, at, alike in there.get(place, ()):
+            if at[rank] not in alike:
+                alike[at[rank]] = _of_kind(kind, mesh, optimizer, rank)
+            parts.append((count, alike[at[rank]]))
+        out.append(_added(parts))
+    return tuple(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,30 +120,43 @@ def _places(assignment: Assignment, fqn: str) -> tuple[int, ...]:
 
 
 def _sum(kinds: Mapping[_Kind, int], mesh: Mesh, optimizer: str, rank: int) -> StateBytes:
-    parameters = gradients = states = buffers = there = 0
     place = mesh.index(rank, ("pp",))
-    shaped = SHAPED_STATES.get(optimizer)
-    kept, counters = OPTIMIZER_STATES.get(optimizer, 0), 4 * STEP_COUNTERS.get(optimizer, 0)
-    for kind, tensors in kinds.items():
-        count = tensors * kind.places.count(place)
-        stored = _stored_numel(kind, mesh, rank) * DTYPE_BYTES[kind.dtype]
-        if kind.is_buffer:
-            buffers += count * stored
-            continue
-        parameters += count * stored
-        own = 0
-        if kind.trainable:
-            # FSDP2 reduces gradients into the padded shard whatever the strategy calls itself.
-            gradients += count * stored
-            local = kind.stored.local_numel(kind.shape, mesh, rank)
-            size = DTYPE_BYTES[kind.dtype]
-            kept_bytes = (
-                shaped(kind.shape, local, size) if shaped else kept * local * size + counters
-            )
-            states += count * kept_bytes
-            own = stored + kept_bytes
-        there += count * (stored + own) * kind.on_host
+    return _added(
+        (count, _of_kind(kind, mesh, optimizer, rank))
+        for kind, tensors in kinds.items()
+        if (count := tensors * kind.places.count(place))
+    )
+
+
+def _added(parts: Iterable[tuple[int, StateBytes]]) -> StateBytes:
+    """So many of each."""
+    parameters = gradients = states = buffers = there = 0
+    for count, one in parts:
+        parameters += count * one.parameters_bytes
+        gradients += count * one.gradients_bytes
+        states += count * one.optimizer_bytes
+        buffers += count * one.buffers_bytes
+        there += count * one.host_bytes
     return StateBytes(parameters, gradients, states, buffers, there)
+
+
+def _of_kind(kind: _Kind, mesh: Mesh, optimizer: str, rank: int) -> StateBytes:
+    """Of one tensor."""
+    stored = _stored_numel(kind, mesh, rank) * DTYPE_BYTES[kind.dtype]
+    if kind.is_buffer:
+        return StateBytes(0, 0, 0, stored)
+    if not kind.trainable:
+        return StateBytes(stored, 0, 0, 0, stored * kind.on_host)
+    shaped = SHAPED_STATES.get(optimizer)
+    local = kind.stored.local_numel(kind.shape, mesh, rank)
+    if shaped:
+        kept = shaped(kind.shape, local, DTYPE_BYTES[kind.dtype])
+    else:
+        kept = OPTIMIZER_STATES.get(optimizer, 0) * local * DTYPE_BYTES[kind.dtype]
+        kept += 4 * STEP_COUNTERS.get(optimizer, 0)
+    # FSDP2 reduces gradients into the padded shard whatever the strategy calls itself. Where
+    # parameters lie on the host, their gradients and states do too.
+    return StateBytes(stored, stored, kept, 0, (2 * stored + kept) * kind.on_host)
 
 
 def _stored_numel(kind: _Kind, mesh: Mesh, rank: int) -> int:

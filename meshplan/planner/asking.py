@@ -26,6 +26,11 @@ Load = Callable[[Sequence[str]], Spec]
 """The plan file with more statements on top."""
 
 
+def loading(source: Any, overrides: Sequence[str]) -> Load:
+    """Reads a plan file, or a mapping, with these statements and more on top."""
+    return lambda more: load_spec(source, [*overrides, *more])
+
+
 def question_of_file(
     source: Any,
     overrides: Sequence[str] = (),
@@ -41,14 +46,9 @@ def question_of_file(
         gpu: Name of the device whose memory is the limit, or `memory`, the limit itself.
         profile: What `meshplan calibrate` wrote.
     """
-
-    def load(more: Sequence[str]) -> Spec:
-        return load_spec(source, [*overrides, *more])
-
+    load = loading(source, overrides)
     spec = load(())
-    path, origin = config, Origin("--config")
-    if path is None and spec.model is not None and spec.model.config is not None:
-        path, origin = Path(spec.source).parent / spec.model.config, spec.origin("model.config")
+    path, origin = config_of(spec, config)
     graph = from_config(path, origin) if path is not None else None
     if graph is None or not graph.config:
         what = "the planner reads a model from its config, and none is given"
@@ -57,6 +57,17 @@ def question_of_file(
     assert path is not None
     question = with_shorter(question_of(load, graph, gpu, memory), path, origin)
     return with_profile(question, Path(profile) if profile is not None else None)
+
+
+def config_of(spec: Spec, config: str | Path | None = None) -> tuple[str | Path | None, Origin]:
+    """(the config that a plan's model is from, who named it); None where it is from none.
+
+    Args:
+        config: Goes before the plan's own.
+    """
+    if config is None and spec.model is not None and spec.model.config is not None:
+        return Path(spec.source).parent / spec.model.config, spec.origin("model.config")
+    return config, Origin("--config")
 
 
 def with_shorter(question: Question, config: str | Path, origin: Origin) -> Question:

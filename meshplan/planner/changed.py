@@ -30,7 +30,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Change, ...
     Figures count where they move by a tenth of a per cent; layouts follow from the choices, and are
     not told.
     """
-    before, after = dict(_fields(old)), dict(_fields(new))
+    before, after = dict(fields(old)), dict(fields(new))
     return tuple(
         Change(field, before.get(field), after.get(field))
         for field in dict.fromkeys((*after, *before))
@@ -38,7 +38,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Change, ...
     )
 
 
-def _fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(path, value) of what a lock says, so far as people left it."""
     for name in ("plan", "model", "profile", "profile_file"):
         yield f"inputs.{name}", _mapping(content, "inputs").get(name)
     for path, value in _mapping(content, "chosen").items():

@@ -232,6 +232,7 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
     blocks = plan.graph.blocks()
     split = stages and {_stages_of_block(plan, block) for block in blocks}
     for is_there, what in (
+        (not plan.graph.config, f"{plan.graph.name}: no config tells of it"),
         (plan.micro is None or plan.spec.batch.seq_len is None, "a batch that is not stated"),
         (bool(mesh.loans), "borrowed ranks"),
         (bool(a.compiled), "compiled blocks"),

@@ -25,6 +25,7 @@ from meshplan.planner.row import Candidate
 from meshplan.planner.search import search
 from meshplan.planner.space import Rejected
 from meshplan.planner.widened import searched
+from meshplan.units import format_step
 
 _MOST_CHOICES: Final = 8
 """After each the memory room knows better what it was wrong about."""
@@ -120,7 +121,7 @@ def _line(job: Job, found: Found) -> str:
     assert found.best is not None
     row: np.void = job.grid[found.best.row]
     mesh = " x ".join(f"{axis} {row[axis]}" for axis in AXES if row[axis] > 1) or "one device"
-    return f"{found.best.seconds:.3f} s: {mesh}"
+    return f"{format_step(found.best.seconds)}: {mesh}"
 
 
 def _ladder(job: Job, numbers: Numbers, best: Candidate) -> Ladder | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from meshplan.assign.types import Stages
@@ -15,6 +16,7 @@ from meshplan.memory.told import told_estimate
 from meshplan.plan import Plan
 from meshplan.planner.asking import cluster_of
 from meshplan.planner.costed import Costed
+from meshplan.planner.decision import Decision
 from meshplan.sizing import read_limit
 from meshplan.traffic import forecast
 
@@ -87,14 +89,36 @@ class Difference:
         return not (self.fields or self.blocks or self.placements)
 
 
-def side_of(name: str | Path, plan: Plan, profile: Profile | None = None) -> Side:
-    """What follows from a plan, as far as a config tells it."""
+def figures_of(decision: Decision) -> dict[str, float]:
+    """What the planner found of what it chose, by the names of `Side`."""
+    way = decision.chosen
+    if way is None:
+        return {}
+    rate = decision.tokens_per_s(way) * way.plan.mesh.world_size
+    found = {"step_s": way.seconds, "peak_bytes": float(way.memory.worst.band[1])}
+    return {**found, "tokens_per_s": rate} if rate else found
 
-    def told(ask: Callable[[], float]) -> Figure:
-        try:
-            return Figure(ask())
-        except MeshplanError as error:
-            return Figure(None, error.problems[0].what)
+
+def side_of(
+    name: str | Path,
+    plan: Plan,
+    profile: Profile | None = None,
+    known: Mapping[str, float] = MappingProxyType({}),
+) -> Side:
+    """What follows from a plan, as far as a config tells it.
+
+    Args:
+        known: What the planner, or a lock, says of it where no config does.
+    """
+
+    def told(what: str, ask: Callable[[], float]) -> Figure:
+        why = f"no config tells of {plan.graph.name}"
+        if plan.graph.config:
+            try:
+                return Figure(ask())
+            except MeshplanError as error:
+                why = error.problems[0].what
+        return Figure(known[what]) if what in known else Figure(None, why)
 
     spec = plan.spec
 
@@ -121,9 +145,9 @@ def side_of(name: str | Path, plan: Plan, profile: Profile | None = None) -> Sid
     return Side(
         name=str(name),
         plan=plan,
-        step_s=told(lambda: costed().seconds),
-        tokens_per_s=told(tokens),
-        peak_bytes=told(peak),
+        step_s=told("step_s", lambda: costed().seconds),
+        tokens_per_s=told("tokens_per_s", tokens),
+        peak_bytes=told("peak_bytes", peak),
         traffic_bytes=traffic,
         routes=routes,
     )

@@ -11,7 +11,7 @@ from meshplan.planner.asking import TIME_LIMIT_S
 from meshplan.planner.decision import Question, Way
 from meshplan.planner.job import Job
 from meshplan.planner.widened import fastest_that_fits
-from meshplan.units import format_gib
+from meshplan.units import format_gib, format_step
 
 _STEP: Final = 0.95
 """The next point of a frontier may have this share of the memory of the one before."""
@@ -43,7 +43,7 @@ def frontier(
             break
         way = certified
         out.append(way)
-        told(f"{way.seconds:.3f} s within {format_gib(limit)}")
+        told(f"{format_step(way.seconds)} within {format_gib(limit)}")
         limit = int(way.memory.worst.band[1] * _STEP)
     return undominated(out), is_whole
 

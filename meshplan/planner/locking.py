@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshplan.errors import Origin, Problem, SpecError
-from meshplan.planner.changed import Change, changes
+from meshplan.plan import Plan
+from meshplan.planner.changed import Change, changes, fields
 from meshplan.planner.decision import Decision
 from meshplan.planner.lock import (
     FORMAT,
     file_hash,
     lock_path,
+    locked,
     model_hash,
     overrides,
     read,
@@ -47,6 +49,26 @@ def changes_since(
     target = Path(path) if path is not None else lock_path(plan)
     lock = read(target)
     return changes(lock.content, lock_of(decision, target.parent)) if lock else None
+
+
+def figures_of_lock(source: Any, plan: Plan) -> dict[str, float]:
+    """What the lock of a plan file expects of it, as of `Side`; {} where there is none that holds.
+
+    Raises:
+        SpecError: The lock cannot be read.
+    """
+    lock = locked(source, load_spec(source), plan.graph)
+    if isinstance(lock, str):
+        return {}
+    said = dict(fields(lock.content))
+    rate = said["expected.tokens_per_s_per_gpu"]
+    found = {
+        "step_s": said["expected.step_s"],
+        # Samples that are no sequences have no tokens.
+        "tokens_per_s": rate * plan.mesh.world_size if isinstance(rate, (int, float)) else None,
+        "peak_bytes": said["memory.high_bytes"],
+    }
+    return {name: float(x) for name, x in found.items() if isinstance(x, (int, float)) and x > 0}
 
 
 def source_of_lock(path: Path) -> tuple[Path, list[str]] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from meshplan.plan import Plan
 from meshplan.planner.asking import cluster_of
 from meshplan.planner.costed import BlockCost, Costed
 from meshplan.sizing import read_limit
+from meshplan.units import spans_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,8 @@ def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) 
     found = [fqn for fqn in a.tensors if is_inside(fqn, name) or not name]
     if name not in graph.modules and name not in a.tensors:
         raise SpecError(_unknown(plan, name))
-    tensors = tuple(_tensor(plan, fqn) for fqn in found)
+    first = _first_ranks(plan)
+    tensors = tuple(_tensor(plan, fqn, first) for fqn in found)
     rank = min((each.rank for each in tensors), default=0)
     answer = ModuleAnswer(
         name=name,
@@ -110,9 +112,10 @@ def _unknown(plan: Plan, name: str) -> Problem:
     return Problem(what, Origin("explain"), fix)
 
 
-def _tensor(plan: Plan, fqn: str) -> TensorAnswer:
-    placed = plan.assignment.tensors[fqn]
-    rank = _first_rank(plan, fqn)
+def _tensor(plan: Plan, fqn: str, first: Mapping[int, int]) -> TensorAnswer:
+    placed, stages = plan.assignment.tensors[fqn], plan.assignment.stages
+    places = [stages.rank_of(stage) for stage in stages.tensors[fqn]] if stages else [0]
+    rank = min(first[place] for place in places)
     reasons = (placed.tp_reason, placed.ep_reason, placed.data_reason)
     return TensorAnswer(
         placed=placed,
@@ -122,12 +125,12 @@ def _tensor(plan: Plan, fqn: str) -> TensorAnswer:
     )
 
 
-def _first_rank(plan: Plan, fqn: str) -> int:
-    stages = plan.assignment.stages
-    if stages is None:
-        return 0
-    ranks = range(plan.mesh.world_size)
-    return next(r for r in ranks if stages.holds(fqn, plan.mesh.index(r, ("pp",))))
+def _first_ranks(plan: Plan) -> dict[int, int]:
+    """By place along pp."""
+    out: dict[int, int] = {}
+    for rank, place in enumerate(plan.mesh.indices(("pp",))):
+        out.setdefault(place, rank)
+    return out
 
 
 def _states(plan: Plan, fqns: list[str], rank: int) -> StateBytes:
@@ -165,7 +168,9 @@ def _facts(plan: Plan, name: str) -> Iterator[tuple[str, Reason]]:
         stages = sorted({s for f, each in a.stages.tensors.items() if is_inside(f, name)
                          for s in each})  # fmt: skip
         if stages:
-            yield f"in stage {', '.join(map(str, stages))} of {a.stages.num}", a.stages.reason
+            spans = [str(one) if one == two else f"{one}-{two}" for one, two in spans_of(stages)]
+            word = "stage" if len(stages) == 1 else "stages"
+            yield f"in {word} {', '.join(spans)} of {a.stages.num}", a.stages.reason
 
 
 def _around(name: str) -> list[str]:

@@ -16,6 +16,7 @@ from meshplan.planner.decide import decide_job
 from meshplan.planner.decision import Decision, Question
 from meshplan.planner.job import Job
 from meshplan.planner.numbers import time_bounds
+from meshplan.spec import Spec
 from meshplan.units import format_seconds
 
 DAY_S: Final = 86400.0
@@ -117,7 +118,7 @@ class _Fewest:
     def _first(self) -> int:
         """Fewer nodes could not do it if every operation ran at the peak."""
         job = Job(with_nodes(self._question, 1))
-        per_token = job.flops_of_sample / (job.spec.batch.seq_len or 1)
+        per_token = job.flops_of_sample / _length(job.spec)
         seconds = self._days * DAY_S * job.profile.peak_flops * job.question.cluster.gpus_per_node
         return max(1, math.ceil(self._tokens * per_token / seconds))
 
@@ -147,7 +148,7 @@ class _Fewest:
         try:
             job = Job(question)
             samples = job.samples(0)
-            per_step = samples * (job.spec.batch.seq_len or 0)
+            per_step = samples * _length(job.spec)
             steps = self._tokens / per_step
             least = float(np.min(time_bounds(job.usual))) * steps / DAY_S
         except PlanError as error:
@@ -167,6 +168,14 @@ class _Fewest:
             least_days=least,
             decision=replace(decision, chosen=way),
         )
+
+
+def _length(spec: Spec) -> int:
+    """Tokens of a sample."""
+    if spec.batch.seq_len is None:
+        what = "a training is so many tokens, and nothing says how many a sample has"
+        raise PlanError(Problem(what, spec.origin("batch"), "add batch: {seq_len: 2048}"))
+    return spec.batch.seq_len
 
 
 def cheapest(question: Question, told: Callable[[str], None] = lambda text: None) -> Decision:

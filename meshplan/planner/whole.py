@@ -8,7 +8,7 @@ from typing import Any
 
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
-from meshplan.planner.asking import Load, question_of, with_profile, with_shorter
+from meshplan.planner.asking import Load, config_of, question_of, with_profile, with_shorter
 from meshplan.planner.decision import Question
 from meshplan.planner.lock import chosen_spec, locked, profile_of_lock
 from meshplan.planner.objectives import answer
@@ -22,11 +22,12 @@ def whole_spec(
     graph: ModelGraph,
     told: Callable[[str], None] = lambda text: None,
     ask: Callable[[], Question] | None = None,
+    config: str | Path | None = None,
 ) -> Spec:
     """The spec with nothing left to the planner; arguments as for `whole_statements`."""
     if not load(()).free_fields:
         return load(())
-    return chosen_spec(load, *whole_statements(source, load, graph, told, ask))
+    return chosen_spec(load, *whole_statements(source, load, graph, told, ask, config))
 
 
 def whole_statements(
@@ -35,6 +36,7 @@ def whole_statements(
     graph: ModelGraph,
     told: Callable[[str], None] = lambda text: None,
     ask: Callable[[], Question] | None = None,
+    config: str | Path | None = None,
 ) -> tuple[Mapping[str, Any], str]:
     """(what a plan file that leaves something open would have to state, who says so).
 
@@ -43,6 +45,7 @@ def whole_statements(
         graph: The model that it is for.
         told: Is told where the choices come from.
         ask: The question about a model that no config tells of.
+        config: That the graph is from; None where it is from none.
 
     Raises:
         PlanError: Nothing fits, or the plan says too little to be planned.
@@ -62,10 +65,10 @@ def whole_statements(
     told(f"{found}: planning")
     question = ask() if sized is None and ask is not None else question_of(load, sized or graph)
     question = with_profile(question, profile_of_lock(source))
+    path, origin = config_of(spec, config)
     is_other = sized is not None and sized is not graph
-    if is_other and spec.model is not None and spec.model.config is not None:
-        config = Path(spec.source).parent / spec.model.config
-        question = with_shorter(question, config, spec.origin("model.config"))
+    if path is not None and (is_other or config is not None):
+        question = with_shorter(question, path, origin)  # As `meshplan plan` has it.
     decision = answer(question, told)
     if decision.chosen is None:
         raise PlanError(nothing_fits(spec))

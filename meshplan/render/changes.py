@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from meshplan.planner.changed import Change
 from meshplan.render.statements import statement_value
-from meshplan.units import format_gib
+from meshplan.units import format_gib, format_step
 
 _INPUTS: Final = {
     "inputs.plan": "the plan says something else",
@@ -55,7 +55,7 @@ def _value(field: str, value: Any, blocks: Sequence[str]) -> str:
     if value is None:
         return "not stated" if field not in _FIGURES else "not told"
     if field == "expected.step_s":
-        return f"{value:.3f} s"
+        return format_step(value)
     if field == "expected.mfu":
         return f"{value:.1%}"
     if field == "expected.tokens_per_s_per_gpu":

@@ -8,7 +8,7 @@ from typing import Any
 from meshplan.planner.difference import Difference, Differs, Figure, Side
 from meshplan.render.statements import statement_value
 from meshplan.render.text import columns, wrapped
-from meshplan.units import format_bytes, format_seconds
+from meshplan.units import format_bytes, format_step
 
 
 def difference_to_json(found: Difference) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _figures(found: Difference) -> list[str]:
         if old.value is None or new.value is None:
             side = found.old if old.value is None else found.new
             why = old.why or new.why
-            missing.append(f"  {words}: not told of {side.name}: {why}")
+            missing += wrapped(f"  {words}: not told of {side.name}: {why}", indent=4)
             continue
         share = f"{new.value / old.value - 1:+.1%}" if old.value else ""
         rows.append((f"  {words}", _figure(name, old), "->", _figure(name, new), share))
@@ -111,7 +111,7 @@ def _figures(found: Difference) -> list[str]:
 def _figure(name: str, figure: Figure) -> str:
     assert figure.value is not None
     if name == "step_s":
-        return format_seconds(figure.value)
+        return format_step(figure.value)
     if name == "tokens_per_s":
         return f"{figure.value:,.0f}"
     return format_bytes(figure.value)

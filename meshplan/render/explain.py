@@ -10,7 +10,7 @@ from meshplan.planner.explain import NAMES, WhyNot
 from meshplan.planner.near import SLACK
 from meshplan.render.statements import way_lines
 from meshplan.render.text import wrapped
-from meshplan.units import format_bytes, format_gib
+from meshplan.units import format_bytes, format_gib, format_step
 
 _SAME: Final = 5e-4
 """A step that differs by a smaller share is as long."""
@@ -57,7 +57,7 @@ def _verdict(answer: WhyNot) -> str:
             )
         return f"does not fit: {format_gib(answer.missing_bytes)} are missing at the least"
     if answer.plan is None:
-        return f"{answer.seconds:.3f} s a step"
+        return f"{format_step(answer.seconds)} a step"
     if answer.objective == "memory":
         return _by_memory(answer, answer.plan)
     more = answer.seconds / answer.plan.seconds - 1
@@ -94,6 +94,9 @@ def why_not_to_text(answer: WhyNot) -> list[str]:
     lines = [f"{answer.setting}: {verdict(answer)}"]
     if answer.way is not None and answer.seconds is not None:
         held = format_gib(answer.way.memory.worst.band[1])
-        lines += ["", f"the best with it, {answer.seconds:.3f} s a step, {held} at the most:"]
+        lines += [
+            "",
+            f"the best with it, {format_step(answer.seconds)} a step, {held} at the most:",
+        ]
         lines += [part for line in way_lines(answer.way) for part in wrapped(f"  {line}", 4)]
     return lines

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from meshplan.assign import Reason
+from meshplan.match import fold
 from meshplan.memory import MemoryEstimate
 from meshplan.planner.module import ModuleAnswer, TensorAnswer
 from meshplan.render.findings import place_to_json
@@ -56,7 +57,8 @@ def _reason(reason: Reason) -> dict[str, Any]:
 def module_to_text(answer: ModuleAnswer) -> list[str]:
     """The lines of the answer."""
     plan = answer.plan
-    title = f"{answer.name or 'the model'}: {answer.type or 'a tensor'} of {plan.graph.name}"
+    title = f"{answer.name}: {answer.type or 'a tensor'} of {plan.graph.name}"
+    title = title if answer.name else f"the model: {plan.graph.name}"
     sections = [[f"{title}, under {plan.spec.source} on {plan.mesh}"]]
     if answer.tensors:
         sections.append(_tensors(answer))
@@ -70,9 +72,10 @@ def _tensors(answer: ModuleAnswer) -> list[str]:
     plan = answer.plan
     header = ("tensor", "shape", "at rest", "in forward", "gradient", "on a rank", "decided by")
     prefix = f"{answer.name}." if answer.name else ""
-    rows = [
-        (
-            each.placed.info.fqn.removeprefix(prefix),
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for each in answer.tensors:
+        name = each.placed.info.fqn.removeprefix(prefix)
+        cells = (
             shape_to_text(each.placed.info.shape),
             each.placed.stored.spell(plan.mesh),
             each.placed.computed.spell(plan.mesh),
@@ -80,8 +83,10 @@ def _tensors(answer: ModuleAnswer) -> list[str]:
             shape_to_text(each.placed.local_shape(plan.mesh, each.rank)),
             "; ".join(why_to_text(reason, plan) for reason in each.decided_by),
         )
-        for each in answer.tensors
-    ]
+        # One row for what is alike but for numbers in its name.
+        kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        alike.setdefault((kind, *cells), []).append(name)
+    rows = [(name, *cells) for (_, *cells), names in alike.items() for name in fold(names)]
     return columns([header, *rows], "<<<<<<<")
 
 

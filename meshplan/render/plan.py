@@ -10,7 +10,7 @@ from meshplan.planner.space import EmptySpaceError, Rejected
 from meshplan.render.memory import ranks_in_words
 from meshplan.render.statements import settings_in_words, way_lines
 from meshplan.render.text import columns, packed, paint, wrapped
-from meshplan.units import format_gib
+from meshplan.units import format_gib, format_step
 
 _MOST_REJECTED = 12
 
@@ -135,7 +135,7 @@ def decision_to_text(
             line = f"{title}: {end} before anything was found that fits into {limit}"
         return [paint(line, "bold", colour), *_section(_rejected(decision.rejected))]
     lines = [
-        paint(f"{title}: {_seconds(chosen.seconds)} a step", "bold", colour)
+        paint(f"{title}: {format_step(chosen.seconds)} a step", "bold", colour)
         + f", {_rate(decision, chosen)} per GPU"
         + f", MFU {decision.mfu(chosen):.1%}",
         "",
@@ -172,7 +172,12 @@ def _memory(decision: Decision, way: Way) -> list[str]:
         f"{format_gib(limit - high)} left",
         f"        on {ranks_in_words(worst.ranks)}, in {worst.at.phase}"
         + (f" of {worst.at.module}" if worst.at.module else ""),
-        *(f"        if {value}" for what, value in way.memory.assumed if what == "routing"),
+        *(
+            line
+            for what, value in way.memory.assumed
+            if what == "routing"
+            for line in wrapped(f"        if {value}", 8)
+        ),
         *(f"host    {line}" for line in _host(way)),
     ]
 
@@ -197,12 +202,12 @@ def _ladder(decision: Decision) -> list[str]:
     if ladder is None:
         return []
     return [
-        f"limits  {_seconds(ladder.roofline_s)} if all flops ran at the peak",
-        f"        {_seconds(ladder.no_network_s)} if nothing had to be sent: the network costs "
+        f"limits  {format_step(ladder.roofline_s)} if all flops ran at the peak",
+        f"        {format_step(ladder.no_network_s)} if nothing had to be sent: the network costs "
         f"{ladder.plan_s / ladder.no_network_s - 1:.1%}",
-        f"        {_seconds(ladder.no_memory_limit_s)} if memory had no end: its limit costs "
+        f"        {format_step(ladder.no_memory_limit_s)} if memory had no end: its limit costs "
         f"{ladder.plan_s / ladder.no_memory_limit_s - 1:.1%}",
-        f"        {_seconds(ladder.plan_s)} the fastest of {decision.num_configs:,} "
+        f"        {format_step(ladder.plan_s)} the fastest of {decision.num_configs:,} "
         f"configurations, each with {decision.num_options} choices for every block "
         + (f"(gap {decision.gap:.2%})" if decision.is_whole else "so far"),
     ]
@@ -258,7 +263,3 @@ def _rejected(rejected: Iterable[Rejected]) -> list[str]:
     if (more := len(reasons) - _MOST_REJECTED) > 0:
         lines.append(f"  and {more} more (--json)")
     return ["not in the space", *lines] if lines else []
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds < 100 else f"{seconds:,.1f} s"

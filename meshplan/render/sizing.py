@@ -10,7 +10,7 @@ from meshplan.planner.sizes import Size, Training, format_days
 from meshplan.render.plan import way_to_json
 from meshplan.render.statements import way_lines
 from meshplan.render.text import columns, packed
-from meshplan.units import format_count, format_gib
+from meshplan.units import format_count, format_gib, format_step
 
 _MOST_SIZES = 12
 _KNOWN_BY = ("mesh", "strategy", "batch.micro", "activation_checkpointing", "offload", "rules[")
@@ -31,7 +31,8 @@ def frontier_to_json(decision: Decision, ways: Sequence[Way], *, is_whole: bool)
 def frontier_to_text(ways: Sequence[Way], *, is_whole: bool) -> list[str]:
     """A line for each."""
     heads = columns(
-        [(f"  {way.seconds:.3f} s", format_gib(way.memory.worst.band[1])) for way in ways], ">>"
+        [(f"  {format_step(way.seconds)}", format_gib(way.memory.worst.band[1])) for way in ways],
+        ">>",
     )
     lines = [
         part

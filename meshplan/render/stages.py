@@ -18,7 +18,9 @@ def stages_to_text(plan: Plan) -> list[str]:
     for stage in range(stages.num):
         modules = ", ".join(fold(dict.fromkeys(m for m, s in stages.units if s == stage)))
         rows.append((str(stage), str(stages.rank_of(stage)), modules, f"{_held(plan, stage):,}"))
-    title = f"pipeline {stages.schedule}, {stages.microbatches} microbatches ({stages.reason})"
+    why = stages.reason
+    where = f", {why.origin.place}" if why.origin else ""
+    title = f"pipeline {stages.schedule}, {stages.microbatches} microbatches ({why.text}{where})"
     return [title, *columns(rows, ">><>")]
 
 

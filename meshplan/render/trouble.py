@@ -7,7 +7,7 @@ from typing import Any, Final
 from meshplan.planner.remedy import Remedy, Trouble
 from meshplan.render.statements import statement_lines
 from meshplan.render.text import columns, packed, wrapped
-from meshplan.units import format_gib
+from meshplan.units import format_gib, format_step
 
 _HOPELESS: Final = (
     "no statement of the plan is in the way: with nothing stated but model, batch, precision, "
@@ -72,7 +72,7 @@ def _remedies(trouble: Trouble) -> list[str]:
         [
             (
                 f"  {each.change}",
-                f"{each.way.seconds:,.3f} s a step",
+                f"{format_step(each.way.seconds)} a step",
                 f"{format_gib(each.way.memory.worst.band[1])} at the most",
             )
             for each in trouble.remedies

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from meshplan.units import format_bytes, format_gib, format_seconds
+from meshplan.units import format_bytes, format_gib, format_step
 
 _LONG: Final = 24
 """Characters from which a text is broken into lines."""
@@ -89,4 +89,4 @@ def share(value: float, *, signed: bool = False) -> Cell:
 
 def seconds(value: float) -> Cell:
     """Of a step: milliseconds tell candidates apart."""
-    return Cell(f"{value:.3f} s" if value >= 1 else format_seconds(value), value)
+    return Cell(format_step(value), value)

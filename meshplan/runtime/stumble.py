@@ -58,6 +58,10 @@ def problem_of(error: Exception, model: nn.Module, origin: Origin | None) -> Pro
     place += f" ({line})" if line else ""
     found = untraceable(error)
     if found is None:
+        if (why := _untrained(error, model)) is not None:
+            return Problem(
+                why, origin, "name a model, and inputs, that its parameters are used for"
+            )
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
         what = f"the step cannot be imagined, {place}: {text}"
         fix = "state the inputs that the model takes: input: {shape: [2, 16], dtype: int64}"
@@ -65,6 +69,16 @@ def problem_of(error: Exception, model: nn.Module, origin: Origin | None) -> Pro
     op, why = found
     says, fix = _WHY[why]
     return Problem(f"{op} {says}: {place}", origin, fix.format(module=module or "it"))
+
+
+def _untrained(error: Exception, model: nn.Module) -> str | None:
+    """Why there are no gradients; None where that is not what was wrong."""
+    name = type(model).__name__
+    if not any(each.requires_grad for each in model.parameters()):
+        return f"{name} has no parameters to train"
+    if "does not require grad" in str(error):
+        return f"what {name} gives of these inputs does not depend on its parameters"
+    return None
 
 
 def _where(error: BaseException, model: nn.Module) -> tuple[str, str]:
