@@ -48,7 +48,8 @@ class Near:
         everything = (True,) * len(OPTIONS)
         keep = int(self._job.spec.solve.get("keep", _KEEP))
         near = ((row, everything) for row in itertools.islice(self._one_of_a_mesh(), _MOST_MESHES))
-        others = [best, *itertools.islice(self._that_fit(near, _MOST_NEAR), max(keep - 1, 0))]
+        more = max(keep - (best.stated != chosen.stated), 0)
+        others = [best, *itertools.islice(self._that_fit(near, _MOST_NEAR), more)]
         by_words = {str(way.stated): way for way in others if way.stated != chosen.stated}
         return chosen, tuple(sorted(by_words.values(), key=lambda way: way.seconds)[:keep])
 
