@@ -13,6 +13,8 @@ from meshplan.render.text import columns, packed, paint, wrapped
 from meshplan.units import format_gib, format_step
 
 _MOST_REJECTED = 12
+_DEAR = 0.02
+"""What memory costs, as a share of the fastest step, from which on more room is of interest."""
 
 
 def decision_to_json(decision: Decision) -> dict[str, Any]:
@@ -210,7 +212,21 @@ def _ladder(decision: Decision) -> list[str]:
         f"        {format_step(ladder.plan_s)} the fastest of {decision.num_configs:,} "
         f"configurations, each with {decision.num_options} choices for every block "
         + (f"(gap {decision.gap:.2%})" if decision.is_whole else "so far"),
+        *_room(decision.chosen, ladder.plan_s / ladder.no_memory_limit_s - 1),
     ]
+
+
+def _room(chosen: Way | None, cost: float) -> Iterator[str]:
+    """What a plan may state, and the planner does not choose, where memory is what is dear."""
+    if chosen is None or cost < _DEAR:
+        return
+    spec, mesh = chosen.plan.spec, chosen.plan.mesh
+    asks = [] if spec.allocator == "expandable" else ["allocator=expandable"]
+    is_apart = mesh.size("pp", "cp", "tp") == 1
+    if is_apart and spec.loss_chunks == 1 and chosen.plan.graph.config:
+        asks.append("loss_chunks=8")
+    if asks:
+        yield f"        what the plan could say for it: explain why-not {', why-not '.join(asks)}"
 
 
 def _unproved(decision: Decision) -> list[str]:
