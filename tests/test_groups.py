@@ -13,20 +13,29 @@ import torch
 import torch.distributed as dist
 
 import meshplan
-from meshplan.memory.driver import communicators
+from meshplan.blueprint import from_mapping
+from meshplan.memory.driver import Use, communicators, driver_bytes
 from meshplan.mesh import Axis, Mesh
+from meshplan.plan import make_plan
+from meshplan.reader import load_spec
 from meshplan.runtime.mesh import device_mesh, objects_along, reduce_along
 from tests import models
 
+TIED = from_mapping({
+    "model_type": "llama", "vocab_size": 160, "hidden_size": 48, "intermediate_size": 112,
+    "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 6,
+    "tie_word_embeddings": True,
+})  # fmt: skip
 RULES: dict[str, Any] = {"rules": models.tp_rules("own_llama"), "version": 1}
 
 
-def opened(spec: dict[str, Any]) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+def opened(name: str, spec: dict[str, Any]) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
     """(the groups that this rank is in after two steps, those that are told of)."""
-    model = meshplan.parallelize(models.build("own_llama"), spec)
+    example, _ = models.batch(name, 0, 2)
+    model = meshplan.parallelize(models.build(name), spec, example_inputs=example)
     sgd = models.optimizer(model)
     for step in range(2):
-        inputs, targets = meshplan.local_batch(model, models.batch("own_llama", step))
+        inputs, targets = meshplan.local_batch(model, models.batch(name, step))
         meshplan.train_step(model, sgd, inputs, targets, models.loss)
     rank = dist.get_rank()
     live = (dist.get_process_group_ranks(g) for g in dist.distributed_c10d._world.pg_map)
@@ -52,8 +61,24 @@ def opened(spec: dict[str, Any]) -> tuple[set[tuple[int, ...]], set[tuple[int, .
     ids=str,
 )
 def test_no_group_is_opened_that_nobody_counts(pool: Any, mesh: dict[str, int]) -> None:
-    for there, told in pool(8).run(opened, RULES | {"mesh": mesh}):
+    for there, told in pool(8).run(opened, "own_llama", RULES | {"mesh": mesh}):
         assert there == told
+
+
+def test_stages_that_share_a_weight_have_a_group_of_their_own(pool: Any) -> None:
+    """The first and the last of four; every rank leaves room for it."""
+    found = pool(4).run(opened, "hf_llama_tied", {"version": 1, "mesh": {"pp": 4}})
+    assert [there for there, _ in found] == [{(0, 1, 2, 3), (0, 3)}, *[{(0, 1, 2, 3)}] * 2,
+                                            {(0, 1, 2, 3), (0, 3)}]  # fmt: skip
+    plan = make_plan(load_spec({"version": 1, "mesh": {"pp": 4}}), TIED)
+    *others, own = communicators(plan.assignment)
+    assert (own.use, own.ranks) == (Use.SHARED, 2)
+    least, usual, most = driver_bytes("h100-sxm-80gb", [own])
+    plain = driver_bytes("h100-sxm-80gb")
+    assert least == plain.low
+    assert usual > plain.expected
+    assert most > plain.high
+    assert Use.SHARED not in {each.use for each in others}
 
 
 def along_both() -> tuple[float, float, list[int], list[int]]:

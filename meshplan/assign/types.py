@@ -346,6 +346,17 @@ class Assignment:
     experts: Mapping[str, ExpertUse] = field(default_factory=dict)
     crossings: tuple[Crossing, ...] = ()
 
+    @property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """The stages of each trained parameter that several hold: their gradients are added up."""
+        return {
+            fqn: holders
+            for fqn, holders in (self.stages.tensors.items() if self.stages is not None else ())
+            if len(holders) > 1
+            and not self.tensors[fqn].info.is_buffer
+            and self.tensors[fqn].info.trainable
+        }
+
     def is_on_host(self, placed: Placed) -> bool:
         """Whether a tensor lies in the host's memory."""
         unit = None if placed.unit is None else self.units.get(placed.unit)

@@ -8,7 +8,7 @@ inside the allocator, because no operator shows them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
@@ -32,6 +32,7 @@ class Use(StrEnum):
     COLLECTIVE = "collectives"
     EXCHANGE = "all to all"
     NEIGHBOURS = "send and receive"
+    SHARED = "gradients of what several stages hold"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,9 @@ def _group(found: Generation, each: Communicator) -> tuple[Band, str]:
     if each.use == Use.COLLECTIVE:
         band = found.pair if each.ranks == 2 else found.group
         return band, found.group_source
+    if each.use == Use.SHARED:  # Stages between those have none.
+        band = found.pair if each.ranks == 2 else found.group
+        return band._replace(low=0), found.group_source
     peers = each.ranks_in_node - 1
     if each.use == Use.NEIGHBOURS:
         peers = min(peers, 2)
@@ -137,15 +141,27 @@ def communicators(assignment: Assignment, *, gpus_per_node: int = 8) -> tuple[Co
         open_(("ep",), Use.EXCHANGE)
     if assignment.context is not None and assignment.context.attention == "all_to_all":
         open_(("cp",), Use.EXCHANGE)
-    return tuple(
-        Communicator(
-            axes=axes,
-            ranks=mesh.size(*axes),
-            ranks_in_node=_ranks_in_node(mesh, axes, gpus_per_node),
-            use=use,
-        )
-        for axes, use in wanted.items()
+    return (
+        *(
+            Communicator(
+                axes=axes,
+                ranks=mesh.size(*axes),
+                ranks_in_node=_ranks_in_node(mesh, axes, gpus_per_node),
+                use=use,
+            )
+            for axes, use in wanted.items()
+        ),
+        *_shared(assignment),
     )
+
+
+def _shared(assignment: Assignment) -> Iterator[Communicator]:
+    """Of some places along pp (`runtime.pipeline.shared`), each that is not all of them."""
+    stages = assignment.stages
+    places = {frozenset(map(stages.rank_of, each)) for each in assignment.shared.values() if stages}
+    for ranks in sorted(map(len, places)):
+        if 1 < ranks < assignment.mesh.size("pp"):
+            yield Communicator(axes=("pp",), ranks=ranks, ranks_in_node=1, use=Use.SHARED)
 
 
 def _ranks_in_node(mesh: Mesh, axes: tuple[str, ...], gpus_per_node: int) -> int:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-from meshplan.assign import Assignment
 from meshplan.errors import PlanError, Problem
 from meshplan.memory.log import EventLog, Term
 from meshplan.memory.replay.buckets import Options
@@ -76,7 +75,7 @@ def check_rules(plan: Plan, work: Prepared | None = None, optimizer: str = "") -
 def _unknown(plan: Plan, work: Prepared | None) -> Iterator[Problem]:
     """What has no rule."""
     a, spec = plan.assignment, plan.spec
-    shared = shared_tensors(a)
+    shared = a.shared
     marks = work.marks if work is not None else ()
     tells_sharing = any(mark.moment == Moment.SHARING for mark in marks)
     tells_halves = any(mark.moment == Moment.REDUCING for mark in marks)
@@ -220,7 +219,7 @@ class _Step:
     def _share(self) -> None:
         """`runtime.pipeline.shared.SharedTensors.add_gradients`."""
         before: int | None = None
-        for fqn, holders in shared_tensors(self._plan.assignment).items():
+        for fqn, holders in self._plan.assignment.shared.items():
             for at, part in self._parts.items():
                 if at not in (f"{AT_STAGE}{stage}" for stage in holders):
                     continue
@@ -270,7 +269,7 @@ class _Step:
 
     def _update(self) -> None:
         """The optimizer takes what has a gradient."""
-        shared = shared_tensors(self._plan.assignment)
+        shared = self._plan.assignment.shared
         found, counted = [], []
         for at, part in self._parts.items():
             for each in part.updated():
@@ -287,12 +286,3 @@ class _Step:
             clip(self._writer, by_axes)
         params = [param for _, param in found]
         step(self._writer, params, self._optimizer, foreach=self._foreach)
-
-
-def shared_tensors(a: Assignment) -> dict[str, tuple[int, ...]]:
-    """The stages of each parameter that several hold, and whose gradients are added up."""
-    return {
-        fqn: holders
-        for fqn, holders in (a.stages.tensors.items() if a.stages is not None else ())
-        if len(holders) > 1 and not a.tensors[fqn].info.is_buffer and a.tensors[fqn].info.trainable
-    }

@@ -35,10 +35,7 @@ class SharedTensors:
         self._groups: dict[str, ProcessGroup | None] = {}
         self._extra: set[int] = set()
         made: dict[tuple[int, ...], ProcessGroup | None] = {}
-        for fqn, holders in stages.tensors.items():
-            info = plan.assignment.tensors[fqn].info
-            if len(holders) < 2 or info.is_buffer or not info.trainable:
-                continue
+        for fqn, holders in plan.assignment.shared.items():
             places = tuple(sorted({stages.rank_of(stage) for stage in holders}))
             if places not in made:
                 made[places] = _group_of(places, pp, mesh)
