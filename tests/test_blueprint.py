@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from meshplan.blueprint import from_config, from_mapping, from_params
-from meshplan.errors import Origin, SpecError
 from meshplan.graph import ModelGraph
 from tests.calls import calls_of
 
 
-def _sizes(
+def sizes(
     vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv: int, **more: Any
 ) -> dict[str, Any]:
     return {
@@ -35,49 +34,49 @@ def _gpt2(embed: int, layers: int, heads: int) -> dict[str, Any]:
 # Name -> (what the published config.json states about shapes, the published parameter count).
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Llama-2-7B": (
-        {"model_type": "llama", **_sizes(32000, 4096, 11008, 32, 32, 32)},
+        {"model_type": "llama", **sizes(32000, 4096, 11008, 32, 32, 32)},
         6_738_415_616,
     ),
     "Llama-3-8B": (
-        {"model_type": "llama", **_sizes(128256, 4096, 14336, 32, 32, 8)},
+        {"model_type": "llama", **sizes(128256, 4096, 14336, 32, 32, 8)},
         8_030_261_248,
     ),
     "Llama-3-70B": (
-        {"model_type": "llama", **_sizes(128256, 8192, 28672, 80, 64, 8)},
+        {"model_type": "llama", **sizes(128256, 8192, 28672, 80, 64, 8)},
         70_553_706_496,
     ),
     "Mistral-7B": (
-        {"model_type": "mistral", **_sizes(32000, 4096, 14336, 32, 32, 8)},
+        {"model_type": "mistral", **sizes(32000, 4096, 14336, 32, 32, 8)},
         7_241_732_096,
     ),
     "Qwen2-7B": (
-        {"model_type": "qwen2", **_sizes(152064, 3584, 18944, 28, 28, 4)},
+        {"model_type": "qwen2", **sizes(152064, 3584, 18944, 28, 28, 4)},
         7_615_616_512,
     ),
     "Qwen2-0.5B": (
         {
             "model_type": "qwen2",
-            **_sizes(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
+            **sizes(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
         },
         494_032_768,
     ),
     "Qwen3-8B": (
-        {"model_type": "qwen3", **_sizes(151936, 4096, 12288, 36, 32, 8, head_dim=128)},
+        {"model_type": "qwen3", **sizes(151936, 4096, 12288, 36, 32, 8, head_dim=128)},
         8_190_735_360,
     ),
     "Qwen3-0.6B": (
         {
             "model_type": "qwen3",
-            **_sizes(151936, 1024, 3072, 28, 16, 8, head_dim=128, tie_word_embeddings=True),
+            **sizes(151936, 1024, 3072, 28, 16, 8, head_dim=128, tie_word_embeddings=True),
         },
         596_049_920,
     ),
     "Gemma-2-9B": (
-        {"model_type": "gemma2", **_sizes(256000, 3584, 14336, 42, 16, 8, head_dim=256)},
+        {"model_type": "gemma2", **sizes(256000, 3584, 14336, 42, 16, 8, head_dim=256)},
         9_241_705_984,
     ),
     "Gemma-2-2B": (
-        {"model_type": "gemma2", **_sizes(256000, 2304, 9216, 26, 8, 4, head_dim=256)},
+        {"model_type": "gemma2", **sizes(256000, 2304, 9216, 26, 8, 4, head_dim=256)},
         2_614_341_888,
     ),
     "GPT-2": (_gpt2(768, 12, 12), 124_439_808),
@@ -87,14 +86,14 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Mixtral-8x7B": (
         {
             "model_type": "mixtral",
-            **_sizes(32000, 4096, 14336, 32, 32, 8, num_local_experts=8),
+            **sizes(32000, 4096, 14336, 32, 32, 8, num_local_experts=8),
         },
         46_702_792_704,
     ),
     "Qwen3-30B-A3B": (
         {
             "model_type": "qwen3_moe",
-            **_sizes(151936, 2048, 6144, 48, 32, 4, head_dim=128),
+            **sizes(151936, 2048, 6144, 48, 32, 4, head_dim=128),
             "num_experts": 128,
             "moe_intermediate_size": 768,
         },
@@ -103,7 +102,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "DeepSeek-V3": (
         {
             "model_type": "deepseek_v3",
-            **_sizes(129280, 7168, 18432, 61, 128, 128),
+            **sizes(129280, 7168, 18432, 61, 128, 128),
             "q_lora_rank": 1536,
             "kv_lora_rank": 512,
             "qk_nope_head_dim": 128,
@@ -126,7 +125,7 @@ ODD: dict[str, dict[str, Any]] = {
     "llama defaults": {"model_type": "llama", "num_hidden_layers": 2},
     "llama biased": {
         "model_type": "llama",
-        **_sizes(100, 64, 96, 2, 4, 2),
+        **sizes(100, 64, 96, 2, 4, 2),
         "attention_bias": True,
         "mlp_bias": True,
         "head_dim": 24,
@@ -134,7 +133,7 @@ ODD: dict[str, dict[str, Any]] = {
     },
     "llama null kv heads": {
         "model_type": "llama",
-        **_sizes(100, 64, 96, 1, 4, 4),
+        **sizes(100, 64, 96, 1, 4, 4),
         "num_key_value_heads": None,
     },
     "mistral defaults": {"model_type": "mistral", "num_hidden_layers": 1},
@@ -142,13 +141,13 @@ ODD: dict[str, dict[str, Any]] = {
     "qwen3 defaults": {"model_type": "qwen3", "num_hidden_layers": 1},
     "qwen3 biased": {
         "model_type": "qwen3",
-        **_sizes(100, 64, 96, 1, 4, 2),
+        **sizes(100, 64, 96, 1, 4, 2),
         "attention_bias": True,
     },
     "gemma2 defaults": {"model_type": "gemma2", "num_hidden_layers": 2},
     "gemma2 untied": {
         "model_type": "gemma2",
-        **_sizes(100, 64, 96, 1, 4, 2),
+        **sizes(100, 64, 96, 1, 4, 2),
         "tie_word_embeddings": False,
     },
     "gpt2 untied": {
@@ -163,7 +162,7 @@ ODD: dict[str, dict[str, Any]] = {
     "qwen3_moe defaults": {"model_type": "qwen3_moe", "num_hidden_layers": 1},
     "qwen3_moe mixed": {
         "model_type": "qwen3_moe",
-        **_sizes(100, 64, 96, 6, 4, 2),
+        **sizes(100, 64, 96, 6, 4, 2),
         "mlp_only_layers": [3],
         "decoder_sparse_step": 2,
         "num_experts": 4,
@@ -172,7 +171,7 @@ ODD: dict[str, dict[str, Any]] = {
     "qwen2_moe defaults": {"model_type": "qwen2_moe", "num_hidden_layers": 1},
     "qwen2_moe mixed, without biases": {
         "model_type": "qwen2_moe",
-        **_sizes(100, 64, 96, 4, 4, 2),
+        **sizes(100, 64, 96, 4, 4, 2),
         "qkv_bias": False,
         "mlp_only_layers": [1],
         "num_experts": 4,
@@ -182,7 +181,7 @@ ODD: dict[str, dict[str, Any]] = {
     "deepseek_v3 defaults": {"model_type": "deepseek_v3", "num_hidden_layers": 4},
     "deepseek_v3, queries whole, biased": {
         "model_type": "deepseek_v3",
-        **_sizes(100, 64, 96, 3, 4, 4),
+        **sizes(100, 64, 96, 3, 4, 4),
         "q_lora_rank": None,
         "kv_lora_rank": 24,
         "qk_rope_head_dim": 6,
@@ -312,99 +311,3 @@ def test_a_count_alone() -> None:
     assert graph.num_params == 3_000_000_000
     assert graph.name == "3,000,000,000 parameters"
     assert graph.blocks() == ()
-
-
-def _message(config: dict[str, Any]) -> str:
-    with pytest.raises(SpecError) as caught:
-        from_mapping(config, file="config.json")
-    return str(caught.value)
-
-
-OTHERWISE = (
-    "for any other model give the model itself (model: {entry: PKG.MOD:FN} in the plan, with "
-    "torch), or its number of parameters (--params)"
-)
-
-
-def test_unknown_family() -> None:
-    assert _message({"model_type": "bert"}) == (
-        "meshplan: 1 problem\n"
-        "config.json: model_type: model_type 'bert' is not supported\n"
-        "    fix: supported are deepseek_v3, gemma2, gpt2, granite, llama, mistral, mixtral, "
-        f"qwen2, qwen2_moe, qwen3, qwen3_moe; {OTHERWISE}"
-    )
-    assert "config.json: model_type: the key is missing\n" in _message({})
-
-
-def test_another_head_is_refused() -> None:
-    assert _message({"model_type": "llama", "architectures": ["LlamaModel"]}) == (
-        "meshplan: 1 problem\n"
-        "config.json: architectures: ['LlamaModel'] is not LlamaForCausalLM\n"
-        f"    fix: only that one is built; {OTHERWISE}"
-    )
-
-
-def test_all_problems_at_once() -> None:
-    assert _message(
-        {
-            "model_type": "llama",
-            "hidden_size": "4096",
-            "num_hidden_layers": 0,
-            "mlp_bias": 1,
-            "vocab_size": True,
-        }
-    ) == (
-        "meshplan: 4 problems\n"
-        "config.json: vocab_size: True is not a size\n"
-        "    fix: write an int from 1 to 1000000000\n"
-        "config.json: hidden_size: '4096' is not a size\n"
-        "    fix: write an int from 1 to 1000000000\n"
-        "config.json: num_hidden_layers: 0 is not a size\n"
-        "    fix: write an int from 1 to 10000\n"
-        "config.json: mlp_bias: 1 is not true or false\n"
-        "    fix: write true or false"
-    )
-
-
-def test_sizes_that_do_not_fit_together() -> None:
-    assert _message({"model_type": "llama", **_sizes(100, 65, 96, 1, 4, 3)}) == (
-        "meshplan: 2 problems\n"
-        "config.json: num_attention_heads: 4 heads do not divide hidden_size 65\n"
-        "    fix: change one of them, or state head_dim\n"
-        "config.json: num_key_value_heads: 3 key-value heads do not divide 4 attention heads\n"
-        "    fix: write a divisor of num_attention_heads"
-    )
-    assert "cross attention is not supported" in _message(
-        {"model_type": "gpt2", "add_cross_attention": True}
-    )
-    assert "'3' is not a list of layers" in _message(
-        {"model_type": "qwen3_moe", "mlp_only_layers": "3"}
-    )
-
-
-def test_a_directory_or_a_file(tmp_path: Path) -> None:
-    config, count = PUBLISHED["GPT-2"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert from_config(tmp_path).num_params == count
-    assert from_config(tmp_path / "config.json").num_params == count
-
-
-@pytest.mark.parametrize(
-    ("content", "what"),
-    [
-        (None, "cannot read "),
-        (b"", "config.json:1:1: not JSON: Expecting value"),
-        (b'{"a": 1,\n "b" 2}', "config.json:2:6: not JSON: Expecting ':' delimiter"),
-        (b"\x89PNG\r\n\xff\xfe\x00", "the file is not text"),
-        (b"[1, 2]", "the file holds a list, not an object of keys and values"),
-        (b"[" * 200_000, "not JSON that a model could mean"),
-        (b" " * 17_000_000, "the file is far too large for a config.json"),
-    ],
-)
-def test_files_that_are_no_config(tmp_path: Path, content: bytes | None, what: str) -> None:
-    if content is not None:
-        (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(SpecError) as caught:
-        from_config(tmp_path, Origin("--config"))
-    assert what in str(caught.value)
-    assert "fix: give a Hugging Face config.json, or the directory" in str(caught.value)

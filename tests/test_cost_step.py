@@ -1,12 +1,11 @@
-"""Seconds of steps: against what is sent, against rules by hand, against a played pipeline.
+"""Seconds of steps: against what is sent, and against rules by hand.
 
 Which seeded bug would this catch? A collective charged twice or not at all, in the wrong dtype,
-after the wrong microbatch or over the wrong ranks; a bubble of one stage too many.
+after the wrong microbatch or over the wrong ranks.
 """
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import numpy as np
@@ -14,16 +13,14 @@ import pytest
 
 from meshplan.blueprint import from_mapping
 from meshplan.cost.chain import chain_of
-from meshplan.cost.collectives import all_gather, all_reduce, all_to_all, group, send
-from meshplan.cost.grid import GRID, MODES, OPTIONS, SCHEDULE_WORDS
-from meshplan.cost.pipeline import crossing_seconds, pipeline_seconds
+from meshplan.cost.collectives import all_gather, group
+from meshplan.cost.grid import GRID, MODES, OPTIONS
+from meshplan.cost.pipeline import crossing_seconds
 from meshplan.cost.profile import profile_of, without
-from meshplan.cost.simulate import simulate
 from meshplan.cost.step import terms, widths_of
 from meshplan.hardware import Cluster, Link, find_device
 from meshplan.plan import make_plan
 from meshplan.reader import load_spec
-from meshplan.schedules import SCHEDULES
 from meshplan.spec import Precision
 from meshplan.traffic import forecast
 
@@ -341,135 +338,6 @@ def test_an_update_moves_what_is_held():
     assert whole == 8 * shard
     assert terms(row(mode="ddp", cp=2), block, REAL, 8, BF16).update_s[0] == whole
     assert whole == pytest.approx(numel * 4 * REAL.optimizer_bytes / REAL.memory_bytes_per_s)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "stride", "per_node", "nodes"),
-    [(8, 1, 8, 1), (16, 1, 8, 2), (4, 8, 1, 4), (4, 2, 4, 1), (8, 4, 2, 4), (6, 4, 2, 3)],
-)  # fmt: skip
-def test_groups_lie_on_nodes(ranks, stride, per_node, nodes):
-    found = group(np.array([ranks]), np.array([stride]), 8)
-    assert (found.per_node[0], found.nodes[0]) == (per_node, nodes)
-
-
-def test_bandwidth_of_a_ring_is_that_of_the_links_its_ranks_have():
-    quiet = replace(REAL, intra_latency_s=0.0, inter_latency_s=0.0,
-                    intra_bytes_per_s=387e9, inter_bytes_per_s=49e9)  # fmt: skip
-    size = np.array([1e9])
-    for per_node, bandwidth in ((1, 49e9), (2, 98e9), (4, 196e9), (8, 387e9)):
-        ring = group(np.array([per_node * 16]), np.array([8 // per_node]), 8)
-        share = (per_node * 16 - 1) / (per_node * 16)
-        assert all_gather(size, ring, quiet)[0] == pytest.approx(1e9 * share / bandwidth)
-        assert all_reduce(size, ring, quiet)[0] == pytest.approx(2e9 * share / bandwidth)
-
-
-def test_trees_help_sums_and_nothing_else():
-    none = np.array([0.0])
-    far = group(np.array([2048.0]), np.array([1.0]), 8)
-    gather, reduce = all_gather(none, far, REAL)[0], all_reduce(none, far, REAL)[0]
-    assert gather == pytest.approx(255 * REAL.inter_latency_s + 1792 * REAL.intra_latency_s)
-    assert reduce == pytest.approx(2 * (8 * REAL.inter_latency_s + 3 * REAL.intra_latency_s))
-    near = group(np.array([2.0]), np.array([1.0]), 8)
-    assert all_reduce(none, near, REAL)[0] == pytest.approx(2 * REAL.intra_latency_s)
-    alone = group(np.array([1.0]), np.array([1.0]), 8)
-    for collective in (all_gather, all_reduce, all_to_all):
-        assert collective(np.array([1e9]), alone, REAL)[0] == 0.0
-
-
-def test_exchanges_and_sends():
-    exact = replace(REAL, intra_latency_s=0.0, inter_latency_s=0.0)
-    size, both = np.array([16e9]), group(np.array([16.0]), np.array([1.0]), 8)
-    out = 8e9 / exact.inter_bytes_per_s
-    assert all_to_all(size, both, exact)[0] == pytest.approx(out)
-    crosses = np.array([True, False])
-    assert send(np.array([1e9, 1e9]), crosses, exact) == pytest.approx(
-        [1e9 / exact.inter_bytes_per_s, 1e9 / exact.intra_bytes_per_s]
-    )
-
-
-# The pipeline
-
-
-def pipeline(pp, count, virtual, schedule):
-    return row(pp=pp, microbatches=count, virtual=virtual, schedule=SCHEDULE_WORDS.index(schedule))
-
-
-def both(schedule, pp, count, virtual, forward, crossing=0.0, ratio=2.0):
-    """(played, told) seconds."""
-    backward = [ratio * each for each in forward]
-    played = simulate(SCHEDULES[schedule], forward, backward, ranks=pp, microbatches=count,
-                      crossing_s=crossing)  # fmt: skip
-    by_rank = [(1 + ratio) * sum(forward[rank::pp]) for rank in range(pp)]
-    told = pipeline_seconds(
-        pipeline(pp, count, virtual, schedule), np.array(max(by_rank)), np.array(sum(by_rank)),
-        np.array(crossing),
-    )  # fmt: skip
-    assert played.busy_s == pytest.approx([count * each for each in by_rank])
-    return played.seconds, told[0]
-
-
-@pytest.mark.parametrize("pp", [2, 3, 4, 8])
-@pytest.mark.parametrize(
-    ("schedule", "virtual"),
-    [
-        ("GPipe", 1),
-        ("1F1B", 1),
-        ("Interleaved1F1B", 2),
-        ("Interleaved1F1B", 3),
-        ("InterleavedZeroBubble", 2),
-        ("InterleavedZeroBubble", 3),
-        ("InterleavedZeroBubble", 5),
-    ],
-)
-def test_equal_stages_take_exactly_what_is_told(schedule, virtual, pp):
-    for rounds, crossing in ((1, 0.0), (2, 0.0), (5, 0.0), (1, 0.01), (2, 0.01), (5, 0.01)):
-        count = pp * rounds
-        played, told = both(schedule, pp, count, virtual, [1.0] * pp * virtual, crossing)
-        assert told == pytest.approx(played, rel=1e-9)
-    if virtual == 1:
-        played, told = both(schedule, pp, 2 * pp + 1, 1, [1.0] * pp)
-        assert told == pytest.approx(played, rel=1e-9)
-        # Between whole rounds what crosses is told to a way there and back.
-        played, told = both(schedule, pp, 2 * pp + 1, 1, [1.0] * pp, 0.01)
-        assert abs(told - played) <= 0.02
-
-
-@pytest.mark.parametrize("spread", [0.02, 0.1, 0.3])
-def test_unequal_stages_take_about_as_long_as_told(spread):
-    rng = random.Random(7)
-    for _ in range(60):
-        pp, rounds = rng.choice((2, 4, 8)), rng.choice((1, 2, 4))
-        stages = [1 + spread * rng.random() for _ in range(pp)]
-        for schedule in ("GPipe", "1F1B"):
-            played, told = both(schedule, pp, pp * rounds, 1, stages)
-            # The slowest stage need not wait for what comes behind it.
-            assert -1e-9 <= told / played - 1 <= 0.4 * spread
-            assert schedule != "GPipe" or told == pytest.approx(played)
-        chunks = [1 + spread * rng.random() for _ in range(2 * pp)]
-        for schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
-            played, told = both(schedule, pp, pp * rounds, 2, chunks)
-            assert abs(told / played - 1) <= 0.75 * spread
-
-
-def test_the_bubble_of_the_textbook():
-    played = simulate(SCHEDULES["1F1B"], [1.0] * 4, [2.0] * 4, ranks=4, microbatches=8)
-    assert played.idle_share == pytest.approx(3 / 11)
-    split = simulate(SCHEDULES["InterleavedZeroBubble"], [1.0] * 8, [2.0] * 8, ranks=4,
-                     microbatches=8)  # fmt: skip
-    whole = simulate(SCHEDULES["Interleaved1F1B"], [1.0] * 8, [2.0] * 8, ranks=4, microbatches=8)
-    assert split.seconds < whole.seconds
-
-
-def test_what_crosses_leaves_the_node_where_stages_do():
-    size = 1e9
-    for sizes, inside in (({"pp": 2, "dp_shard": 4}, True), ({"pp": 2, "dp_shard": 8}, False),
-                          ({"pp": 4, "tp": 2}, True)):  # fmt: skip
-        told = crossing_seconds(row(micro=2, **sizes), size, COUNTING, 8)[0]
-        assert told == (2e9 if inside else 2.0)
-    # Of three cuts one lies between nodes.
-    told = crossing_seconds(row(pp=4, dp_shard=4, micro=2), size, COUNTING, 8)[0]
-    assert told == pytest.approx((2 * 2e9 + 2) / 3)
-    assert crossing_seconds(row(dp_shard=8), size, COUNTING, 8)[0] == 0
 
 
 def test_undoing_the_scale_of_a_loss_is_paid_for():

@@ -7,7 +7,6 @@ whole: peaks of some phase would be off.
 
 from __future__ import annotations
 
-from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -98,7 +97,9 @@ def _lay_nothing(w: Writer, shape: Any, q: int, k: int, v: int, part: Any) -> in
 def test_a_mistake_shows(mistake: tuple[Any, str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     plan = decided(*CASES["heads"])
     right = log_of(plan).by_phase
-    monkeypatch.setattr(told_works, "_PLAYED", deque())  # Nothing that was played without it.
+    monkeypatch.setattr(
+        told_works, "PLAYER", told_works.Player(most=2)
+    )  # Nothing that was played without it.
     monkeypatch.setattr(*mistake)
     assert log_of(plan).by_phase != right
 

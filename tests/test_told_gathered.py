@@ -7,7 +7,6 @@ phase would be off (`test_a_mistake_shows` makes such mistakes).
 
 from __future__ import annotations
 
-from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -113,7 +112,9 @@ def test_a_mistake_shows(mistake: tuple[str, Any], monkeypatch: pytest.MonkeyPat
     wide = ALIKE | {"intermediate_size": 16, "vocab_size": 16, "num_hidden_layers": 2}
     plan = decided(wide | {"head_dim": 96}, TWO)
     right = log_of(plan, 1).by_phase
-    monkeypatch.setattr(told_works, "_PLAYED", deque())  # Nothing that was played without it.
+    monkeypatch.setattr(
+        told_works, "PLAYER", told_works.Player(most=2)
+    )  # Nothing that was played without it.
     monkeypatch.setattr(gathered, *mistake)
     assert log_of(plan, 1).by_phase != right
 

@@ -6,13 +6,12 @@ neither knows is refused by name; a trace of the model, which needs torch, answe
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
+from meshplan.collecting import no_collection
 from meshplan.errors import PlanError, Problem
 from meshplan.memory.assemble import assemble
 from meshplan.memory.estimate import MemoryEstimate, Tier, margin
@@ -44,21 +43,6 @@ BRIEF_ERROR: Final = 0.03
 _CROSS_ENTROPY: Final = "cross-entropy in float32 over the last dim of logits"
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """To look for cycles among tens of thousands of tuples takes a third of the time.
-
-    Of a whole function, so that they are gone when it is looked for again.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class OverError(Exception):
     """Some ranks need more than the caller cares to know.
 
@@ -72,7 +56,7 @@ class OverError(Exception):
         self.rank, self.reserved_bytes = rank, reserved_bytes
 
 
-@_no_collection()
+@no_collection()
 def told_estimate(
     plan: Plan,
     *,
@@ -177,7 +161,7 @@ def told_estimate(
     return found
 
 
-@_no_collection()
+@no_collection()
 def check_told(plan: Plan, *, device: str) -> None:
     """Refuse what `told_estimate` would, for a part of its time.
 
@@ -212,7 +196,7 @@ def told_at_worst(estimate: MemoryEstimate, plan: Plan) -> MemoryEstimate:
     return replace(estimate, assumed=(*estimate.assumed[:before], *experts))
 
 
-@_no_collection()
+@no_collection()
 def told_rank(plan: Plan, rank: int, *, device: str, played: Played | None = None) -> EventLog:
     """The step of one rank as `told_estimate` has it, in brief where there is much to do.
 
@@ -300,7 +284,7 @@ def streams_of(plan: Plan, rank: int) -> dict[tuple[Term, int], int]:
     return streams
 
 
-@_no_collection()
+@no_collection()
 def told_log(
     plan: Plan,
     *,

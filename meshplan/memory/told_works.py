@@ -120,27 +120,40 @@ def told_works(
         tape = tape_of(shape, run, only=only)
         return StageWorks(tape, plan, in_place=in_place, played=played)
     if gathered_of(plan, 0, is_cuda=is_cuda, device=device) is None:
-        return _Same(_played(shape, run, in_place=in_place))
+        return _Same(PLAYER.played(shape, run, in_place=in_place))
 
     def of_rank(rank: int) -> Prepared:
         own = gathered_of(plan, rank, is_cuda=is_cuda, device=device)
-        return _played(shape, replace(run, gathered=own), in_place=in_place)
+        return PLAYER.played(shape, replace(run, gathered=own), in_place=in_place)
 
     return _Each(of_rank)
 
 
-_PLAYED: Final[deque[tuple[Shape, Run, bool, Prepared]]] = deque(maxlen=8)
-"""The last ones: plans that differ in nodes or strategy alone do the same operations."""
+class Player:
+    """Plays microbatches, and keeps the last ones.
+
+    Plans that differ in nodes or strategy alone do the same operations, and are told one after the
+    other. A `Run` has no hash, so they are looked through.
+
+    Args:
+        most: That are kept: each is tens of thousands of tuples.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._last: deque[tuple[Shape, Run, bool, Prepared]] = deque(maxlen=most)
+
+    def played(self, shape: Shape, run: Run, *, in_place: bool) -> Prepared:
+        """One microbatch, which nobody who replays it changes."""
+        for *asked, prepared in tuple(self._last):
+            if asked == [shape, run, in_place]:
+                return prepared
+        prepared = Prepared(play(tape_of(shape, run), sums_in_place=in_place))
+        self._last.append((shape, run, in_place, prepared))
+        return prepared
 
 
-def _played(shape: Shape, run: Run, *, in_place: bool) -> Prepared:
-    """One microbatch, which nobody who replays it changes."""
-    for *asked, prepared in tuple(_PLAYED):
-        if asked == [shape, run, in_place]:
-            return prepared
-    prepared = Prepared(play(tape_of(shape, run), sums_in_place=in_place))
-    _PLAYED.append((shape, run, in_place, prepared))
-    return prepared
+PLAYER: Final = Player(most=8)
+"""The one of this process."""
 
 
 def spread_of(plan: Plan) -> Spread:

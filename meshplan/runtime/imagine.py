@@ -8,7 +8,6 @@ sizes are imagined one by one.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from meshplan.collecting import no_collection
 from meshplan.errors import ApplyError, Problem
 from meshplan.memory.log import EventLog, Term
 from meshplan.memory.replay.shards import offloads_params
@@ -129,7 +129,7 @@ def imagining_alone(
     Returns:
         A copy of the model, what makes a tensor one without numbers, and how the device behaves.
     """
-    with _no_collection():
+    with no_collection():
         mode = fake_mode()
         twin, _, _ = twin_of(model, (), mode)
         if plan is not None:
@@ -264,16 +264,3 @@ def names_of(model: nn.Module) -> dict[nn.Module, str]:
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     roots = inner.stage_modules if isinstance(inner, PipelinedModule) else [inner]
     return {module: fqn for root in roots for fqn, module in root.named_modules()}
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Garbage in cycles would be freed at any moment; a step leaves none that counts.
-
-    What was garbage before stays until the end: nobody looks at it.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
