@@ -67,7 +67,9 @@ def _plan(args: argparse.Namespace) -> int:
         if args.frontier:
             ways, is_whole = planning.find_frontier(**asked.flags, is_stopped=is_stopped)
     more = frontier_to_json(decision, ways, is_whole=is_whole)
-    lines = ["", *frontier_to_text(ways, is_whole=is_whole)] if args.frontier else []
+    lines: list[str] = []
+    if args.frontier:
+        lines = ["", *frontier_to_text(ways, is_whole=is_whole, is_interrupted=is_stopped())]
     if old is not None:
         from meshplan.planner.difference import figures_of
         from meshplan.render.retarget import retarget_to_json, retarget_to_text

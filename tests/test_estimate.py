@@ -176,7 +176,7 @@ def test_the_fewest_gpus(run):
         "\n"
         f"{STATES_ONLY}\n"
     )
-    assert run("--params 3e9 --memory 10 --min-gpus")[0] == 1
+    assert run("--params 3e9 --memory 10B --min-gpus")[0] == 1
 
 
 def test_both_questions_beside_the_table(run):

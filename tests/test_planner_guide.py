@@ -13,7 +13,7 @@ SHARES = Shares(compute=1.0, recompute=0.0, tensor_parallel=0.0, data=0.0, pipel
 
 def asked(word, seconds, missing=None):
     return WhyNot(setting=f"strategy={word}", base_s=1.0, seconds=seconds, shares=SHARES,
-                  base_shares=SHARES, missing_bytes=missing)  # fmt: skip
+                  plan_shares=SHARES, missing_bytes=missing)  # fmt: skip
 
 
 def test_how_a_rule_does():

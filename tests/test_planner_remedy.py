@@ -170,6 +170,8 @@ def test_a_trouble_on_paper():
     assert "with nothing stated but model, batch" in line
     (line, *_) = trouble_to_text(replace(trouble, conflict=(), is_whole=False))
     assert "the time was up" in line
+    (line, *_) = trouble_to_text(replace(trouble, conflict=(), is_whole=False, is_interrupted=True))
+    assert line.startswith("it was interrupted before")
     (line, *_) = trouble_to_text(replace(trouble, is_least=False, is_whole=False))
     assert "some of these" in line
 

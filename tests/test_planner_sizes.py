@@ -142,6 +142,7 @@ def test_a_frontier_is_of_plans_that_beat_each_other(job):
     assert undominated([*ways, *ways]) == ways
     lines = frontier_to_text(ways, is_whole=False)
     assert lines[0].endswith("so far: the time was up")
+    assert frontier_to_text(ways, is_whole=False, is_interrupted=True)[0].endswith("interrupted")
     assert len([line for line in lines if " GiB  mesh: " in line]) == len(ways)
 
 

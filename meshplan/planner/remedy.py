@@ -64,8 +64,9 @@ class Trouble:
         is_hopeless: Whether nothing is known to fit even with nothing stated.
         why: Of the conflict, where it is not about memory.
         remedies: Cheapest first: what costs no devices, fastest first, then fewest devices.
-        is_whole: Whether all was asked before the time was up.
+        is_whole: Whether all was asked, and neither was the time up nor did anybody end it.
         more_devices: Why more of them could not be tried, or are of no use; "" where it is memory.
+        is_interrupted: Whether somebody ended it.
     """
 
     conflict: tuple[Statement, ...]
@@ -75,6 +76,7 @@ class Trouble:
     remedies: tuple[Remedy, ...]
     is_whole: bool
     more_devices: str = ""
+    is_interrupted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,7 @@ class _Asking:
             remedies=tuple(remedies),
             is_whole=self._is_whole,
             more_devices=self._more_devices,
+            is_interrupted=self._question.is_stopped(),
         )
 
     def _conflict(self) -> tuple[tuple[Statement, ...], bool, str]:

@@ -56,14 +56,14 @@ def _verdict(answer: WhyNot) -> str:
                 "nothing with it fits" if answer.is_whole else "nothing with it was found that fits"
             )
         return f"does not fit: {format_gib(answer.missing_bytes)} are missing at the least"
-    if answer.plan is None:
-        return f"{format_step(answer.seconds)} a step"
-    if answer.objective == "memory":
+    if answer.plan is not None and answer.objective == "memory":
         return _by_memory(answer, answer.plan)
-    more = answer.seconds / answer.plan.seconds - 1
+    plan_s = answer.plan.seconds if answer.plan is not None else answer.base_s
+    if plan_s is None or answer.base_s is None:
+        return f"{format_step(answer.seconds)} a step"
+    more = answer.seconds / plan_s - 1
     if answer.is_planned:
-        assert answer.base_s is not None
-        less = 1 - answer.base_s / answer.plan.seconds
+        less = 1 - answer.base_s / plan_s
         return "the plan has it" + (_TAKEN.format(less) if less >= _SAME else "")
     if more <= -_SAME and answer.is_left:
         return f"{more:+.1%}: the planner leaves it as the plan has it, and the plan may state it"
@@ -76,7 +76,7 @@ def _verdict(answer: WhyNot) -> str:
         return f"{more:+.1%}"
     grown = {name: getattr(shares, name) - getattr(base, name) for name in NAMES}
     most = max(grown, key=lambda name: grown[name])
-    return f"{more:+.1%}: {NAMES[most]} ({grown[most] / answer.plan.seconds:+.1%})"
+    return f"{more:+.1%}: {NAMES[most]} ({grown[most] / plan_s:+.1%})"
 
 
 def _by_memory(answer: WhyNot, plan: Way) -> str:

@@ -28,8 +28,15 @@ def frontier_to_json(decision: Decision, ways: Sequence[Way], *, is_whole: bool)
     }
 
 
-def frontier_to_text(ways: Sequence[Way], *, is_whole: bool) -> list[str]:
-    """A line for each."""
+def frontier_to_text(
+    ways: Sequence[Way], *, is_whole: bool, is_interrupted: bool = False
+) -> list[str]:
+    """A line for each.
+
+    Args:
+        is_whole: Whether it was looked for to its end.
+        is_interrupted: Whether somebody ended it; else the time was up.
+    """
     heads = columns(
         [(f"  {format_step(way.seconds)}", format_gib(way.memory.worst.band[1])) for way in ways],
         ">>",
@@ -39,7 +46,8 @@ def frontier_to_text(ways: Sequence[Way], *, is_whole: bool) -> list[str]:
         for head, way in zip(heads, ways, strict=True)
         for part in packed(f"{head}  ", _words(way))
     ]
-    end = "" if is_whole else ", so far: the time was up"
+    end = "it was interrupted" if is_interrupted else "the time was up"
+    end = "" if is_whole else f", so far: {end}"
     return [f"the fastest within less and less memory{end}", *lines]
 
 

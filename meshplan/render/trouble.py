@@ -52,21 +52,27 @@ def conflict_to_text(trouble: Trouble) -> list[str]:
     why = wrapped(f"  {trouble.why}", indent=4) if trouble.why else []
     if not trouble.conflict:
         if not trouble.is_hopeless:
-            return ["the time was up before it was known which statements are in the way", *why]
+            what = f"{ended(trouble)} before it was known which statements are in the way"
+            return [what, *why]
         return [*wrapped(_HOPELESS, indent=2), *why]
     title = "nothing fits with all of these, whatever else is left open; with any one less it does"
     if len(trouble.conflict) == 1:
         title = "nothing fits with this, whatever else is left open; without it something does"
     if not trouble.is_least:
-        title = "some of these do not go together; the time was up before it was known which"
+        title = f"some of these do not go together; {ended(trouble)} before it was known which"
     return [title, *(f"  {each}" for each in trouble.conflict), *why]
+
+
+def ended(trouble: Trouble) -> str:
+    """What ended the search before its end."""
+    return "it was interrupted" if trouble.is_interrupted else "the time was up"
 
 
 def _remedies(trouble: Trouble) -> list[str]:
     more = trouble.more_devices
     devices = wrapped(f"with more devices: {more}", indent=4) if more else []
     if not trouble.remedies:
-        late = "" if trouble.is_whole else " before the time was up"
+        late = "" if trouble.is_whole else f" before {ended(trouble)}"
         return [f"no single change was found that helps{late}", *devices]
     heads = columns(
         [

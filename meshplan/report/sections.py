@@ -17,7 +17,7 @@ from meshplan.render.explain import verdict
 from meshplan.render.memory import ranks_to_text
 from meshplan.render.show import settings, tree
 from meshplan.render.statements import statement_lines, way_lines
-from meshplan.render.trouble import conflict_to_text
+from meshplan.render.trouble import conflict_to_text, ended
 from meshplan.report.page import bullets, heading, numbered, pairs, paragraph
 from meshplan.report.tables import Cell, Table, gib, seconds, share, size
 from meshplan.solve import StatesEstimate
@@ -245,7 +245,7 @@ def about_trouble(trouble: Trouble) -> Iterator[str]:
     yield paragraph(f"{first[0].upper()}{first[1:]}.")
     yield bullets(line.strip() for line in rest)
     if not trouble.remedies:
-        more = "" if trouble.is_whole else " before the time was up"
+        more = "" if trouble.is_whole else f" before {ended(trouble)}"
         yield paragraph(f"No single change was found that helps{more}.")
         return
     rows = [
