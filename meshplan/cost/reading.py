@@ -345,14 +345,15 @@ class Reading:
             if name and again
         ]
         work = play(replace(self._marked, spans=spans), sums_in_place=True)
-        owned = set(work.gradients.values())
+        made = enumerate(work.log.storages)
+        states = {*work.gradients.values(), *(n for n, s in made if s.term == Term.GRADIENTS)}
         live, lives, born = 0, [0], dict[int, int]()
         at = {(mark.unit, mark.moment): mark.event for mark in work.marks}
         names = [f"@{n}" for n in range(len(self._units))]
         end = at[names[-1], Moment.BEFORE_BACKWARD]
         kept: dict[int, int] = {}
-        for number, (delta, storage, _) in enumerate(work.log.events):
-            is_state = storage in owned or work.log.storages[storage].term == Term.GRADIENTS
+        for number, (delta, storage, _) in enumerate(work.log.changes):
+            is_state = storage in states
             live += 0 if is_state else delta
             lives.append(live)
             if number < end and not is_state:
