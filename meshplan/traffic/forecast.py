@@ -174,9 +174,9 @@ def _unknown(plan: Plan, forward: Forward | None) -> list[str]:
 def _step(plan: Plan) -> Iterator[Traffic]:
     """What `train_step` itself sends."""
     mesh, precision = plan.mesh, plan.spec.precision
-    others = [name for name in mesh.names if name not in DATA_AXES]
     yield one(mesh, "all_reduce", GRADIENT_AXES, 3 * 8, "the loss and the number of samples")
-    yield one(mesh, "all_reduce", others, 2 * 8, "whether the batches fit together")
+    for axis in (name for name in mesh.names if name not in DATA_AXES):
+        yield one(mesh, "all_reduce", (axis,), 2 * 8, "whether the batches fit together")
     if precision.scales_loss:
         yield one(mesh, "all_reduce", mesh.names, 4, "whether a gradient overflowed")
 
