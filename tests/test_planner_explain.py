@@ -181,6 +181,7 @@ def test_the_share_is_what_planning_with_the_setting_gives(job, capsys, setting)
     assert capsys.readouterr().out.startswith(f"{setting}: {share:+.1%}: ")
 
 
+@pytest.mark.wide
 def test_what_is_planned_for_memory_is_explained_by_memory(job):
     path = job(solve={"objective": "memory"})
     plan = search_plan(path).chosen

@@ -92,7 +92,7 @@ def test_what_runs_twice(pool, policy, runs, extra_products):
     assert extra_products - 4 <= result["products"] - base <= extra_products
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("is_cut", [pytest.param(False, marks=pytest.mark.wide), True])
 def test_what_ranks_add_up_is_kept_in_place_of_the_product(pool, is_cut):
     plan = TP2 | {"rules": [*PLAIN, *([NORMS] if is_cut else [])], "sequence_parallel": is_cut}
     none, selective, full, attention = (

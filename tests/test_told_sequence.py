@@ -36,7 +36,7 @@ CASES: dict[str, Case] = {
     "gpt2, twice": (GPT2, SEQUENCE | TWICE, 2),
     "gpt2, twice, bf16": (GPT2, SEQUENCE | TWICE | BOTH | BF16, 4),
 }  # fmt: skip
-DEFAULT = ("llama", "gpt2, one sample, in part")
+DEFAULT = ("llama",)
 CALLED_ALIKE = ("llama", "gpt2", "granite, logits cut")
 """Of others, what a collective reads is called a buffer of it, or a gradient in parts is one."""
 

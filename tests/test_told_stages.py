@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
+from meshplan.assign import Assignment
 from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
 from meshplan.memory import EventLog, stage_pass, stage_tape, stage_work, told_stages
 from meshplan.memory.allocator import reserve
 from meshplan.memory.driver import with_workspaces
 from meshplan.memory.log import Term
-from meshplan.memory.replay import main, replay
+from meshplan.memory.replay import replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.told import BRIEF_ERROR, OverError, told_estimate, told_log
 from meshplan.memory.told_works import told_works
@@ -334,7 +335,7 @@ def test_gradients_of_a_tied_table_are_added_up(monkeypatch: pytest.MonkeyPatch)
     """At the end of the pass, in a tensor of their own."""
     plan = decided(*CASES["tied"])
     right = log_of(plan, 0)
-    monkeypatch.setattr(main, "shared_tensors", lambda assignment: {})
+    monkeypatch.setattr(Assignment, "shared", {})
     wrong = log_of(plan, 0)
     table = [s for s in right.storages if (s.term, s.module) == (Term.COMMUNICATION, TABLE)]
     assert len(right.storages) == len(wrong.storages) + 2  # And whether there is one.
