@@ -1,7 +1,8 @@
-"""The groups of ranks that a step sends in are those for which memory is left.
+"""Ranks that are alike, beside what every single rank holds.
 
-Which seeded bug would this catch? A group that a check opens for itself, of which no estimate
-knows: NCCL keeps up to two gigabytes for each.
+Which seeded bug would this catch? Parts taken for full that are shorter or empty, a cut along one
+dim taken for a cut along another, parts of another place of the pipeline, and ranks told apart that
+hold the same.
 """
 
 from __future__ import annotations
@@ -9,93 +10,62 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-import meshplan
+from meshplan.assign import Assignment
 from meshplan.blueprint import from_mapping
-from meshplan.memory.driver import Use, communicators, driver_bytes
-from meshplan.mesh import Axis, Mesh
+from meshplan.memory.groups import equal_ranks
+from meshplan.mesh import UNIT_AXES
 from meshplan.plan import make_plan
 from meshplan.reader import load_spec
-from meshplan.runtime.mesh import device_mesh, objects_along, reduce_along
-from tests import models
 
-TIED = from_mapping({
-    "model_type": "llama", "vocab_size": 160, "hidden_size": 48, "intermediate_size": 112,
-    "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 6,
-    "tie_word_embeddings": True,
-})  # fmt: skip
-RULES: dict[str, Any] = {"rules": models.tp_rules("own_llama"), "version": 1}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 24,
+    "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 50, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 6,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True,
+}  # fmt: skip
 
 
-def opened(name: str, spec: dict[str, Any]) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
-    """(the groups that this rank is in after two steps, those that are told of)."""
-    example, _ = models.batch(name, 0, 2)
-    model = meshplan.parallelize(models.build(name), spec, example_inputs=example)
-    sgd = models.optimizer(model)
-    for step in range(2):
-        inputs, targets = meshplan.local_batch(model, models.batch(name, step))
-        meshplan.train_step(model, sgd, inputs, targets, models.loss)
-    rank = dist.get_rank()
-    live = (dist.get_process_group_ranks(g) for g in dist.distributed_c10d._world.pg_map)
-    there = {tuple(sorted(ranks)) for ranks in live if rank in ranks and len(ranks) > 1}
-    plan, mesh = model.meshplan.plan, model.meshplan.mesh
-    names, place = mesh.mesh_dim_names, mesh.get_coordinate()
-    told = set()
-    for each in communicators(plan.assignment):
-        at = tuple(
-            slice(None) if name in each.axes else own
-            for name, own in zip(names, place, strict=True)
-        )
-        told.add(tuple(sorted(mesh.mesh[at].flatten().tolist())))
-    return there, told
+def one_by_one(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
+    """The same, every rank looked at."""
+    mesh, groups = assignment.mesh, dict[tuple[Any, ...], list[int]]()
+    stages = assignment.stages
+    for rank in range(mesh.world_size):
+        place = mesh.index(rank, ("pp",))
+        held = tuple(
+            (layout.local_shape(p.info.shape, mesh, rank),
+             layout.padded_numel(p.info.shape, mesh, UNIT_AXES, rank))
+            for fqn, p in assignment.tensors.items()
+            if stages is None or stages.holds(fqn, place)
+            for layout in (p.stored, p.computed, p.gradient)
+        )  # fmt: skip
+        groups.setdefault((place, held), []).append(rank)
+    return tuple(map(tuple, groups.values()))
 
 
 @pytest.mark.parametrize(
-    "mesh",
+    ("config", "spec"),
     [
-        {"pp": 2, "dp_shard": 2, "tp": 2},
-        pytest.param({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, marks=pytest.mark.wide),
+        (LLAMA, {"mesh": {"dp_shard": 4}}),
+        (LLAMA, {"mesh": {"dp_shard": 7}}),
+        (LLAMA, {"mesh": {"dp_shard": 64}}),
+        (LLAMA, {"mesh": {"dp_replicate": 2, "dp_shard": 9}}),
+        (LLAMA, {"mesh": {"dp_shard": 5, "tp": 2}, "tp_plan": "auto"}),
+        (LLAMA, {"mesh": {"pp": 2, "dp_shard": 11}, "strategy": "zero1",
+                 "pipeline": {"schedule": "1F1B", "microbatches": 2}}),
+        # Blocks divide by 8; the ends, which two of the places hold, do not.
+        (LLAMA | {"num_hidden_layers": 3}, {"mesh": {"pp": 3, "dp_shard": 8},
+                 "pipeline": {"schedule": "1F1B", "microbatches": 3}}),
+        (QWEN, {"mesh": {"dp_shard": 10, "ep": "2 in dp_shard"},
+                "rules": [{"match": "model.layers.*.mlp.experts",
+                           "place": {"ep": "ep_dispatch_experts"}}]}),
     ],
-    ids=str,
-)
-def test_no_group_is_opened_that_nobody_counts(pool: Any, mesh: dict[str, int]) -> None:
-    for there, told in pool(8).run(opened, "own_llama", RULES | {"mesh": mesh}):
-        assert there == told
-
-
-def test_stages_that_share_a_weight_have_a_group_of_their_own(pool: Any) -> None:
-    """The first and the last of four; every rank leaves room for it."""
-    found = pool(4).run(opened, "hf_llama_tied", {"version": 1, "mesh": {"pp": 4}})
-    # Processes that ran other tests have other groups too.
-    assert [(0, 3) in there for there, _ in found] == [True, False, False, True]
-    plan = make_plan(load_spec({"version": 1, "mesh": {"pp": 4}}), TIED)
-    *others, own = communicators(plan.assignment)
-    assert (own.use, own.ranks) == (Use.SHARED, 2)
-    least, usual, most = driver_bytes("h100-sxm-80gb", [own])
-    plain = driver_bytes("h100-sxm-80gb")
-    assert least == plain.low
-    assert usual > plain.expected
-    assert most > plain.high
-    assert Use.SHARED not in {each.use for each in others}
-
-
-def along_both() -> tuple[float, float, list[int], list[int]]:
-    """What two axes, and one of them, come to."""
-    mesh = device_mesh(Mesh((Axis("dp_shard", 2), Axis("tp", 2))))
-    highest, own = (torch.tensor(float(dist.get_rank())) for _ in range(2))
-    reduce_along(highest, mesh, ("dp_shard", "tp"), dist.ReduceOp.MAX)
-    reduce_along(own, mesh, ("tp",), dist.ReduceOp.SUM)
-    both, one = (
-        objects_along(dist.get_rank(), mesh, axes) for axes in (("dp_shard", "tp"), ("tp",))
-    )
-    return float(highest), float(own), both, one
-
-
-def test_axis_by_axis_all_ranks_come_to_the_same(pool: Any) -> None:
-    found = pool(4).run(along_both)
-    assert [highest for highest, *_ in found] == [3.0] * 4
-    assert [own for _, own, *_ in found] == [1.0, 1.0, 5.0, 5.0]
-    assert all(sorted(both) == [0, 1, 2, 3] and both == found[0][2] for *_, both, _ in found)
-    assert [one for *_, one in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+)  # fmt: skip
+def test_groups_are_those_of_ranks_that_hold_the_same(config, spec):
+    plan = make_plan(load_spec({"version": 1} | spec), from_mapping(config))
+    found = equal_ranks(plan.assignment)
+    assert found == one_by_one(plan.assignment)
+    assert len(found) > 1
