@@ -113,7 +113,7 @@ def test_a_mistake_shows(mistake: tuple[str, Any], monkeypatch: pytest.MonkeyPat
     plan = decided(wide | {"head_dim": 96}, TWO)
     right = log_of(plan, 1).by_phase
     monkeypatch.setattr(
-        told_works, "PLAYER", told_works.Player(most=2)
+        told_works, "LAST", told_works.LastPlayed(most=2)
     )  # Nothing that was played without it.
     monkeypatch.setattr(gathered, *mistake)
     assert log_of(plan, 1).by_phase != right

@@ -120,16 +120,16 @@ def told_works(
         tape = tape_of(shape, run, only=only)
         return StageWorks(tape, plan, in_place=in_place, played=played)
     if gathered_of(plan, 0, is_cuda=is_cuda, device=device) is None:
-        return _Same(PLAYER.played(shape, run, in_place=in_place))
+        return _Same(LAST.played(shape, run, in_place=in_place))
 
     def of_rank(rank: int) -> Prepared:
         own = gathered_of(plan, rank, is_cuda=is_cuda, device=device)
-        return PLAYER.played(shape, replace(run, gathered=own), in_place=in_place)
+        return LAST.played(shape, replace(run, gathered=own), in_place=in_place)
 
     return _Each(of_rank)
 
 
-class Player:
+class LastPlayed:
     """Plays microbatches, and keeps the last ones.
 
     Plans that differ in nodes or strategy alone do the same operations, and are told one after the
@@ -152,7 +152,7 @@ class Player:
         return prepared
 
 
-PLAYER: Final = Player(most=8)
+LAST: Final = LastPlayed(most=8)
 """The one of this process."""
 
 
