@@ -129,7 +129,7 @@ def test_operations_that_are_told_once_are_those_of_the_plan(monkeypatch):
     ]
     fresh = []
     for changes in asked:
-        monkeypatch.setattr(told_works, "PLAYER", told_works.Player(most=2))
+        monkeypatch.setattr(told_works, "LAST", told_works.LastPlayed(most=2))
         fresh.append(told(**changes))
     for _ in range(2):
         assert [told(**changes) for changes in asked] == fresh

@@ -98,7 +98,7 @@ def test_a_mistake_shows(mistake: tuple[Any, str, Any], monkeypatch: pytest.Monk
     plan = decided(*CASES["heads"])
     right = log_of(plan).by_phase
     monkeypatch.setattr(
-        told_works, "PLAYER", told_works.Player(most=2)
+        told_works, "LAST", told_works.LastPlayed(most=2)
     )  # Nothing that was played without it.
     monkeypatch.setattr(*mistake)
     assert log_of(plan).by_phase != right
