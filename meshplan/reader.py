@@ -132,14 +132,22 @@ class _Open:
 def _parsed(text: str) -> tuple[yaml.Event, ...] | None:
     """The events of a text: a planner reads one file with few words changed again and again.
 
-    None where it is broken, or long: what comes before the break is of interest too.
+    None where it is broken, long or deep: what comes before the break is of interest too, and
+    yaml takes the longer for each bracket the more of them are open.
     """
     if len(text) > _LONG:
         return None
+    events, depth = [], 0
     try:
-        return tuple(yaml.parse(text, yaml.SafeLoader))
+        for event in yaml.parse(text, yaml.SafeLoader):
+            events.append(event)
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                return None
     except (yaml.YAMLError, ValueError, OverflowError):
         return None
+    return tuple(events)
 
 
 class _Composer:
