@@ -140,7 +140,7 @@ def flat(monkeypatch):
 
 def test_what_the_plan_has_is_said_of_the_plan_and_not_of_the_fastest(job, flat):
     """The plan may be slower than the best, and simpler: answers are put beside the plan."""
-    path = job(LLAMA | LARGE | {"num_hidden_layers": 8},
+    path = job(LLAMA | LARGE | {"num_hidden_layers": 4},
                mesh={"pp": "auto", "dp_shard": "auto", "tp": "auto"})  # fmt: skip
     decision = search_plan(path)
     plan = decision.chosen
