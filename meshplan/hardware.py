@@ -38,7 +38,8 @@ class Device:
         memory_bytes: Datasheet memory, GB = 1e9 bytes.
         visible_bytes: What torch sees of it, as in its messages when memory runs out; None where
             not known.
-        peak_flops: Dense operations per second by dtype; a dtype not listed is not known.
+        peak_flops: Dense operations per second by dtype; a dtype not listed is not known. Those of
+            float32 are without TF32, as torch multiplies matrices unless it is told otherwise.
         memory_bytes_per_s: Bandwidth of its own memory; None where not known.
         intra_bytes_per_s: Bandwidth to the other devices of the node, one way; None where not
             known.

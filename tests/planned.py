@@ -157,6 +157,17 @@ class NoProducts(nn.Module):
         return x * self.scale
 
 
+class Convolves(nn.Module):
+    """Most of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv1d(16, 512, 3), nn.Conv1d(512, 16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
 class Alone(nn.Module):
     """No blocks, and for one sample another course than for several."""
 

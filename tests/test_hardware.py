@@ -16,7 +16,10 @@ def test_every_figure_has_a_unit_that_makes_sense_and_a_source():
         assert name.endswith(f"-{device.memory_bytes // 10**9}gb")
         assert device.sources, name
         assert set(device.peak_flops) <= set(DTYPE_BYTES), name
-        assert all(50e12 < flops < 10e15 for flops in device.peak_flops.values()), name
+        assert all(10e12 < flops < 10e15 for flops in device.peak_flops.values()), name
+        halves = {device.peak_flops[d] for d in ("bfloat16", "float16") if d in device.peak_flops}
+        assert len(halves) < 2, name
+        assert device.peak_flops.get("float32", 0.0) < min(halves, default=1e18), name
         assert device.memory_bytes_per_s is not None
         assert 500e9 < device.memory_bytes_per_s < 10e12, name
         assert device.intra_bytes_per_s is None or 10e9 < device.intra_bytes_per_s < 1e12, name
@@ -27,7 +30,8 @@ def test_a_datasheet_row():
     assert h100.memory_bytes == 80_000_000_000
     assert h100.visible_bytes is not None
     assert 79 * 2**30 < h100.visible_bytes < 80 * 2**30
-    assert h100.peak_flops["bfloat16"] == 989e12
+    assert h100.peak_flops["bfloat16"] == h100.peak_flops["float16"] == 989e12
+    assert h100.peak_flops["float32"] == pytest.approx(66.9e12)
     assert h100.memory_bytes_per_s == 3.35e12
     assert h100.intra_bytes_per_s == 450e9
 

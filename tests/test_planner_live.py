@@ -16,6 +16,7 @@ import pytest
 from meshplan import api
 from meshplan.cli import main
 from meshplan.cost.grid import OPTIONS
+from meshplan.hardware import find_device
 from meshplan.memory.work import Work
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.decide import decide, decide_job
@@ -239,6 +240,27 @@ def live_bytes(work: Work) -> list[int]:
     return list(itertools.accumulate(event.delta for event in work.log.events))
 
 
+@pytest.mark.parametrize(
+    ("entry", "precision", "shape"),
+    [("Convolves", "16-mixed", [2, 16, 64]), ("Alone", "32-true", [2, 64, 512])],
+)
+def test_what_multiplies_in_another_dtype_is_planned(entry, precision, shape, tmp_path):
+    """Half as wide is faster by what the datasheet says; a product in float32 is a product."""
+    seconds = {}
+    for word in (precision, "bf16-mixed"):
+        path = tmp_path / f"{word}.yaml"
+        plan = plan_of("odd", model={"entry": f"tests.planned:{entry}"}, precision=word)
+        path.write_text(json.dumps(plan | {"input": {"shape": shape, "dtype": "fp32"}}))
+        decision = search_plan(path)
+        assert decision.ladder is not None
+        seconds[word] = decision.ladder.roofline_s
+    peak = find_device("h100-sxm-80gb").peak_flops
+    dtype = {"16-mixed": "float16", "32-true": "float32"}[precision]
+    assert seconds[precision] == pytest.approx(
+        seconds["bf16-mixed"] * peak["bfloat16"] / peak[dtype]
+    )
+
+
 def test_a_model_without_blocks_is_planned(tmp_path):
     """One sample takes another course than two, so two and three tell the rest."""
     path = tmp_path / "plan.yaml"
@@ -274,6 +296,9 @@ def test_a_model_without_blocks_is_planned(tmp_path):
         ("tests.planned:Alone", {"compile": True}, "what a compiler makes"),
         ("tests.planned:Alone", {"activation_checkpointing": "selective"}, "selective"),
         ("tests.planned:Alone", {"batch": {"global": None}}, "how many samples"),
+        ("tests.planned:Convolves",
+         {"precision": "32-true", "input": {"shape": [2, 16, 64], "dtype": "fp32"}},
+         "Convolves convolves in float32: cuDNN does that in TF32"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_said_in_words(entry, fields, words, tmp_path, capsys):

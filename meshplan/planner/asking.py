@@ -76,9 +76,11 @@ def with_shorter(question: Question, config: str | Path, origin: Origin) -> Ques
 
 
 def with_made(question: Question, make: Callable[[int | tuple[int, ...]], ModelGraph]) -> Question:
-    """The same, made by whoever can."""
+    """The same, made by whoever can; a model of which nothing repeats has nothing to leave out."""
+    if not (shown := _shown(question.graph)):
+        return question
     shorter = cache(make)
-    return replace(question, few=shorter(_shown(question.graph)), shorter=shorter)
+    return replace(question, few=shorter(shown), shorter=shorter)
 
 
 def _shown(graph: ModelGraph) -> tuple[int, ...]:

@@ -244,7 +244,8 @@ def _pipelines(
     over = [size for size in more if size > num_blocks]
     if over:
         what = f"mesh.pp={', '.join(map(str, over))}"
-        rejected.append(Rejected(what, f"there are {num_blocks} blocks, and each stage has one"))
+        there = "is 1 block" if num_blocks == 1 else f"are {num_blocks} blocks"
+        rejected.append(Rejected(what, f"there {there}, and each stage has one"))
     return tuple(size for size in sizes if size <= max(1, num_blocks))
 
 

@@ -34,6 +34,7 @@ _ATTENTION_BACK: Final = 2.5
 _SENDS_OR_ASKS: Final = ("prim", "c10d", "_c10d_functional")
 _BETWEEN_ACTIVATIONS: Final = frozenset({_ops.bmm, _ops.baddbmm})
 """Products of two activations, in attention that is spelled out: they reach what attention does."""
+_CONVOLVES: Final = frozenset({_ops.convolution, _ops.convolution_backward})
 _LOOKS_UP: Final = frozenset({_ops.embedding, _ops.index_select, _ops.gather, _ops.index})
 """They read as much as they make, however large the table."""
 _MAKES_NOTHING: Final = frozenset({_ops.empty, _ops.empty_like, _ops.empty_strided, _ops.new_empty,
@@ -84,6 +85,7 @@ class CountingLedger(Ledger):
     Attributes:
         done: What was done where, since `clear`.
         unknown: Operators of others: of their flops nobody knows.
+        convolved: Flops of convolutions.
     """
 
     def __init__(
@@ -94,11 +96,13 @@ class CountingLedger(Ledger):
         self._block_of: dict[str, str] = {}
         self.done: dict[Where, Done] = defaultdict(Done)
         self.unknown: set[str] = set()
+        self.convolved = 0.0
         self._last = ""
 
     def clear(self) -> None:
         """Begin to count anew."""
         self.done = defaultdict(Done)
+        self.convolved = 0.0
         self._last = ""
 
     def begin(self, phase: str) -> None:
@@ -118,6 +122,7 @@ class CountingLedger(Ledger):
             if done is not None:
                 where = self._where()
                 self.done[where] = self.done[where].plus(done)
+                self.convolved += done.flops if func.overloadpacket in _CONVOLVES else 0.0
         return out
 
     def _where(self) -> Where:

@@ -48,6 +48,7 @@ class Seen:
         done: What was done where; of blocks that are alike only those that were run are named.
         shown: By block of the whole model, the one that was run in its place.
         unknown: Operators of whose flops nobody knows.
+        convolved: Share of the flops that are a convolution's.
         is_steady: Whether the model keeps nothing from one microbatch to the next.
     """
 
@@ -55,6 +56,7 @@ class Seen:
     done: Mapping[Where, Done]
     shown: Mapping[str, str]
     unknown: frozenset[str]
+    convolved: float
     is_steady: bool
 
 
@@ -227,6 +229,7 @@ class _Watch:
             done=MappingProxyType(dict(ledger.done)),
             shown=MappingProxyType(self._shown()),
             unknown=frozenset(ledger.unknown),
+            convolved=ledger.convolved / max(sum(d.flops for d in ledger.done.values()), 1.0),
             is_steady=False,
         )
         return seen, before

@@ -43,6 +43,8 @@ from meshplan.spec import Spec
 _MOST: Final = 3
 """Samples of the largest microbatch that is always run: where one takes another course than two,
 two and three tell the rest."""
+_HARDLY: Final = 0.02
+"""Share of the flops that may be priced as something else: no price is good to that."""
 
 
 class TracedModel:
@@ -204,6 +206,10 @@ class TracedModel:
             what = f"{type(self._model).__name__} has no product of matrices, and no convolution"
             fix = "nothing says then how long a step takes: state the plan, and leave nothing open"
             raise PlanError(Problem(what, self._origin, fix))
+        if traces[base].plain.convolved > _HARDLY and _is_float32(self._plan):
+            what = f"{type(self._model).__name__} convolves in float32: cuDNN does that in TF32"
+            fix = "how fast is not known: choose a precision that computes in bfloat16 or float16"
+            raise PlanError(Problem(what, self._spec.origin("precision"), fix))
         if unknown := sorted(traces[base].plain.unknown | traces[base].again.unknown):
             names = ", ".join(unknown)
             self._told(f"how much {names} computes is not known: counted is what it moves")
@@ -310,6 +316,11 @@ def _computed(plan: Plan) -> _Computed:
             )
         ),
     )
+
+
+def _is_float32(plan: Plan) -> bool:
+    tensors = plan.assignment.tensors.values()
+    return {p.compute_dtype for p in tensors if not p.info.is_buffer} == {"float32"}
 
 
 def _key(plan: Plan) -> tuple[int, frozenset[str]]:

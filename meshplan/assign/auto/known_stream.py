@@ -33,6 +33,8 @@ def known_stream(graph: ModelGraph, preset: Mapping[str, Preset]) -> Stream:
     """
     cut = {fqn: said.word for fqn, said in preset.items() if said.word != "R"}
     blocks = graph.blocks()
+    if not blocks:
+        raise Refuted("no block of the model repeats, and one between others is known by that")
     depth = blocks[0].count(".") + 1
     of_block: dict[str, list[str]] = {block: [] for block in blocks}
     around: list[str] = []
