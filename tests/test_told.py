@@ -139,6 +139,10 @@ SELECTIVE: dict[str, Case] = {
             "activation_checkpointing": {"mode": "selective", "every": 2},
             "rules": [{"match": "model.layers.1", "activation_checkpointing": "full"}],
         }, 2),
+    # What the norm of the queries is called with is most of what the block holds at once.
+    "qwen3 of wide heads, bf16, recomputed": (
+        QWEN3 | {"num_attention_heads": 6, "head_dim": 16, "intermediate_size": 48},
+        {"precision": "bf16-mixed", "activation_checkpointing": "full"}, 2),
 }  # fmt: skip
 
 HF: dict[str, Any] = {"mesh": {"tp": 2}, "tp_plan": "hf"}
@@ -201,6 +205,7 @@ CHUNKS: dict[str, Case] = {
 }  # fmt: skip
 DEFAULT = (
     "bf16, each block its own way",
+    "qwen3 of wide heads, bf16, recomputed",
     "loss in chunks, bf16",
     "qwen3, auto, tied, sharded, bf16, selective",
 )

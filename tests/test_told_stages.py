@@ -110,6 +110,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt2, 1F1B": (GPT2, plan_of("1F1B", **MIXED)),
     "gpt2, GPipe": (GPT2, plan_of("GPipe", 4, 8)),
     "gpt2, interleaved, recomputed": (GPT2, plan_of("Interleaved1F1B", virtual=2, **AGAIN)),
+    "a lone table, bf16": (LLAMA, plan_of(
+        "1F1B", split=[["model.embed_tokens"], ["model.layers.0"]], **MIXED)),
     "gpt2 of lone embeddings": (GPT2, plan_of("1F1B", split=[
         ["transformer.wte", "transformer.wpe"], ["transformer.h.0"]])),
     "gpt2 with embeddings apart": (GPT2, plan_of("1F1B", split=[
@@ -151,7 +153,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rules": [*SPREAD["rules"], *WHOLE["rules"]]}, **MIXED)),
 }  # fmt: skip
 DEFAULT = {
-    "interleaved, recomputed": 3, "gpt2, tied, clipped": 0,
+    "interleaved, recomputed": 3, "gpt2, tied, clipped": 0, "a lone table, bf16": 2,
     "mixtral of two blocks, spread, recomputed": 0,
 }  # fmt: skip
 """One rank of each; the wide run takes one of every stage."""

@@ -76,7 +76,7 @@ def rms_norm(w: Writer, x: int, width: int, name: str) -> int:
         "mul", (narrow,), size, keeps=(narrow,), takes_back=size, grads=(Grad(narrow, size),),
         parameters=((f"{at.module}.weight", width * w.parameter_bytes),),
     )  # fmt: skip
-    w.touch(mean, product)
+    w.touch(x, mean, product)  # Who calls it holds what it is called with.
     return out
 
 

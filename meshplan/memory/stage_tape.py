@@ -42,7 +42,8 @@ class Cutter:
         tape: Of the whole model, loss included.
         widening: How many times as wide as what is computed in what stands in for other stages'
             modules is, which has the dtype that the model is stored in. What free modules make
-            is as wide, and cast by each unit that is called with it.
+            is as wide, and cast by each unit that is called with it: but where a stage gets what
+            blocks begin with, free modules go by the dtype of that.
 
     Raises:
         PlanError: Something passes through a stage that does not use it.
@@ -98,6 +99,9 @@ class Cutter:
             self._laid_of.setdefault(self.owner[number], []).append((number, fqn, size))
         self._free: dict[str, bool] = {}
         """By module, whether it is free, where somebody asked."""
+        first = min((start for _, start, _ in tape.units), default=0)
+        self._begins = {tape.base[value] for row in tape.rows[:first] for value in row.makes}
+        """What blocks begin with."""
 
     def _follow(self) -> None:
         """Whose modules' values each stage depends on, itself or through what is between them."""
@@ -178,7 +182,8 @@ class Cutter:
             out.add(Row("send", "", sent, (done,), grads=grads))
         out.outlive |= {names[value] for value in whole.outlive & made}
         if self._widening > 1 and stage:
-            _widen(out, self._is_free, self._widening)
+            begins = not self._begins.isdisjoint(received)
+            _widen(out, (lambda _: False) if begins else self._is_free, self._widening)
         return StageTape(out, tuple(names[value] for value in received), sent)
 
     def _is_free(self, module: str) -> bool:
