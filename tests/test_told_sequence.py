@@ -26,6 +26,10 @@ CASES: dict[str, Case] = {
     "gpt2, one sample, in part": (GPT2, SEQUENCE | SELECTIVE | TWICE | BOTH, 4),
     "qwen3, in part, bf16": (QWEN3, SEQUENCE | SELECTIVE | BF16 | BOTH, 4),
     "granite, logits cut": (GRANITE, SEQUENCE | LOGITS | BOTH, 4),
+    # What the body gave back is held while the scores are divided.
+    "granite of few features, logits cut": (
+        GRANITE | {"hidden_size": 32, "num_attention_heads": 2, "head_dim": 16, "vocab_size": 4096},
+        SEQUENCE | LOGITS, 2),
     "llama, every other block, tied": (
         LLAMA | {"tie_word_embeddings": True},
         SEQUENCE | BF16 | LOGITS
@@ -36,7 +40,7 @@ CASES: dict[str, Case] = {
     "gpt2, twice": (GPT2, SEQUENCE | TWICE, 2),
     "gpt2, twice, bf16": (GPT2, SEQUENCE | TWICE | BOTH | BF16, 4),
 }  # fmt: skip
-DEFAULT = ("llama",)
+DEFAULT = ("llama", "granite of few features, logits cut")
 CALLED_ALIKE = ("llama", "gpt2", "granite, logits cut")
 """Of others, what a collective reads is called a buffer of it, or a gradient in parts is one."""
 

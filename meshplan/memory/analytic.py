@@ -168,8 +168,8 @@ def tape_of(shape: Shape, run: Run, *, only: Collection[int] | None = None) -> T
     logits = project(
         w, part.styled, Entered(), x, shape.hidden, shape.vocab, "lm_head", weight=tied
     )
-    w.touch(x)  # What the model's body gave back, of which the head may have gathered more.
     logits = w.scale(logits, "div") if shape.scales else logits
+    w.touch(x)  # What the model's body gave back, of which the head may have gathered more.
     if run.cp > 1:  # What is given is held as long as the call.
         w.touch(*part.given, *part.told)
     tape.loss_start = len(tape.rows)
