@@ -117,6 +117,12 @@ CASES: dict[str, Case] = {
     "qwen2, bf16": (QWEN2, BF16, 2),
     "qwen2, float32, recomputed, one block dense": (QWEN2 | {"mlp_only_layers": [1]}, FULL, 2),
     "qwen2, spread, selective": (QWEN2, SPREAD | SELECTIVE, 4),
+    # What the gate of the shared expert gave back waits for the routed ones to be reduced.
+    "qwen2, spread, one expert a token, tied, twice": (
+        QWEN2 | {
+            "hidden_size": 64, "intermediate_size": 72, "head_dim": 8, "num_attention_heads": 4,
+            "num_experts": 8, "num_experts_per_tok": 1, "tie_word_embeddings": True, "mlp_only_layers": [1],
+        }, SPREAD | TWICE, 4),
     "qwen2 beside tp": (QWEN2, BF16 | AUTO | {"mesh": {"dp_shard": 2, "tp": 2}}, 4),
 }  # fmt: skip
 DEFAULT = (
@@ -124,6 +130,7 @@ DEFAULT = (
     "qwen2, bf16",
     "qwen, some blocks dense, selective",
     "qwen, spread, recomputed",
+    "qwen2, spread, one expert a token, tied, twice",
 )
 
 

@@ -155,6 +155,18 @@ class Tape:
         if outlives:
             self.outlive.add(self.base[value])
 
+    def last_kept(self, span: Span) -> int:
+        """The last row of a span of which something is kept."""
+        return max(n for n in range(span.start, span.end) if self.rows[n].keeps)
+
+    def dying(self) -> list[list[int]]:
+        """By row, what forward's frames let go of after it."""
+        out: list[list[int]] = [[] for _ in range(len(self.rows) + 1)]
+        for value, base in enumerate(self.base):
+            if value == base and value not in self.before:
+                out[self.last_use[value]].append(value)
+        return out
+
     def parts(self) -> Iterable[Span]:
         """The spans, and what lies between them."""
         done = 0

@@ -50,8 +50,7 @@ class _HalvesPlayer(StagePlayer):
                 self._mark(Moment.BEFORE_BACKWARD, "")
             self._begin_unit(number)
             self._back_to_inputs(number)
-            if number in self._starts:
-                self._mark(Moment.AFTER_BACKWARD, self._starts[number])
+            self._end_unit(number)
         self._mark(Moment.END_OF_BACKWARD, "")
         self._is_loss = False
         for storage in self._seeds:

@@ -19,6 +19,7 @@ from typing import Final
 
 from meshplan.memory.hosted import Hosted
 from meshplan.memory.log import Change, EventLog, Storage, Term
+from meshplan.memory.nested import Nested
 from meshplan.memory.row import Grad, Row, Span, Tape
 from meshplan.memory.terms import settled
 from meshplan.memory.work import Mark, Moment, Work
@@ -71,19 +72,16 @@ class Player:
         """By value, the storage of its gradient."""
         self._seeds: list[int] = []
         """The scaled loss and its gradient, which `backward` holds until it returns."""
-        self._dying: list[list[int]] = [[] for _ in range(len(tape.rows) + 1)]
-        for value, base in enumerate(tape.base):
-            if value == base and value not in tape.before:
-                self._dying[tape.last_use[value]].append(value)
+        self._dying = tape.dying()
         self._starts = {start: unit for unit, start, _ in tape.units}
         self._ends = {end - 1: unit for unit, _, end in tape.units}
+        self._nested = Nested(tape)
 
     def work(self) -> Work:
         tape = self._tape
         for value, term in tape.before.items():
             self._env[value] = self._born(tape.nbytes[value], Row("", "", ()), term)
-        num_before = len(self._terms)
-        self._phase = _FORWARD
+        num_before, self._phase = len(self._terms), _FORWARD
         self._mark(Moment.BEFORE_FORWARD, "")
         spans = list(tape.parts())
         for span in spans:
@@ -231,7 +229,7 @@ class Player:
         end = span.end
         if span.recompute:
             # What needs nothing that was kept is done first; what runs again must be gathered.
-            end = 1 + self._last_kept(span)
+            end = 1 + self._tape.last_kept(span)
             self._back_through(end, span.end)
             self._begin_unit(end - 1)
             self._recompute(span)
@@ -255,23 +253,25 @@ class Player:
             self._back(number)
             if ending is not None and number == start:
                 self._end_span(ending)
-            if number in self._starts:
-                self._mark(Moment.AFTER_BACKWARD, self._starts[number])
-
-    def _last_kept(self, span: Span) -> int:
-        """The last row of which something is kept."""
-        return max(n for n in range(span.start, span.end) if self._tape.rows[n].keeps)
+            self._end_unit(number)
 
     def _begin_unit(self, number: int) -> None:
         """A row that is the last one of a unit is the first that its backward comes to."""
         if number in self._ends:
             self._mark(Moment.BEFORE_BACKWARD, self._ends.pop(number))
+            self._nested.begin(number, self._grads)
+
+    def _end_unit(self, number: int) -> None:
+        """The first row of a unit is the last that its backward comes to."""
+        if number in self._starts:
+            self._mark(Moment.AFTER_BACKWARD, self._starts[number])
+            for value, storage in self._nested.end(number, self._grads):
+                self._accumulate(value, storage, self._tape.rows[number])
 
     def _recompute(self, span: Span) -> None:
         """Run forward again up to the last tensor that something keeps."""
-        rows = self._tape.rows
+        rows, last = self._tape.rows, self._tape.last_kept(span)
         self._is_loss = False
-        last = self._last_kept(span)
         env = dict(self._inputs[span.start])
         for storage in env.values():
             self._hold(storage)
