@@ -121,7 +121,8 @@ CASES: dict[str, Case] = {
     "qwen2, spread, one expert a token, tied, twice": (
         QWEN2 | {
             "hidden_size": 64, "intermediate_size": 72, "head_dim": 8, "num_attention_heads": 4,
-            "num_experts": 8, "num_experts_per_tok": 1, "tie_word_embeddings": True, "mlp_only_layers": [1],
+            "num_experts": 8, "num_experts_per_tok": 1, "tie_word_embeddings": True,
+            "mlp_only_layers": [1],
         }, SPREAD | TWICE, 4),
     "qwen2 beside tp": (QWEN2, BF16 | AUTO | {"mesh": {"dp_shard": 2, "tp": 2}}, 4),
 }  # fmt: skip
