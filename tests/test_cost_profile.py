@@ -39,8 +39,11 @@ def test_a_datasheet_times_shares():
     ("cluster", "dtype", "says"),
     [
         (replace(EIGHT, nodes=2), "bfloat16", r"nodes are connected.*\n.*inter: 50GB/s"),
-        (EIGHT, "float32", r"in float32 is not known\n.*computes in bfloat16, float8"),
-        (replace(EIGHT, device=find_device("rtx-3090")), "bfloat16", "set gpu in hardware:"),
+        (replace(EIGHT, device=find_device("b200")), "float32",
+         r"in float32 is not known\n.*computes in bfloat16, float16, float8"),
+        (replace(EIGHT, device=find_device("rtx-3090")), "bfloat16", "computes in float32"),
+        (replace(EIGHT, device=Device(name="stated", memory_bytes=10**10)), "bfloat16",
+         "set gpu in hardware:"),
         (replace(EIGHT, device=find_device("mi250x")), "bfloat16", r"of one node.*\n.*intra: 25GB"),
         (replace(EIGHT, device=Device(name="stated", memory_bytes=10**10)), "bfloat16",
          r"(?s)in bfloat16 is not known.*memory of stated"),
