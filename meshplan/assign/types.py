@@ -357,6 +357,11 @@ class Assignment:
             and self.tensors[fqn].info.trainable
         }
 
+    @property
+    def compute_dtypes(self) -> set[str]:
+        """What parameters are computed with in."""
+        return {p.compute_dtype for p in self.tensors.values() if not p.info.is_buffer}
+
     def is_on_host(self, placed: Placed) -> bool:
         """Whether a tensor lies in the host's memory."""
         unit = None if placed.unit is None else self.units.get(placed.unit)

@@ -50,8 +50,7 @@ def chain_of_plan(plan: Plan) -> Chain:
         raise PlanError(Problem(what, None, "give a config of a known family"))
     if problems := list(refusals(plan)):
         raise PlanError(problems)
-    tensors = plan.assignment.tensors.values()
-    (dtype,) = {p.compute_dtype for p in tensors if not p.info.is_buffer}
+    (dtype,) = plan.assignment.compute_dtypes
     return chain_of(
         plan.graph,
         seq_len=seq_len,

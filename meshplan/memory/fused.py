@@ -45,8 +45,7 @@ def is_fused(plan: Plan) -> bool:
 
 
 def _is_half(plan: Plan) -> bool:
-    tensors = plan.assignment.tensors.values()
-    return {p.compute_dtype for p in tensors if not p.info.is_buffer} <= _HALVES
+    return plan.assignment.compute_dtypes <= _HALVES
 
 
 def _unfused(plan: Plan, seq_len: int, *, is_cuda: bool, device: str) -> Iterator[str]:

@@ -263,14 +263,10 @@ def _number(fqn: str) -> int:
     return int(fqn.rpartition(".")[2])
 
 
-def _compute_dtypes(plan: Plan) -> set[str]:
-    return {p.compute_dtype for p in plan.assignment.tensors.values() if not p.info.is_buffer}
-
-
 def _is_autocast(plan: Plan) -> bool:
-    return len(_compute_dtypes(plan)) != 1
+    return len(plan.assignment.compute_dtypes) != 1
 
 
 def _element_bytes(plan: Plan) -> int:
-    (dtype,) = _compute_dtypes(plan)
+    (dtype,) = plan.assignment.compute_dtypes
     return DTYPE_BYTES[dtype]

@@ -206,7 +206,8 @@ class TracedModel:
             what = f"{type(self._model).__name__} has no product of matrices, and no convolution"
             fix = "nothing says then how long a step takes: state the plan, and leave nothing open"
             raise PlanError(Problem(what, self._origin, fix))
-        if traces[base].plain.convolved > _HARDLY and _is_float32(self._plan):
+        is_float32 = self._plan.assignment.compute_dtypes == {"float32"}
+        if is_float32 and traces[base].plain.convolved > _HARDLY:
             what = f"{type(self._model).__name__} convolves in float32: cuDNN does that in TF32"
             fix = "how fast is not known: choose a precision that computes in bfloat16 or float16"
             raise PlanError(Problem(what, self._spec.origin("precision"), fix))
@@ -316,11 +317,6 @@ def _computed(plan: Plan) -> _Computed:
             )
         ),
     )
-
-
-def _is_float32(plan: Plan) -> bool:
-    tensors = plan.assignment.tensors.values()
-    return {p.compute_dtype for p in tensors if not p.info.is_buffer} == {"float32"}
 
 
 def _key(plan: Plan) -> tuple[int, frozenset[str]]:
