@@ -245,6 +245,18 @@ def test_ten_thousand_levels(tmp_path: Path) -> None:
         load_spec(nested)
 
 
+def test_what_is_too_deep_is_not_read_on(tmp_path: Path) -> None:
+    """In calls: yaml takes the longer for each bracket the more of them are open."""
+    path = tmp_path / "plan.yaml"
+    path.write_text("[" * 6000)
+
+    def refused() -> None:
+        with pytest.raises(SpecError, match="nested more than 32 deep"):
+            load_spec(path)
+
+    assert calls_of(refused) < 100_000
+
+
 def test_bombs(tmp_path: Path) -> None:
     aliases = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
     path = tmp_path / "plan.yaml"
