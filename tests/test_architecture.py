@@ -20,7 +20,7 @@ PACKAGE = ROOT / "meshplan"
 LEVELS = [
     line.split()
     for line in """
-        version errors units collecting
+        version errors units collecting cores
         mesh hardware recipes schedules optimizers
         layout flow spec styles heads
         rehearsal
@@ -53,7 +53,7 @@ LEVELS = [
 
 TORCH_ROOMS = {"runtime", "interop"}
 HEAVY = {"torch", "transformers", "lightning"}
-LATE = {"torch", "sympy", "networkx", "matplotlib", "rich", "yaml"}
+LATE = {"torch", "sympy", "networkx", "matplotlib", "rich", "yaml", "multiprocessing"}
 """What a function may import, because start-up must not pay for it."""
 
 LATE_BETWEEN = {

@@ -24,7 +24,8 @@ from meshplan.memory.driver import with_workspaces
 from meshplan.memory.log import Term
 from meshplan.memory.replay import replay
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.told import BRIEF_ERROR, OverError, told_estimate, told_log
+from meshplan.memory.told import told_estimate, told_log
+from meshplan.memory.told_ranks import BRIEF_ERROR, OverError
 from meshplan.memory.told_works import told_works
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
@@ -378,7 +379,7 @@ def test_a_pipeline_is_told_without_torch() -> None:
     script = (
         "import sys\n"
         "from meshplan.blueprint import from_mapping\n"
-        "from meshplan.memory.told import BRIEF_ERROR, told_log\n"
+        "from meshplan.memory.told import told_log\n"
         "from meshplan.plan import make_plan\n"
         "from meshplan.reader import load_spec\n"
         "graph = from_mapping({'model_type': 'llama', 'num_hidden_layers': 8})\n"

@@ -11,7 +11,7 @@ from meshplan.memory.allocator import reserve
 from meshplan.memory.driver import communicators, driver_bytes, with_workspaces
 from meshplan.memory.estimate import MemoryEstimate, Tier, group_of
 from meshplan.memory.fusing import BOUND, least_of
-from meshplan.memory.held import Held, Holding
+from meshplan.memory.held import Figures, Held, Holding
 from meshplan.memory.hosts import host_of
 from meshplan.memory.log import EventLog
 from meshplan.memory.reconcile import reconcile
@@ -47,7 +47,43 @@ def assemble(
     """
     holding = Holding(device, plan.spec)
     known = [held.get(number) or holding.of(log) for number, log in enumerate(logs)]
-    errors = [error] * len(logs) if isinstance(error, float) else error
+    estimate = assemble_figures(
+        plan,
+        groups,
+        [own.figures for own in known],
+        device=device,
+        limit_bytes=limit_bytes,
+        tier=tier,
+        certified=certified,
+        assumed=assumed,
+        notes=notes,
+        error=error,
+        least=[least_bytes(plan, log, device) for log in logs],
+    )
+    return with_packed(estimate, plan, known) if packs else estimate
+
+
+def assemble_figures(
+    plan: Plan,
+    groups: Sequence[tuple[int, ...]],
+    figures: Sequence[Figures],
+    *,
+    device: str,
+    limit_bytes: int | None,
+    tier: Tier,
+    certified: str,
+    assumed: tuple[tuple[str, str], ...] = (),
+    notes: Sequence[str] = (),
+    error: float | Sequence[float] = 0.0,
+    least: Sequence[int | None] = (),
+) -> MemoryEstimate:
+    """The same where the logs are gone.
+
+    Args:
+        figures: Of the first rank of each group.
+        least: As for `group_of`, of each.
+    """
+    errors = [error] * len(groups) if isinstance(error, float) else error
     hardware = plan.spec.hardware
     per_node = hardware.gpus_per_node if hardware else _GPUS_PER_NODE
     driver = driver_bytes(device, communicators(plan.assignment, gpus_per_node=per_node))
@@ -59,14 +95,12 @@ def assemble(
             limit_bytes=limit_bytes,
             stages=_stages_of(plan, ranks[0]),
             error=each,
-            least=_least(plan, log, device),
+            least=fewest,
         )
-        for log, own, ranks, each in zip(logs, known, groups, errors, strict=True)
+        for own, ranks, each, fewest in zip(
+            figures, groups, errors, least or [None] * len(groups), strict=True
+        )
     ]
-    worst = max(range(len(found)), key=lambda number: found[number].band[1])
-    if packs and found[worst].fits is False and plan.spec.allocator == "default":
-        packed = reserve(known[worst].log, expandable=True).reserved_bytes
-        found[worst] = replace(found[worst], packed_bytes=packed)
     estimate = MemoryEstimate(
         groups=tuple(found),
         tier=tier,
@@ -80,6 +114,21 @@ def assemble(
     is_mixed = plan.spec.precision.is_mixed
     steps = reconcile(estimate.worst, plan.assignment, is_mixed=is_mixed)
     return replace(estimate, reconciliation=steps)
+
+
+def with_packed(estimate: MemoryEstimate, plan: Plan, held: Sequence[Held]) -> MemoryEstimate:
+    """The estimate, and where it does not fit, what expandable segments would reserve.
+
+    Args:
+        held: For the first rank of each group.
+    """
+    if estimate.worst.fits is not False or plan.spec.allocator != "default":
+        return estimate
+    groups = list(estimate.groups)
+    worst = groups.index(estimate.worst)
+    packed = reserve(held[worst].log, expandable=True).reserved_bytes
+    groups[worst] = replace(groups[worst], packed_bytes=packed)
+    return replace(estimate, groups=tuple(groups))
 
 
 def as_bound(estimate: MemoryEstimate, logs: Sequence[EventLog], why: str) -> MemoryEstimate:
@@ -97,7 +146,7 @@ def as_bound(estimate: MemoryEstimate, logs: Sequence[EventLog], why: str) -> Me
     return replace(estimate, groups=groups, bound=why)
 
 
-def _least(plan: Plan, log: EventLog, device: str) -> int | None:
+def least_bytes(plan: Plan, log: EventLog, device: str) -> int | None:
     """What the allocator hands out at the least where blocks are compiled."""
     compiled = plan.assignment.compiled
     if not compiled:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from meshplan.memory.generations import Band
-from meshplan.memory.held import Held
+from meshplan.memory.held import Figures, Spot
 from meshplan.memory.hosts import Host
 from meshplan.memory.log import Term
 
@@ -49,18 +49,6 @@ class PeakBytes(NamedTuple):
     def total_bytes(self) -> int:
         """What `nvidia-smi` would show."""
         return self.reserved_bytes + self.driver_bytes
-
-
-class Spot(NamedTuple):
-    """When and where the peak is, and what the storage is that makes it.
-
-    Attributes:
-        module: "" outside of all: in the loss, in the optimizer's step.
-    """
-
-    phase: str
-    module: str
-    term: Term
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +188,7 @@ def margin(reserved_bytes: int) -> int:
 
 
 def group_of(
-    held: Held,
+    figures: Figures,
     ranks: Sequence[int],
     *,
     driver: Band,
@@ -209,7 +197,7 @@ def group_of(
     error: float = 0.0,
     least: int | None = None,
 ) -> RankGroup:
-    """What ranks need that hold this.
+    """What ranks need of which this was told.
 
     Args:
         driver: What lies outside of torch's allocator.
@@ -217,23 +205,21 @@ def group_of(
         error: How far the log may be from the truth, as a share.
         least: What is allocated at the least where the log is an upper bound.
     """
-    log, found = held.log, held.reserve
-    made = log.storages[log.changes[log.peak.event][1]]
+    found = figures.reserve
     peak = PeakBytes(
         found.requested_bytes, found.allocated_bytes, found.reserved_bytes, driver.expected
     )
     allocated = found.allocated_bytes if least is None else least
     low = int(allocated * (1 - error)) + driver.low
     high = int(margin(found.reserved_bytes) * (1 + error)) + driver.high
-    terms = {term: size for term, size in log.terms_at_peak.items() if size}
     fits = None if limit_bytes is None else high <= limit_bytes
     return RankGroup(
         ranks=tuple(ranks),
         stages=tuple(stages),
         peak=peak,
         band=(low, high),
-        at=Spot(log.phase_at_peak, log.module_at_peak, made.term),
-        terms=MappingProxyType(terms),
+        at=figures.at,
+        terms=MappingProxyType(figures.terms),
         fits=fits,
-        host_bytes=log.host_bytes,
+        host_bytes=figures.host_bytes,
     )

@@ -1,16 +1,46 @@
-"""What is reserved for the step of a rank, workspaces included."""
+"""What is reserved for the step of a rank, workspaces included, and what its peak is made of."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 from meshplan.memory.allocator import Reserve, reserve
 from meshplan.memory.driver import with_workspaces
-from meshplan.memory.log import EventLog
+from meshplan.memory.log import EventLog, Term
 from meshplan.spec import Spec
 
 _STREAM = attrgetter("stream")
+
+
+class Spot(NamedTuple):
+    """When and where the peak is, and what the storage is that makes it.
+
+    Attributes:
+        module: "" outside of all: in the loss, in the optimizer's step.
+    """
+
+    phase: str
+    module: str
+    term: Term
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What an estimate says of a rank: of a log of tens of thousands of events, these.
+
+    Args:
+        at: Of the requested bytes.
+        terms: What those are at the peak; they add up.
+        host_bytes: As of the log.
+    """
+
+    reserve: Reserve
+    at: Spot
+    terms: Mapping[Term, int]
+    host_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +49,15 @@ class Held:
 
     log: EventLog
     reserve: Reserve
+
+    @property
+    def figures(self) -> Figures:
+        """What is of interest once the log is not."""
+        log = self.log
+        made = log.storages[log.changes[log.peak.event][1]]
+        terms = {term: size for term, size in log.terms_at_peak.items() if size}
+        at = Spot(log.phase_at_peak, log.module_at_peak, made.term)
+        return Figures(self.reserve, at, terms, log.host_bytes)
 
 
 class Holding:

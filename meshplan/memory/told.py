@@ -6,19 +6,18 @@ neither knows is refused by name; a trace of the model, which needs torch, answe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
 from meshplan.collecting import no_collection
 from meshplan.errors import PlanError, Problem
-from meshplan.memory.assemble import assemble
-from meshplan.memory.estimate import MemoryEstimate, Tier, margin
+from meshplan.memory.assemble import assemble_figures, least_bytes, with_packed
+from meshplan.memory.estimate import MemoryEstimate, Tier
 from meshplan.memory.experts import Spread, most_arriving
 from meshplan.memory.fused import check_fused
 from meshplan.memory.groups import equal_ranks
-from meshplan.memory.held import Held, Holding
+from meshplan.memory.held import Holding
 from meshplan.memory.log import EventLog, Term
 from meshplan.memory.modules import with_modules
 from meshplan.memory.replay import check_rules, replay
@@ -26,6 +25,7 @@ from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.replay.shards import offloads_params, unit_shards
 from meshplan.memory.replay.unit import GATHERING, REDUCING
 from meshplan.memory.shape import shape_of
+from meshplan.memory.told_ranks import ERROR, Ranks
 from meshplan.memory.told_stages import Played
 from meshplan.memory.told_works import Works, loss_chunks_of, spread_of, told_works
 from meshplan.optimizers import called
@@ -33,27 +33,7 @@ from meshplan.plan import Plan
 from meshplan.restrict import restrict
 from meshplan.units import format_gib
 
-ERROR: Final = 0.01
-"""How far a step told from a config may be from the traced one, as a share.
-Source: `tests/test_memory_tape.py`."""
-
-BRIEF_ERROR: Final = 0.03
-"""How much farther what is reserved may be where microbatches are written in brief.
-[Empirical]: between 1 % less and 5 % more in 27 cases; what is requested is the same in all."""
 _CROSS_ENTROPY: Final = "cross-entropy in float32 over the last dim of logits"
-
-
-class OverError(Exception):
-    """Some ranks need more than the caller cares to know.
-
-    Attributes:
-        rank: One of them.
-        reserved_bytes: What is reserved for it at the least.
-    """
-
-    def __init__(self, rank: int, reserved_bytes: int) -> None:
-        super().__init__(rank, reserved_bytes)
-        self.rank, self.reserved_bytes = rank, reserved_bytes
 
 
 @no_collection()
@@ -93,58 +73,31 @@ def told_estimate(
     shape = f"[{micro * plan.accumulate}, {seq_len // plan.mesh.size('cp')}] int64"
     certified = f"told from the config; traced models differ by at most {ERROR:.0%}"
     works = told_works(plan, micro, seq_len, device=device, played=played)
-    brief = works.in_brief
-    told: dict[int, EventLog] = {}
-    held: dict[int, Held] = {}
-    holding = Holding(device, spec)  # Places along pp may do the same with other blocks.
-    in_full = set() if brief else set(range(len(groups)))
-
-    def write(number: int, *, in_brief: bool) -> None:
-        rank = groups[number][0]
-        log = told[number] = _log_of(works, plan, rank, in_brief=in_brief)
-        can_tell = in_brief and not works.only_in_brief and most_bytes < math.inf
-        # The first one mostly tells; of others what is reserved, which is no less, is needed.
-        if can_tell and number == order[0] and log.pooled_bytes > most_bytes:
-            raise OverError(rank, log.pooled_bytes)
-        held[number] = holding.of(log)
-        reserved = held[number].reserve.reserved_bytes
-        if can_tell and reserved > most_bytes and log.pooled_bytes > most_bytes:
-            raise OverError(rank, log.pooled_bytes)
-        if reserved > most_bytes and (works.only_in_brief or not in_brief):
-            raise OverError(rank, reserved)
-
+    # What is asked of logs beside their figures; only where somebody searches is nothing.
+    keeps_logs = packs or tells_modules or bool(plan.assignment.compiled)
+    ranks = Ranks(
+        [each[0] for each in groups],
+        lambda rank, in_brief: _log_of(works, plan, rank, in_brief=in_brief),
+        Holding(device, spec),  # Places along pp may do the same with other blocks.
+        in_brief=works.in_brief,
+        only_in_brief=works.only_in_brief,
+        most_bytes=most_bytes,
+        keeps_logs=keeps_logs,
+    )
     order = [len(groups) - 1, *range(len(groups) - 1)]
     if likely:
         places = [plan.mesh.index(ranks[0], ("pp",)) for ranks in groups]
         order.sort(key=lambda number: -likely[places[number]])
-    for number in order:
-        write(number, in_brief=brief)
-        if held[number].reserve.reserved_bytes > most_bytes:  # In brief: is it so?
-            write(number, in_brief=False)
-            in_full.add(number)
-
-    def error(number: int) -> float:
-        return ERROR + BRIEF_ERROR * (number not in in_full)
-
-    def high(number: int) -> int:
-        """Where the band of a group ends, but for what all have."""
-        return int(margin(held[number].reserve.reserved_bytes) * (1 + error(number)))
-
-    # What is requested is the same in brief; where the most may be reserved, more is known.
-    while not works.only_in_brief:
-        highest = max(range(len(groups)), key=high)
-        if highest in in_full:
-            break
-        write(highest, in_brief=False)
-        in_full.add(highest)
-    found = assemble(
+    told = ranks.tell(order)
+    logs = [each.log for each in told if each.log is not None]
+    found = assemble_figures(
         plan,
         groups,
-        [told[number] for number in range(len(groups))],
+        [each.figures for each in told],
         device=device,
         limit_bytes=limit_bytes,
         tier=Tier.REPLAY,
-        certified=certified + _in_brief(len(in_full), len(groups)),
+        certified=certified + _in_brief(sum(each.is_full for each in told), len(groups)),
         assumed=(
             ("inputs of a rank's step", shape),
             ("loss", _CROSS_ENTROPY + in_chunks(plan)),
@@ -152,12 +105,13 @@ def told_estimate(
             *_of_experts(plan, tells_worst=tells_worst),
         ),
         notes=notes,
-        error=[error(number) for number in range(len(groups))],
-        held=held,
-        packs=packs,
+        error=[each.error for each in told],
+        least=[least_bytes(plan, log, device) for log in logs],
     )
+    if packs:
+        found = with_packed(found, plan, [each.held for each in told if each.held is not None])
     if tells_modules:
-        found = with_modules(found, plan, [told[n] for n in range(len(groups))])
+        found = with_modules(found, plan, logs)
     return found
 
 

@@ -9,19 +9,21 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.chain import chain_of
+from meshplan.cost.grid import cuts_of
 from meshplan.cost.profile import Profile, measured_for, profile_of
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
 from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
 from meshplan.memory.shape import shape_of
-from meshplan.memory.told import ERROR, OverError, check_told, told_estimate
-from meshplan.memory.told_works import loss_chunks_of, refusals, styled_of
+from meshplan.memory.told import check_told, told_estimate
+from meshplan.memory.told_ranks import ERROR, OverError
+from meshplan.memory.told_works import refusals
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.batches import check_batch
 from meshplan.planner.brief import Brief, Glance, Stages
 from meshplan.planner.certified import OVER, certified, words_of
+from meshplan.planner.chains import Chains
 from meshplan.planner.contexts import EXCHANGES, context_of
 from meshplan.planner.cutting import StagePins, stage_pins_of
 from meshplan.planner.decision import Question, Way
@@ -64,7 +66,12 @@ class Job:
         check_pins(self.spec)
         self._graph = question.graph
         self._few = question.few or question.graph
-        self._chains: dict[tuple[int, int, bool], Chain] = {}
+        self._chains = Chains(
+            question,
+            self.spec,
+            element_bytes=lambda: element_bytes_of(self.trial).computed,
+            cuts=lambda tp: self.free.sequence_parallel[tp],
+        )
         self._driver = driver_bytes(question.device, ()).high
         self.measured: list[Way] = []
         self._known: dict[tuple[object, ...], Measured] = {}
@@ -137,7 +144,7 @@ class Job:
                 return ""
             problems = list(refusals(plan))
             if not problems and plan.mesh.size("tp") > 1:
-                self._chain_of(plan)
+                self._chains.of(plan)
             elif not problems:
                 check_told(plan, device=self.question.device)
         except PlanError as error:
@@ -157,30 +164,7 @@ class Job:
 
     def chain_at(self, tp: int, ep: int = 1) -> Chain:
         """The model as one rank of tp, and of ep, has it."""
-        if self._traced is not None:
-            return self._traced.chain()
-        cuts = tp > 1 and self.free.sequence_parallel[tp]
-        if (tp, ep, cuts) not in self._chains:
-            trial = with_axes(self.spec, {"tp": tp}, sequence_parallel=cuts)
-            return self._chain_of(make_plan(trial, self._few), ep)
-        return self._chains[tp, ep, cuts]
-
-    def _chain_of(self, plan: Plan, ep: int = 1) -> Chain:
-        """The model as one rank of the plan's tp, and of ep, computes it."""
-        length, tp = self.spec.batch.seq_len, plan.mesh.size("tp")
-        assert length is not None
-        key = tp, ep, tp > 1 and plan.spec.sequence_parallel
-        if key not in self._chains:
-            self._chains[key] = chain_of(
-                self._graph,
-                seq_len=length,
-                element_bytes=element_bytes_of(self.trial).computed,
-                tp=tp,
-                ep=ep,
-                styled=styled_of(plan) if tp > 1 else None,
-                loss_chunks=loss_chunks_of(plan),
-            )
-        return self._chains[key]
+        return self._chains.at(tp, ep)
 
     @cached_property
     def grid(self) -> NDArray[np.void]:
@@ -210,6 +194,7 @@ class Job:
 
     def numbers(self, profile: Profile) -> Numbers:
         """What the search reads, at the speeds of a profile."""
+        self._chains.read(cuts_of(self.grid))
         found = numbers_of(
             self.grid,
             self.chain_at,
@@ -354,6 +339,7 @@ class Job:
             device=self.question.device,
             limit_bytes=self.question.limit_bytes,
             most_bytes=most,
+            packs=False,
             likely=candidate.linear_bytes,
             played=self._brief.played,
         )

@@ -29,7 +29,7 @@ from meshplan.memory.pieces import NotComposableError
 from meshplan.memory.replay import Prepared
 from meshplan.memory.replay.optimizer import check_optimizer
 from meshplan.memory.scale import scaled
-from meshplan.memory.told import ERROR, OverError
+from meshplan.memory.told_ranks import ERROR, OverError
 from meshplan.memory.work import Work
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.space import with_axes
