@@ -21,7 +21,7 @@ from meshplan.memory.told import told_estimate, told_log
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from tests import told
-from tests.test_told_stages import AGAIN, FUSED, GPT2, LLAMA, MIXED, MIXTRAL
+from tests.test_told_stages import AGAIN, FUSED, GPT2, LLAMA, MIXED, MIXTRAL, NUMBERS
 
 FLAG = 8
 """Bytes: what ranks tell each other of a forward, which is not told."""
@@ -76,8 +76,10 @@ def test_a_told_rank_is_the_traced_one(apart: ProcessPoolExecutor, case: str) ->
     mine = log_of(plan)
     assert mine.peak.live_bytes == theirs.peak.live_bytes
     assert mine.by_phase.keys() == theirs.by_phase.keys()
+    # Ranks of tp compare what they have, and look at the numbers that say so one by one.
+    close = NUMBERS if "tp" in case else FLAG
     for phase, figures in theirs.by_phase.items():
-        assert mine.by_phase[phase] == pytest.approx(figures, abs=FLAG), phase
+        assert mine.by_phase[phase] == pytest.approx(figures, abs=close), phase
 
 
 def _stack_nothing(self: Writer, x: int) -> int:
