@@ -1,4 +1,9 @@
-"""Models of which nothing repeats, from their config: what a trial has of a model is all of it."""
+"""What stands alone: models of which nothing repeats, and one device.
+
+Which seeded bug would this catch? A model of one layer asked for none of its blocks; a strategy
+that is stated for one device and not planned, or planned as another; sharding over one rank where
+nothing is gained by it, or left out where all that fits shards; its gathers for nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,8 @@ import pytest
 
 from meshplan import api
 from meshplan.cli import main
+from meshplan.planner.asking import question_of_file
+from meshplan.planner.costed import Costed
 from meshplan.planner.lock import overrides
 from meshplan.planning import search_plan
 from tests.test_planner import LLAMA, job
@@ -42,3 +49,55 @@ def test_what_nobody_can_recompute_is_named(job: Any, more: dict[str, Any], caps
     assert "has no repeated blocks, so nothing says what to recompute" in out
     assert "without it something does activation_checkpointing: full" in out
     assert "activation_checkpointing: full -> none" in out
+
+
+ONE: dict[str, Any] = {
+    "hardware": {"nodes": 1, "gpus_per_node": 1, "gpu": "h100-sxm-80gb"},
+    "batch": {"global": 4, "seq_len": 4096},
+}
+LARGE: dict[str, Any] = LLAMA | {
+    "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "vocab_size": 512,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero2", "zero1", "ddp"])
+def test_a_stated_strategy_is_planned_for_one_device_too(job: Any, strategy: str) -> None:
+    path = job(LLAMA, strategy=strategy, **ONE)
+    decision = search_plan(path)
+    chosen = decision.chosen
+    assert chosen is not None
+    assert chosen.plan.assignment.strategy.name == strategy
+    found = api.estimate_memory(path, overrides(chosen.stated))
+    assert found.worst.band == chosen.memory.worst.band
+    costed = Costed(chosen.plan, question_of_file(path).cluster)
+    assert costed.seconds == pytest.approx(chosen.seconds)
+
+
+def test_one_device_gives_back_what_it_cast_where_that_is_fastest(job: Any) -> None:
+    """Of 16 blocks what is kept for backward fits beside no second copy of all parameters."""
+
+    def best(layers: int, **more: Any) -> Any:
+        path = job(LARGE | {"num_hidden_layers": layers}, **ONE, **more)
+        chosen = search_plan(path).chosen
+        return chosen, chosen.plan.assignment
+
+    assert best(2)[1].strategy.name == "ddp"  # What is as fast, and simpler.
+    (whole, kept), (shared, given) = best(16, strategy="ddp"), best(16)
+    assert given.strategy.name == "full_shard"
+    assert kept.recompute
+    assert not given.recompute
+    assert shared.seconds < 0.95 * whole.seconds
+
+
+def test_gathering_from_nobody_else_takes_time(job: Any) -> None:
+    """To cast parameters once more, which so few tokens do not hide."""
+
+    def seconds(strategy: str) -> float:
+        batch = {"global": 1, "seq_len": 64}
+        path = job(LARGE, **ONE | {"batch": batch}, strategy=strategy)
+        chosen = search_plan(path).chosen
+        assert chosen is not None
+        return chosen.seconds
+
+    assert seconds("full_shard") > 1.1 * seconds("ddp")

@@ -248,6 +248,9 @@ class Rows:
         self.along_ep, self.along_rest = near(ep, tp * cp), near(self.shards / ep, tp * cp * ep)
         has_whole = bool((self.mode == _DDP).any())
         self.offloads = bool(grid["offload"].any())
+        # FSDP2 over one rank; what it fetches from the host takes longer than that.
+        is_alone = (self.mode == _SHARD) & (self.shards * replicate == 1)
+        self.are_cast = is_alone & ~is_there(grid)
         self._per_node = gpus_per_node
         self.along_all = near(self.shards * replicate, tp) if has_whole else None
 
@@ -324,6 +327,7 @@ class Rows:
         is_apart = (self.grid["ep"] > 1) & (experts > 0)  # A unit of their own.
         one = numel - kind.expert_numel + np.where(is_apart, 0.0, experts * self.shards)
         gathered = all_gather(one * widths.compute, self.along_shards, profile)
+        gathered = gathered + np.where(self.are_cast, self._cast(one), 0.0)
         reduced = all_gather(one * widths.reduce, self.along_shards, profile)
         summed = all_reduce(one * widths.reduce / self.shards, self.along_replicas, profile)
         if is_apart.any():
@@ -335,6 +339,11 @@ class Rows:
         if self.along_all is None:
             return gathered, reduced, summed, None
         return gathered, reduced, summed, all_reduce(numel * widths.stored, self.along_all, profile)
+
+    def _cast(self, numel: Array) -> Array:
+        """What gathering from nobody else still does: the cast, and two copies of what it made."""
+        widths, rate = self.widths, self.profile.memory_bytes_per_s
+        return np.asarray(numel * (widths.stored + 5 * widths.compute) / rate)
 
     def slows(self) -> Array | float:
         """By what share of it DDP's sum slows the backward that hides it."""

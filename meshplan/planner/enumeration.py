@@ -56,16 +56,19 @@ def _lent(free: Freedom, shard: int, sizes: Mapping[str, int]) -> Iterator[int]:
 
 def _data(free: Freedom, ranks: int) -> Iterator[tuple[int, int, int]]:
     """(dp_replicate, dp_shard, mode) of so many data ranks."""
+    is_stated = _DDP not in free.modes
     for shard in divisors(ranks):
         replicate = ranks // shard
         if shard not in free.axes["dp_shard"] or replicate not in free.axes["dp_replicate"]:
             continue
         if _DDP in free.modes and shard == 1:
             yield replicate, shard, _DDP
-        if _ZERO1 in free.modes and shard > 1 and replicate == 1:
+        # A model on one device may give back what was cast; one rank of many has nothing to share.
+        least = 1 if free.world == 1 else 2
+        if _ZERO1 in free.modes and replicate == 1 and shard >= (least if is_stated else 2):
             yield replicate, shard, _ZERO1
-        # Over one rank only what is offloaded.
-        least = 2 if 0 in free.offload or replicate > 1 else 1
+        # Else over one rank only what is offloaded.
+        least = least if 0 in free.offload or replicate > 1 else 1
         if _SHARD in free.modes and shard >= least and free.hybrid in (None, replicate > 1):
             yield replicate, shard, _SHARD
 

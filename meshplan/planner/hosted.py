@@ -75,14 +75,14 @@ def offload_of(plan: Plan) -> int:
 def may_lie_there(free: Freedom, sizes: Sequence[int], mode: int, what: int) -> bool:
     """Whether FSDP2 shards the parameters, and stages may have them on the host.
 
-    Over one rank it shards what is offloaded, and nothing else.
+    Over one rank of many it shards what is offloaded, and nothing else.
 
     Args:
         sizes: Of pp, dp_replicate, dp_shard and cp.
     """
     pp, _, shard, cp = sizes
     if not what & PARAMS_THERE:
-        return mode != _SHARD or shard > 1
+        return mode != _SHARD or shard > 1 or free.world == 1
     return mode != _DDP and (shard > 1 or cp == 1) and (pp == 1 or free.stages_there)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final
 
-from meshplan.cost.grid import OPTIONS, RECOMPUTE
+from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE
 from meshplan.mesh import AXES
 from meshplan.planner.decision import Way
 from meshplan.planner.found import Found
@@ -27,6 +27,7 @@ Options = tuple[bool, ...]
 """Which of `cost.grid.OPTIONS` blocks may take."""
 
 _KEEP, _MOST_SIMPLER, _MOST_MESHES, _MOST_NEAR, _MOST_GUESSES, _MORE = 3, 8, 5, 3, 1, 1.02
+_DDP: Final = MODES.index("ddp")
 
 
 class Near:
@@ -146,7 +147,10 @@ class Near:
     def _of_row(self, row: int) -> tuple[int, int]:
         """What of a row's own counts first."""
         config = self._job.grid[row]
-        return int(config["offload"]).bit_count(), sum(int(config[axis] > 1) for axis in AXES)
+        spread = sum(int(config[axis] > 1) for axis in AXES)
+        # Sharding over one rank is simpler than sharding over more, and not as simple as none.
+        shards = config["mode"] != _DDP and not spread and not config["offload"]
+        return int(config["offload"]).bit_count(), spread + int(shards)
 
 
 def _sets_of_options() -> Iterator[Options]:

@@ -87,10 +87,10 @@ def statements(
     blocks = [block for stage in stages for block in stage]
     usual = max((block.reshard for block in blocks), default=0)
     mode = MODES[int(row["mode"])]
+    if mode != "ddp" and not data:  # Sharded over one rank: what it offloads, or as is stated.
+        out["mesh"] = {"dp_shard": 1, **mesh}
+        data = ["dp_shard"]
     if mode == "shard":
-        if not data:  # What FSDP2 offloads it shards, if only over one rank.
-            out["mesh"] = {"dp_shard": 1, **mesh}
-            data = ["dp_shard"]
         out["strategy"] = _UNIFORM[usual][len(data) - 1]
     else:
         out["strategy"] = mode if data else None  # Nothing is left for it to say.
