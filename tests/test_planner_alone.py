@@ -74,8 +74,8 @@ def test_a_stated_strategy_is_planned_for_one_device_too(job: Any, strategy: str
     assert costed.seconds == pytest.approx(chosen.seconds)
 
 
-def test_one_device_gives_back_what_it_cast_where_that_is_fastest(job: Any) -> None:
-    """Of 16 blocks what is kept for backward fits beside no second copy of all parameters."""
+def test_one_device_shards_over_itself_where_that_is_fastest(job: Any) -> None:
+    """Of 16 blocks what is kept for backward fits beside no second copy of all gradients."""
 
     def best(layers: int, **more: Any) -> Any:
         path = job(LARGE | {"num_hidden_layers": layers}, **ONE, **more)
@@ -84,9 +84,8 @@ def test_one_device_gives_back_what_it_cast_where_that_is_fastest(job: Any) -> N
 
     assert best(2)[1].strategy.name == "ddp"  # What is as fast, and simpler.
     (whole, kept), (shared, given) = best(16, strategy="ddp"), best(16)
-    assert given.strategy.name == "full_shard"
-    assert kept.recompute
-    assert not given.recompute
+    assert given.strategy.name in {"zero2", "full_shard"}
+    assert len(given.recompute) < len(kept.recompute)
     assert shared.seconds < 0.95 * whole.seconds
 
 

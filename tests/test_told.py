@@ -203,7 +203,17 @@ CHUNKS: dict[str, Case] = {
         LLAMA | WORDS,
         AUTO | BF16 | {"loss_chunks": 2, "rules": [{"match": "lm_head", "place": {"tp": "R"}}]}, 2),
 }  # fmt: skip
+LONE: dict[str, Any] = {"mesh": {"dp_shard": 1}}
+ALONE: dict[str, Case] = {
+    "one rank gives back, bf16, twice": (
+        LLAMA, LONE | BF16 | TWICE | {"strategy": "full_shard", "clip_grad_norm": 1.0}, 1),
+    "one rank keeps, bf16, twice": (LLAMA, LONE | BF16 | TWICE | {"strategy": "zero2"}, 1),
+    "one rank gives back, recomputed": (
+        GPT2, LONE | {"strategy": "full_shard", "activation_checkpointing": "full"}, 1),
+    "one rank, zero1, bf16": (LLAMA, LONE | BF16 | {"strategy": "zero1"}, 1),
+}  # fmt: skip
 DEFAULT = (
+    "one rank gives back, bf16, twice",
     "bf16, each block its own way",
     "qwen3 of wide heads, bf16, recomputed",
     "loss in chunks, bf16",
@@ -211,11 +221,14 @@ DEFAULT = (
 )
 """The cases that show most; every change runs them."""
 OTHERWISE_CALLED = (
-    "llama, tied, hybrid, twice", "qwen3, auto, tied, sharded, bf16, selective", "qwen2, clipped",
+    "one rank gives back, bf16, twice", "one rank keeps, bf16, twice",
+    "one rank gives back, recomputed", "llama, tied, hybrid, twice",
+    "qwen3, auto, tied, sharded, bf16, selective", "qwen2, clipped",
     "gpt2, auto, sharded", "loss in chunks, tp leaves words whole",
 )  # fmt: skip
-"""With tp: whether what a collective reads is a buffer of it, and a gradient in parts is one."""
-CASES = SELECTIVE | TENSOR | CHUNKS
+"""With tp: whether what a collective reads is a buffer of it, and a gradient in parts is one. One
+rank sends nothing, so what it reduces from is a gradient."""
+CASES = SELECTIVE | TENSOR | CHUNKS | ALONE
 
 
 def told_and_traced(

@@ -182,7 +182,8 @@ def terms(
     after = np.zeros_like(gathered)
     if profile.gathers_once:
         after = np.where(rows.mode == _ZERO1, gathered, 0.0)
-    waited = join(forward, gathers - after, there)
+    cast = rows.cast(kind)
+    waited = join(forward, gathers - after, there) + cast
     forwards, first, last = [], [], []
     backwards = []
     for again, (work, sent) in enumerate(zip(kind.again, kind.sent_again, strict=True)):
@@ -204,6 +205,8 @@ def terms(
             end = np.where(is_whole, hidden(backward, whole, contention=rows.slows()), end)
             later = np.where(is_whole, whole, later)
         end = np.where(halved, usual + later, end)
+        if reshard:
+            usual, end = usual + cast, end + cast
         forwards.append(waited if reshard else forward)
         first.append(usual + waited_for)
         last.append(end - usual + (0.0 if reshard else waited - forward))
@@ -327,7 +330,6 @@ class Rows:
         is_apart = (self.grid["ep"] > 1) & (experts > 0)  # A unit of their own.
         one = numel - kind.expert_numel + np.where(is_apart, 0.0, experts * self.shards)
         gathered = all_gather(one * widths.compute, self.along_shards, profile)
-        gathered = gathered + np.where(self.are_cast, self._cast(one), 0.0)
         reduced = all_gather(one * widths.reduce, self.along_shards, profile)
         summed = all_reduce(one * widths.reduce / self.shards, self.along_replicas, profile)
         if is_apart.any():
@@ -340,10 +342,15 @@ class Rows:
             return gathered, reduced, summed, None
         return gathered, reduced, summed, all_reduce(numel * widths.stored, self.along_all, profile)
 
-    def _cast(self, numel: Array) -> Array:
-        """What gathering from nobody else still does: the cast, and two copies of what it made."""
-        widths, rate = self.widths, self.profile.memory_bytes_per_s
-        return np.asarray(numel * (widths.stored + 5 * widths.compute) / rate)
+    def cast(self, kind: Kind) -> Array:
+        """What FSDP2 does over one rank where it would gather: cast and copy, between kernels.
+
+        Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `wait_for_unshard`.
+        """
+        widths, numel = self.widths, float(sum(kind.numels))
+        casts = 2 * widths.compute if widths.stored != widths.compute else 0
+        moved = numel * (casts + widths.stored + widths.compute)
+        return np.where(self.are_cast, moved / self.profile.memory_bytes_per_s, 0.0)
 
     def slows(self) -> Array | float:
         """By what share of it DDP's sum slows the backward that hides it."""
