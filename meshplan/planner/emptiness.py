@@ -19,19 +19,18 @@ def nothing_to_choose(free: Freedom, spec: Spec) -> EmptySpaceError:
     """The error of a freedom that no configuration is left of."""
     whys = "; ".join(f"{each.what}: {each.why}" for each in free.rejected)
     least = _least_samples(free)
+    devices = f"{free.world:,} device{'' if free.world == 1 else 's'}"
     if least is None or free.global_ is None:
-        what = f"no mesh of {free.world:,} devices has all that is stated"
+        what = f"no mesh of {devices} has all that is stated"
         problem = Problem(what, spec.origin("mesh"), whys or _FIX)
     else:
         what = (
-            f"no mesh of {free.world:,} devices shares out {free.global_:,} samples: "
+            f"no mesh of {devices} shares out {free.global_:,} samples: "
             f"its data ranks take {least:,} at the least"
         )
         fix = f"write a batch.global of which {least:,} is a divisor, or take fewer devices"
         if least <= free.global_ or not len(enumerate_grid(replace(free, global_=least))):
-            what = (
-                f"no mesh of {free.world:,} devices shares out {free.global_:,} samples as stated"
-            )
+            what = f"no mesh of {devices} shares out {free.global_:,} samples as stated"
             fix = _FIX
         problem = Problem(what, spec.origin("batch.global"), fix)
     return EmptySpaceError(problem, free.rejected)

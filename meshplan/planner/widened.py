@@ -150,6 +150,7 @@ def _twins(grid: NDArray[np.void], what: int, job: Job) -> tuple[Counts, NDArray
         can_be = grid["mode"] != _DDP
         alone = ~can_be & (grid["dp_replicate"] == 1) & (grid["dp_shard"] == 1)
         alone &= (grid["cp"] == 1) & (_SHARD in free.modes) & (not free.hybrid)
+        alone &= free.world > 1  # A device on its own has those rows already.
     at = np.flatnonzero(can_be | alone)
     rows = grid[at].copy()
     rows["offload"] = what
