@@ -7,23 +7,22 @@ small; what it learns beside it is lost.
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Final, TypeVar
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Final, NoReturn, TypeVar
 
 A = TypeVar("A")
 B = TypeVar("B")
 
 _SECOND: Final = threading.Lock()
 """Held while a copy is at work, and inside of it: two processes are enough for two cores."""
-
 _MOST: Final = 4096
 """Pieces, for each of which a byte lies in a pipe that nobody reads yet."""
 
@@ -32,7 +31,7 @@ def has_another() -> bool:
     """Whether a second core may be used now.
 
     A process with other threads is not copied: locks that they hold would never be given back. Nor
-    is one with torch, which has threads that Python knows nothing of.
+    is one with torch, whose own threads do not know what to do in a copy; numpy's do.
     """
     return (
         sys.platform == "linux"
@@ -47,7 +46,7 @@ def each(work: Callable[[A], B], pieces: Sequence[A]) -> list[B]:
     """What pieces of work come to, as if one was done after the other.
 
     Args:
-        work: Asks no other piece for anything. What it comes to, or raises, can be pickled.
+        work: Asks no other piece for anything, and comes to something that can be pickled.
 
     Raises:
         Exception: What the first piece raises that raises anything.
@@ -60,47 +59,75 @@ def each(work: Callable[[A], B], pieces: Sequence[A]) -> list[B]:
 
 def _from_both_ends(work: Callable[[A], B], pieces: Sequence[A]) -> list[B]:
     """A token for each piece lies in a pipe: whoever takes one does the next at its own end."""
-    import multiprocessing  # 20 ms, which small questions do not pay
+    with _pipe() as (tokens, filler), _pipe() as (here, there):
+        filler.write(bytes(len(pieces)))
+        filler.close()  # So that it is read to its end.
+        own, copy = os.getpid(), 0
+        done: list[B] = []
+        try:
+            copy = _fork()
+            if not copy:
+                here.close()
+                _do_the_last(work, pieces, lambda: os.getppid() == own and _takes(tokens), there)
+            there.close()
+            while _takes(tokens):
+                done.append(work(pieces[len(done)]))
+            found = _received(here)
+        finally:
+            if copy > 0:
+                os.kill(copy, signal.SIGKILL)
+                with suppress(ChildProcessError):  # Somebody else waits for all children.
+                    os.waitpid(copy, 0)
+    # What the copy could not do is done here, and raises here.
+    done += [work(piece) for piece in pieces[len(done) : len(pieces) - len(found)]]
+    return done + found
 
-    context = multiprocessing.get_context("fork")
-    tokens, filler = os.pipe()
-    here, there = context.Pipe(duplex=False)
-    os.write(filler, bytes(len(pieces)))
-    os.close(filler)  # So that it is read to an end.
-    copy = context.Process(target=_from_the_end, args=(work, pieces, tokens, there), daemon=True)
-    copy.start()
-    there.close()
-    done: list[B] = []
+
+@contextmanager
+def _pipe() -> Iterator[tuple[io.FileIO, io.FileIO]]:
+    """Its two ends, (to read from, to write to)."""
+    ends = [io.FileIO(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True)]
     try:
-        while os.read(tokens, 1):
-            done.append(work(pieces[len(done)]))
-        while len(done) < len(pieces):
-            try:
-                found, error = here.recv()
-            except EOFError:  # Somebody ended it, as the system does where memory is short.
-                found, error = [work(piece) for piece in pieces[len(done) :]], None
-            if error is not None:
-                raise error
-            done += found
+        yield ends[0], ends[1]
     finally:
-        copy.kill()
-        copy.join()
-        here.close()
-        os.close(tokens)
-    return done
+        for end in ends:
+            end.close()
 
 
-def _from_the_end(
-    work: Callable[[A], B], pieces: Sequence[A], tokens: int, there: Connection
-) -> None:
-    """Do pieces in a copy, the last one first, and say what they came to, or what was raised."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Whoever waits for it hears it too, and ends it.
+def _fork() -> int:
+    """As `os.fork`; negative where the system has no room for another process."""
+    with warnings.catch_warnings():
+        # Since 3.12 Python warns of threads, those of BLAS too, which it stops for a fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            return os.fork()
+        except OSError:
+            return -1
+
+
+def _takes(tokens: io.FileIO) -> bool:
+    return bool(tokens.read(1))
+
+
+def _do_the_last(
+    work: Callable[[A], B], pieces: Sequence[A], takes: Callable[[], bool], there: io.FileIO
+) -> NoReturn:
+    """Do pieces in a copy, the last one first, until one raises; send what they came to."""
     done: list[B] = []
-    error: Exception | None = None
     try:
-        while os.read(tokens, 1):
-            done.insert(0, work(pieces[-1 - len(done)]))
-    except Exception as raised:
-        error = raised
-    with suppress(BrokenPipeError):  # Nobody waits any longer.
-        there.send((done, error))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Whoever waits hears it too, and ends this.
+        with suppress(Exception):  # It is raised where the piece is done again.
+            while takes():
+                done.insert(0, work(pieces[-1 - len(done)]))
+        with open(there.fileno(), "wb", closefd=False) as file:
+            pickle.dump(done, file)
+    finally:
+        os._exit(0)  # Nothing of the process that was copied is to be tidied up here.
+
+
+def _received(here: io.FileIO) -> list[Any]:
+    """What a copy sent; nothing if it was ended before, as the system does if memory is short."""
+    with suppress(EOFError, pickle.UnpicklingError):
+        found: list[Any] = pickle.loads(here.readall())
+        return found
+    return []

@@ -311,7 +311,7 @@ def _duration(value: Value, found: Findings) -> float | None:
 
 def _solve(value: Value, found: Findings) -> dict[str, Any] | None:
     fields: Mapping[str, Decoder] = {
-        "objective": choice(("time", "memory", "cost"), "an objective"),
+        "objective": choice(("time", "memory", "balanced", "cost"), "an objective"),
         "time_limit": _duration,
         "keep": integer(1),
     }

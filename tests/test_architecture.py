@@ -53,7 +53,7 @@ LEVELS = [
 
 TORCH_ROOMS = {"runtime", "interop"}
 HEAVY = {"torch", "transformers", "lightning"}
-LATE = {"torch", "sympy", "networkx", "matplotlib", "rich", "yaml", "multiprocessing"}
+LATE = {"torch", "sympy", "networkx", "matplotlib", "rich", "yaml"}
 """What a function may import, because start-up must not pay for it."""
 
 LATE_BETWEEN = {

@@ -283,7 +283,7 @@ def test_nothing_fits(job, capsys):
         ({"hardware": {"nodes": 1, "gpus_per_node": 8, "memory": "80GiB"}}, "how fast"),
         ({"mesh": [2, 4]}, "bare mesh"),
         ({"compile": True}, "no rules for compiled blocks"),
-        ({"solve": {"objective": "balanced"}}, "'balanced' is not an objective"),
+        ({"solve": {"objective": "speed"}}, "'speed' is not an objective"),
         ({"activation_checkpointing": {"mode": "selective", "save": ["mm"]}}, "than the usual"),
         ({"rules": [{"match": "model.layers.3.mlp", "stage": 1}]}, "between whole blocks"),
         ({"rules": [{"match": "lm_head", "stage": 0}]}, "into the last stage"),

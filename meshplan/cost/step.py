@@ -182,8 +182,10 @@ def terms(
     after = np.zeros_like(gathered)
     if profile.gathers_once:
         after = np.where(rows.mode == _ZERO1, gathered, 0.0)
-    cast = rows.cast(kind)
-    waited = join(forward, gathers - after, there) + cast
+    # Over one rank nothing is fetched ahead, on no stream of its own.
+    fetched = np.where(rows.are_alone, there, 0.0)
+    alone, there = rows.cast(kind) + fetched, there - fetched
+    waited = join(forward, gathers - after, there) + alone
     forwards, first, last = [], [], []
     backwards = []
     for again, (work, sent) in enumerate(zip(kind.again, kind.sent_again, strict=True)):
@@ -206,7 +208,7 @@ def terms(
             later = np.where(is_whole, whole, later)
         end = np.where(halved, usual + later, end)
         if reshard:
-            usual, end = usual + cast, end + cast
+            usual, end = usual + alone, end + alone
         forwards.append(waited if reshard else forward)
         first.append(usual + waited_for)
         last.append(end - usual + (0.0 if reshard else waited - forward))
@@ -251,9 +253,8 @@ class Rows:
         self.along_ep, self.along_rest = near(ep, tp * cp), near(self.shards / ep, tp * cp * ep)
         has_whole = bool((self.mode == _DDP).any())
         self.offloads = bool(grid["offload"].any())
-        # FSDP2 over one rank; what it fetches from the host takes longer than that.
-        is_alone = (self.mode == _SHARD) & (self.shards * replicate == 1)
-        self.are_cast = is_alone & ~is_there(grid)
+        # FSDP2 over one rank, of which nothing is sent.
+        self.are_alone = (self.mode == _SHARD) & (self.shards * replicate == 1)
         self._per_node = gpus_per_node
         self.along_all = near(self.shards * replicate, tp) if has_whole else None
 
@@ -330,7 +331,7 @@ class Rows:
         is_apart = (self.grid["ep"] > 1) & (experts > 0)  # A unit of their own.
         one = numel - kind.expert_numel + np.where(is_apart, 0.0, experts * self.shards)
         gathered = all_gather(one * widths.compute, self.along_shards, profile)
-        reduced = all_gather(one * widths.reduce, self.along_shards, profile)
+        reduced = all_gather(one * widths.reduce, self.along_shards, profile) + self._laid(one)
         summed = all_reduce(one * widths.reduce / self.shards, self.along_replicas, profile)
         if is_apart.any():
             other = np.where(is_apart, experts, 0.0)
@@ -350,7 +351,17 @@ class Rows:
         widths, numel = self.widths, float(sum(kind.numels))
         casts = 2 * widths.compute if widths.stored != widths.compute else 0
         moved = numel * (casts + widths.stored + widths.compute)
-        return np.where(self.are_cast, moved / self.profile.memory_bytes_per_s, 0.0)
+        return np.where(self.are_alone, moved / self.profile.memory_bytes_per_s, 0.0)
+
+    def _laid(self, numel: Array) -> Array:
+        """What it does over one rank where it would reduce, beside the kernels.
+
+        Gradients are put side by side in their dtype, copied, and added to those before.
+
+        Source: as above, _fsdp_collectives.py, `foreach_reduce`.
+        """
+        moved = numel * (self.widths.compute + (1 + 2 + 3) * self.widths.reduce)
+        return np.where(self.are_alone, moved / self.profile.memory_bytes_per_s, 0.0)
 
     def slows(self) -> Array | float:
         """By what share of it DDP's sum slows the backward that hides it."""

@@ -26,7 +26,6 @@ from meshplan.cost.types import Chain
 from meshplan.errors import PlanError, Problem
 from meshplan.hardware import Cluster
 from meshplan.memory.told_works import loss_chunks_of, refusals, styled_of
-from meshplan.mesh import DATA_AXES
 from meshplan.plan import Plan
 from meshplan.planner.held import element_bytes_of
 from meshplan.planner.hosted import offload_of
@@ -216,10 +215,6 @@ def _row(plan: Plan) -> NDArray[np.void]:
 
 
 def _mode(plan: Plan) -> int:
-    is_there, mesh = offload_of(plan) & PARAMS_THERE, plan.mesh
-    # One of many ranks shares nothing, whatever it is called; a device on its own does as it says.
-    if mesh.world_size > 1 and mesh.size(*DATA_AXES) == 1 and not is_there:
-        return MODES.index("ddp")
     return STRATEGIES[plan.assignment.strategy.name][0][0]
 
 

@@ -28,7 +28,7 @@ class Question:
         few: The same with few blocks, for trials of what it allows; None takes the model itself.
         shorter: The same with so many blocks, or with these of its own; None where nobody can
             make it.
-        objective: By which one plan is better: time, memory or cost.
+        objective: By which one plan is better: time, memory, balanced or cost.
         is_stopped: Whether somebody wants the best so far now.
         profile: What the machine was measured to reach; None takes what is known of such devices.
         profile_path: The file that it is from.
@@ -104,7 +104,8 @@ class Decision:
         spec: As the plan file says it.
         chosen: The simplest of those within SLACK of the best; None where nothing fits.
         best_s: Seconds of the fastest.
-        gap: How much faster something in the space may be than the fastest.
+        gap: How much faster something in the space may be than the fastest; by another objective,
+            how much better by that.
         alternatives: Others that fit, fastest first.
         rejected: What is not in the space, or not the answer, and why.
         num_configs: Rows of the space.

@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 
 from meshplan.errors import Origin, PlanError, Problem, SpecError
+from meshplan.planner.balanced import balance
 from meshplan.planner.decide import decide_job
 from meshplan.planner.decision import Decision, Question, Way
 from meshplan.planner.job import Job
@@ -111,6 +112,9 @@ class Asker:
         if self._question.objective == "cost":
             # Of the number of nodes that is the cheapest: there the cheapest is the fastest.
             self._question = _on_the_cheapest(self._question)
+        if self._question.objective == "balanced" and (found := balance(self._question)):
+            # The fastest of what holds no more than the plan.
+            self._question = replace(self._question, limit_bytes=found.limit_bytes)
         return Job(self._question)
 
     @cached_property

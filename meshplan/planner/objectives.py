@@ -1,4 +1,4 @@
-"""What is the best: the fastest plan, the one that holds the least, or the cheapest."""
+"""What is the best: the fastest plan, the one that holds the least, between them, the cheapest."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Final
 
 from meshplan.planner.asking import TIME_LIMIT_S
+from meshplan.planner.balanced import balanced
 from meshplan.planner.decide import decide, size_in_words
 from meshplan.planner.decision import Decision, Question
 from meshplan.planner.job import Job
@@ -91,5 +92,5 @@ def _by_time(question: Question, told: Told) -> Decision:
 
 
 _BY_OBJECTIVE: Final[Mapping[str, Callable[[Question, Told], Decision]]] = MappingProxyType(
-    {"time": _by_time, "memory": smallest, "cost": cheapest}
+    {"time": _by_time, "memory": smallest, "balanced": balanced, "cost": cheapest}
 )

@@ -42,7 +42,7 @@ def has(way: Way, path: str, text: str) -> bool:
     if area == "mesh":
         return plan.mesh.size(axis) == int(text)
     if path == "strategy":
-        return plan.num_data_ranks > 1 and a.strategy.name == STRATEGY_WORDS[text.lower()]
+        return a.strategy.name == STRATEGY_WORDS[text.lower()]
     if path == "batch.micro":
         return plan.micro == int(text)
     if path == "sequence_parallel":

@@ -194,6 +194,8 @@ def _host(way: Way) -> Iterator[str]:
 
 
 def _least(decision: Decision) -> list[str]:
+    if decision.objective == "balanced":
+        return [f"        seconds times bytes: nothing in the space has {decision.gap:.1%} less"]
     if decision.objective != "memory":
         return []
     return [f"        the least; by linear figures nothing can hold {decision.gap:.1%} less"]
@@ -233,7 +235,7 @@ def _unproved(decision: Decision) -> list[str]:
     if decision.is_whole:
         return []
     end = "it was interrupted" if decision.is_interrupted else "the time was up"
-    if decision.objective == "memory":
+    if decision.objective in ("memory", "balanced"):
         return [f"so far: {end}"]
     return [f"so far: {end}; nothing in the space is more than {decision.gap:.1%} faster"]
 
