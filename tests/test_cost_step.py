@@ -14,7 +14,7 @@ import pytest
 from meshplan.blueprint import from_mapping
 from meshplan.cost.chain import chain_of
 from meshplan.cost.collectives import all_gather, group
-from meshplan.cost.grid import GRID, MODES, OPTIONS
+from meshplan.cost.grid import GRID, MODES, OPTIONS, PARAMS_THERE
 from meshplan.cost.pipeline import crossing_seconds
 from meshplan.cost.profile import profile_of, without
 from meshplan.cost.step import terms, widths_of
@@ -214,7 +214,8 @@ def test_hidden_communication_costs_its_contention_and_no_more():
     block = chain.kinds[1]
     fast = replace(REAL, kernel_s=1e-3)  # Launches hide whatever is sent.
     grid = row(dp_shard=8, microbatches=4)
-    one, many = (terms(g, block, fast, 8, BF16) for g in (row(microbatches=4), grid))
+    alone = row(microbatches=4, mode="ddp")
+    one, many = (terms(g, block, fast, 8, BF16) for g in (alone, grid))
     ring = group(np.array([8.0]), np.array([1.0]), 8)
     numel = sum(block.numels)
     gather = all_gather(np.array([2.0 * numel]), ring, fast)[0]
@@ -367,3 +368,22 @@ def test_attention_under_a_mask_skips_nothing_of_its_own_chunk(cp):
         share = kernels * (1 + 1 / (2 * cp)) if cp > 1 else 1.0
         assert flops > 0
         assert gathered - exchanged == pytest.approx(plain * (share - 1))
+
+
+def test_over_one_rank_parameters_are_cast_between_kernels_and_gradients_laid_beside_them():
+    """Again in backward where they were given back; the fetch from the host is not ahead either."""
+    chain = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=2)
+    block = chain.kinds[1]
+    slow = replace(REAL, kernel_s=1e-3)
+    alone, shard = (row(microbatches=4, mode=mode) for mode in ("ddp", "shard"))
+    hosted = row(microbatches=4, offload=PARAMS_THERE)
+    none, one, far = (terms(g, block, slow, 8, BF16) for g in (alone, shard, hosted))
+    numel, rate = sum(block.numels), slow.memory_bytes_per_s
+    cast = numel * ((4 + 2) + (2 + 2)) / rate
+    laid = numel * ((2 + 4) + (4 + 4) + (4 + 4 + 4)) / rate
+    fetch = numel * 4 / slow.pcie_bytes_per_s
+    assert one.forward_s[0, 1] == pytest.approx(none.forward_s[0, 0] + cast)
+    kept, given_back = one.backward_s[0, :2]
+    assert kept == pytest.approx(none.backward_s[0, 0] + 0.1 * laid)
+    assert given_back == pytest.approx(kept + cast)
+    assert far.forward_s[0, 1] == pytest.approx(none.forward_s[0, 0] + cast + fetch)
