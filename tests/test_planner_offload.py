@@ -127,7 +127,7 @@ def test_a_mistake_shows(job, monkeypatch, what):
     elif what == "twins":
         monkeypatch.setattr(widened, "_twins", lambda grid, what, job: (np.arange(0), grid[:0]))
     wrong = 0
-    for seed in (0, 1, 2, 15, 23):
+    for seed in (0, 2, 15, 23, 40, 89):
         at = random_job(job(TINY, **small(seed)), seed)
         everything = every_row(at)
         if what == "copies":  # As if the search took what it copies for nothing.
