@@ -95,14 +95,20 @@ def _pipe() -> Iterator[tuple[io.FileIO, io.FileIO]]:
 
 
 def _fork() -> int:
-    """As `os.fork`; negative where the system has no room for another process."""
-    with warnings.catch_warnings():
-        # Since 3.12 Python warns of threads, those of BLAS too, which it stops for a fork.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        try:
-            return os.fork()
-        except OSError:
-            return -1
+    """As `os.fork`; negative where the system has no room for another process.
+
+    Ctrl-C does not reach the copy: whoever waits for it hears it too, and ends it.
+    """
+    copy, before = -1, signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with suppress(OSError), warnings.catch_warnings():
+            # Since 3.12 Python warns of threads, those of BLAS too, which it stops for a fork.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            copy = os.fork()
+    finally:
+        if copy:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return copy
 
 
 def _takes(tokens: io.FileIO) -> bool:
@@ -115,7 +121,6 @@ def _do_the_last(
     """Do pieces in a copy, the last one first, until one raises; send what they came to."""
     done: list[B] = []
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Whoever waits hears it too, and ends this.
         with suppress(Exception):  # It is raised where the piece is done again.
             while takes():
                 done.insert(0, work(pieces[-1 - len(done)]))

@@ -182,6 +182,28 @@ def test_where_there_is_no_room_for_a_copy_one_process_does_all() -> None:
 
 
 @needs_two
+def test_whoever_waits_hears_an_interrupt_and_nobody_else() -> None:
+    script = """
+        import signal
+
+        own = os.getpid()
+
+        def some(piece):
+            if piece == 2 and os.getpid() == own:
+                os.killpg(0, signal.SIGINT)
+            return slowly(piece)
+
+        os.setpgrp()
+        try:
+            each(some, range(9))
+        except KeyboardInterrupt:
+            assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            print(os.getpid() == own)
+        """
+    assert said(script) == "True"
+
+
+@needs_two
 def test_nobody_works_for_a_process_that_is_gone() -> None:
     """Its copy, which shares the output, would keep whoever waits for that."""
     script = """
