@@ -194,6 +194,7 @@ def test_whoever_waits_hears_an_interrupt_and_nobody_else() -> None:
             return slowly(piece)
 
         os.setpgrp()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # Ignored in what runs behind.
         try:
             each(some, range(9))
         except KeyboardInterrupt:
