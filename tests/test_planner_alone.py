@@ -15,7 +15,9 @@ from meshplan import api
 from meshplan.cli import main
 from meshplan.planner.asking import question_of_file
 from meshplan.planner.costed import Costed
+from meshplan.planner.difference import _fields
 from meshplan.planner.lock import overrides
+from meshplan.planner.settings import has
 from meshplan.planning import search_plan
 from tests.test_planner import LLAMA, job
 
@@ -100,3 +102,16 @@ def test_gathering_from_nobody_else_takes_time(job: Any) -> None:
         return chosen.seconds
 
     assert seconds("full_shard") > 1.1 * seconds("ddp")
+
+
+def test_what_one_device_does_is_called_so(job: Any) -> None:
+    """By whoever explains the plan, and whoever compares it with another."""
+    path = job(LLAMA, strategy="zero2", **ONE)
+    fields = {}
+    for strategy in ("zero2", "full_shard"):
+        chosen = search_plan(path, overrides({"strategy": strategy})).chosen
+        assert chosen is not None
+        assert has(chosen, "strategy", strategy)
+        assert not has(chosen, "strategy", "ddp")
+        fields[strategy] = dict(_fields(chosen.plan))["strategy"]
+    assert fields == {"zero2": "zero2", "full_shard": "full_shard"}
