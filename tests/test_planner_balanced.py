@@ -17,7 +17,7 @@ from meshplan import api
 from meshplan.cli import main
 from meshplan.cost.grid import OPTIONS
 from meshplan.planner.asking import question_of_file
-from meshplan.planner.balanced import balance
+from meshplan.planner.balanced import balance, balanced
 from meshplan.planner.decision import Way
 from meshplan.planner.job import Job
 from meshplan.planner.lock import overrides
@@ -90,6 +90,18 @@ def test_what_was_not_looked_at_is_in_the_gap(job: Any) -> None:
     assert not stopped.is_whole
     assert stopped.limit_bytes > whole.limit_bytes
     assert stopped.gap > whole.gap
+
+
+def test_an_interrupt_gives_what_was_found_before(job: Any) -> None:
+    question = question_of_file(job(SMALL, **ASKED, solve={"objective": "balanced"}))
+    seen: list[str] = []
+    decision = balanced(replace(question, is_stopped=lambda: bool(seen)), seen.append)
+    assert decision.chosen is not None
+    assert decision.is_interrupted
+    assert not decision.is_whole
+    assert decision.tokens == ASKED["batch"]["global"] * ASKED["batch"]["seq_len"]
+    assert 0 < decision.mfu(decision.chosen) < 1
+    assert 0 < decision.gap < 1
 
 
 def test_what_explains_it_is_about_that_plan(job: Any, capsys: pytest.CaptureFixture[str]) -> None:

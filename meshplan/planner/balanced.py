@@ -35,14 +35,20 @@ class Balance:
     """Where seconds times bytes are the least.
 
     Attributes:
-        limit_bytes: What the plan holds; the fastest within it is the plan.
+        job, way: The plan that was found, and of which question.
         gap: By which share another plan's product may be less.
         is_whole: Whether the search came to its end.
     """
 
-    limit_bytes: int
+    job: Job
+    way: Way
     gap: float
     is_whole: bool
+
+    @property
+    def limit_bytes(self) -> int:
+        """What the plan holds; the fastest within it is the plan."""
+        return self.way.memory.worst.band[1]
 
 
 def balanced(question: Question, told: Callable[[str], None] = lambda text: None) -> Decision:
@@ -56,6 +62,8 @@ def balanced(question: Question, told: Callable[[str], None] = lambda text: None
     if found is None:
         return replace(decide(question, told), objective="balanced")
     decision = decide(replace(question, limit_bytes=found.limit_bytes), told)
+    if decision.chosen is None:  # Nobody waited for it to be looked for once more.
+        decision = _so_far(decision, found)
     return replace(
         decision,
         objective="balanced",
@@ -64,6 +72,21 @@ def balanced(question: Question, told: Callable[[str], None] = lambda text: None
         limit_bytes=question.limit_bytes,
         is_whole=decision.is_whole and found.is_whole,
         search_s=time.monotonic() - began,
+    )
+
+
+def _so_far(decision: Decision, found: Balance) -> Decision:
+    """The same with what was found before."""
+    job, candidate = found.job, found.way.candidate
+    assert candidate is not None
+    samples = job.samples(candidate.row)
+    return replace(
+        decision,
+        chosen=job.certified(found.way),
+        best_s=found.way.seconds,
+        samples=samples,
+        tokens=samples * (job.spec.batch.seq_len or 0),
+        flops=job.flops(candidate.row),
     )
 
 
@@ -76,7 +99,8 @@ def balance(question: Question, told: Callable[[str], None] = lambda text: None)
     began = time.monotonic()
     deadline = began + (TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s)
     limit, free = question.limit_bytes, None
-    at, best, lower, seconds = 0, float("inf"), float("inf"), 0.0
+    at: tuple[Job, Way] | None = None
+    best, lower, seconds = float("inf"), float("inf"), 0.0
     while True:
         job = Job(replace(question, limit_bytes=limit), free)
         free = job.free
@@ -87,15 +111,15 @@ def balance(question: Question, told: Callable[[str], None] = lambda text: None)
         seconds, held = way.seconds, way.memory.worst.band[1]
         told(f"{format_step(seconds)} with {format_gib(held)}")
         if seconds * held < best:
-            best, at = seconds * held, held
+            best, at = seconds * held, (job, way)
         # What holds more than the next limit is no faster; what holds less has its turn.
         limit = int(held * _STEP)
         lower = min(lower, seconds * limit)
-    if not at:
+    if at is None:
         return None
     if not found.is_whole:
         lower = min(lower, float(_products(job, job.usual, seconds).min(initial=np.inf)))
-    return Balance(at, max(0.0, 1 - lower / best), found.is_whole)
+    return Balance(*at, max(0.0, 1 - lower / best), found.is_whole)
 
 
 def _fastest(job: Job, seconds: float, best: float, deadline: float) -> Found:
@@ -108,13 +132,14 @@ def _fastest(job: Job, seconds: float, best: float, deadline: float) -> Found:
     def run(numbers: Numbers) -> Found:
         hopeful = _products(job, numbers, seconds) < best
         kept = np.where(hopeful[:, None, None], numbers.seconds, np.inf)
-        return search(
-            replace(numbers, seconds=kept),
-            job.capacity,
-            partial(job.measure, numbers),
-            deadline=deadline,
-            is_stopped=job.question.is_stopped,
-        )
+        with np.errstate(invalid="ignore"):  # Infinity times nothing is no bound.
+            return search(
+                replace(numbers, seconds=kept),
+                job.capacity,
+                partial(job.measure, numbers),
+                deadline=deadline,
+                is_stopped=job.question.is_stopped,
+            )
 
     return searched(job, run)[1]
 
