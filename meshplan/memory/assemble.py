@@ -33,7 +33,6 @@ def assemble(
     notes: Sequence[str] = (),
     error: float | Sequence[float] = 0.0,
     held: Mapping[int, Held] = MappingProxyType({}),
-    packs: bool = True,
 ) -> MemoryEstimate:
     """What every rank needs, beside the limit, and the way there from the textbook.
 
@@ -42,7 +41,6 @@ def assemble(
         device: A name of `hardware`, "" where nobody says.
         limit_bytes: What it may hold; None where nobody says.
         error: How far the logs, or each of them, may be from the truth, as a share.
-        packs: Whether to tell, where it does not fit, what expandable segments would reserve.
         held: By place in `logs`, what is reserved for it, where that is known.
     """
     holding = Holding(device, plan.spec)
@@ -60,7 +58,7 @@ def assemble(
         error=error,
         least=[least_bytes(plan, log, device) for log in logs],
     )
-    return with_packed(estimate, plan, known) if packs else estimate
+    return with_packed(estimate, plan, known)
 
 
 def assemble_figures(

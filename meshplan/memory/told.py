@@ -57,7 +57,7 @@ def told_estimate(
         device, limit_bytes: As for `assemble`.
         most_bytes: What a rank may reserve at the most for the rest to be of interest.
         tells_worst: Whether to tell what a rank would need that all tokens are routed to.
-        packs: As for `assemble`.
+        packs: Whether to tell, where it does not fit, what expandable segments would reserve.
         tells_modules: Whether to tell of which modules the peak is.
         likely: By place along pp, what its ranks may need: the more, the sooner they are told.
             Where nobody says, what is last holds the loss, and what is first most microbatches.

@@ -178,7 +178,7 @@ def _fields(plan: Plan) -> Iterator[tuple[str, Any]]:
             yield f"mesh.{axis.name}", axis.size
     for loan in a.mesh.loans:
         yield f"mesh.{loan.name}", f"{loan.size} in {loan.within}"
-    # Without data ranks nothing is called ddp, unless FSDP shards over one.
+    # Ranks without a data axis are called ddp, though nobody stated or chose it.
     is_said = plan.num_data_ranks > 1 or plan.mesh.world_size == 1 or a.strategy.name != "ddp"
     yield "strategy", a.strategy.name if is_said else None
     yield "sequence_parallel", a.sequence_parallel
