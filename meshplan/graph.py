@@ -216,6 +216,10 @@ class ModelGraph:
         """The tensors of a module and of those below it, tied ones included."""
         return self._all_inside().get(module, ())
 
+    def tracks_statistics(self, module: str) -> bool:
+        """Return whether a module keeps running statistics, as BatchNorm does by default."""
+        return any(t.is_buffer and t.fqn.endswith(".running_mean") for t in self.owned(module))
+
     def with_params(self) -> set[str]:
         """The modules that hold a parameter, or lie around one that does."""
         inside = self._all_inside().items()

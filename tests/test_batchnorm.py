@@ -104,3 +104,39 @@ class Own(nn.BatchNorm2d):
 def test_what_it_cannot_do_is_refused(model, what):
     with pytest.raises(PlanError, match=what):
         meshplan.parallelize(model, {"version": 1, "strategy": "ddp", **SYNC})
+
+
+def half(plan: dict[str, Any]) -> tuple[float, set[str], set[str]]:
+    """(difference from one process in float32, dtypes of statistics, dtypes that norms get)."""
+    seen = set()
+
+    def look(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        parameters = [str(p.dtype) for p in module.parameters()]
+        seen.add(" ".join((str(args[0].dtype), *parameters, str(output.dtype))))
+
+    model = net()
+    for module in (model[1], model[4]):
+        module.register_forward_hook(look)
+    model = meshplan.parallelize(model, {"version": 1, **plan})
+    alone, optimizer = net(), torch.optim.SGD(model.parameters(), lr=0.05)
+    images, classes = batch(0)
+    expected = nn.functional.cross_entropy(alone(images), classes).item()
+    mine = meshplan.local_batch(model, (images, classes))
+    found = meshplan.train_step(model, optimizer, *mine, nn.functional.cross_entropy)
+    statistics = {str(b.dtype) for n, b in model.named_buffers() if "running" in n}
+    return abs(found - expected), statistics, seen
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
+@pytest.mark.parametrize("word", ["bf16-mixed", "16-mixed"])
+def test_norms_with_running_statistics_keep_float32_in_mixed_precision(pool, strategy, word):
+    """Without units of their own the kernels refuse: half parameters, float32 statistics."""
+    plan = {"strategy": strategy, "precision": word, **SYNC}
+    half_dtype = "torch.bfloat16" if word == "bf16-mixed" else "torch.float16"
+    for apart, statistics, seen in pool(2).run(half, plan):
+        assert apart < 5e-2
+        assert statistics == {"torch.float32"}
+        assert seen == {
+            f"{half_dtype} torch.float32 torch.float32 {half_dtype}",
+            f"{half_dtype} {half_dtype}",
+        }

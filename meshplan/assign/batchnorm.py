@@ -66,7 +66,7 @@ def _is_batchnorm(info: ModuleInfo) -> bool:
 
 def _tracks_alone(info: ModuleInfo, graph: ModelGraph) -> bool:
     """Whether it is InstanceNorm that evaluates with what training has seen."""
-    return "InstanceNorm" in info.type and f"{info.fqn}.running_mean" in graph.tensors
+    return "InstanceNorm" in info.type and graph.tracks_statistics(info.fqn)
 
 
 def _synchronize(spec: Spec, graph: ModelGraph, found: list[ModuleInfo], out: BatchNorm) -> None:

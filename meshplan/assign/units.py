@@ -63,6 +63,14 @@ def assign_units(
     out = Units()
     builder = _Builder(spec, graph, cascade, mesh, strategy, experts, out)
     builder.visit("", None)
+    if builder.as_stored:
+        first, others = builder.as_stored[0], len(builder.as_stored) - 1
+        out.notes.append(
+            Problem(
+                f"{first}{f' and {others} more' if others else ''} keep running statistics: their "
+                "parameters stay in the dtype they are stored in, each norm a unit of its own",
+            )
+        )
     inner_first = sorted(out.by_fqn, key=lambda fqn: -_depth(graph, fqn))
     out.by_fqn = {fqn: out.by_fqn[fqn] for fqn in inner_first}
     _merge_tied(spec, graph, out)
@@ -103,6 +111,7 @@ class _Builder:
     ) -> None:
         self.spec, self.graph, self.cascade = spec, graph, cascade
         self.mesh, self.strategy, self.experts, self.out = mesh, strategy, experts, out
+        self.as_stored: list[str] = []
         self.blocks = set(graph.blocks())
         self.with_params = graph.with_params()
         self._modes: dict[tuple[int, ...], tuple[_Mode, Reason]] = {}
@@ -125,6 +134,8 @@ class _Builder:
                 reason = wanted
             elif fqn in self.blocks and not differs:
                 reason = replace(reason, text=f"{reason.text}, {_DEFAULT_BLOCK}")
+            if differs and self.graph.tracks_statistics(fqn):
+                self.as_stored.append(fqn)
             self._add(fqn, mode, around, reason)
             around = mode
         elif differs and wanted is False:
@@ -164,9 +175,16 @@ class _Builder:
         """What is stated for a module, and whether experts are in it, tell all."""
         holds_experts = self.experts.around(fqn) is not None
         stated = (id(self.cascade.inherited(fqn, field)) for field in _STATED)
-        key = (holds_experts, *stated)
+        computes_as_stored = self.graph.tracks_statistics(fqn)
+        key = (holds_experts, computes_as_stored, *stated)
         if key not in self._modes:
-            self._modes[key] = self._find_mode(fqn, holds_experts)
+            mode, reason = self._find_mode(fqn, holds_experts)
+            # Kernels of such norms take parameters and statistics in one dtype, and statistics in
+            # half precision would stop moving. FSDP's first version left these modules out too.
+            if computes_as_stored and mode.precision.is_mixed:
+                reason = replace(reason, text=f"{reason.text}, norm with running statistics")
+                mode = replace(mode, precision=replace(mode.precision, param=None, output=None))
+            self._modes[key] = mode, reason
         return self._modes[key]
 
     def _find_mode(self, fqn: str, holds_experts: bool) -> tuple[_Mode, Reason]:
