@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
 from meshplan.runtime.batchnorm import apply_sync_batchnorm
 from meshplan.runtime.calls import routable_units, route_direct_calls
 from meshplan.runtime.check import check_live
+from meshplan.runtime.checks.forward_writes import watch_forward_writes
 from meshplan.runtime.chunked import apply_chunked_loss
 from meshplan.runtime.compiled import apply_compile
 from meshplan.runtime.context.apply import ContextParallelism
@@ -27,6 +29,7 @@ from meshplan.runtime.data import apply_data_parallel, keep_evaluation_apart
 from meshplan.runtime.expert import apply_expert_parallel
 from meshplan.runtime.gradients import agree_on_gradients
 from meshplan.runtime.materialize import Values
+from meshplan.runtime.max_norm import share_looked_up_rows
 from meshplan.runtime.mesh import device
 from meshplan.runtime.offload import apply_host_activations
 from meshplan.runtime.outside import watch_first_forward
@@ -77,6 +80,11 @@ def applied(model: nn.Module) -> Applied:
     return found
 
 
+def own_module(model: nn.Module) -> nn.Module:
+    """The user's module inside of what `parallelize` returned."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
 def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.Module:
     """What `parallelize` does once everything is decided and agreed upon, in place.
 
@@ -114,6 +122,9 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.
         model.to(device())
     if plan.assignment.wrapper == "ddp":
         values.fill(model, plan)  # DistributedDataParallel refuses to wrap without memory.
+    if not is_pretending():
+        share_looked_up_rows(model, plan, mesh)
+        watch_forward_writes(model, plan, mesh)
     wrapped = apply_data_parallel(model, plan, mesh)
     route_direct_calls(routable)
     put_off_head()

@@ -113,7 +113,7 @@ def _take_from_rank_0(tensors: dict[str, torch.Tensor]) -> None:
     """Compare checksums in one collective, then broadcast only what differs."""
     if dist.get_world_size() == 1 or not tensors:
         return
-    sums = torch.tensor([_checksum(t) for t in tensors.values()], dtype=torch.int64)
+    sums = torch.tensor([checksum(t) for t in tensors.values()], dtype=torch.int64)
     low, high = sums.to(device(), copy=True), sums.to(device(), copy=True)
     dist.all_reduce(low, op=dist.ReduceOp.MIN)
     dist.all_reduce(high, op=dist.ReduceOp.MAX)
@@ -126,7 +126,7 @@ def _take_from_rank_0(tensors: dict[str, torch.Tensor]) -> None:
             tensor.data = sent.to(tensor.device)
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor) -> int:
     """A sum of the bits, weighted by position so that a permutation shows.
 
     In pieces: the whole of a large embedding in int64 would not fit beside it.

@@ -132,6 +132,35 @@ def gathered_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
                 yield param._unsharded_param
 
 
+def store_gathered(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Copy a gathered parameter of a unit into the part of it that this rank holds.
+
+    Private: FSDP2 frees its gathered copies after a forward, whatever was written into them.
+    """
+    from torch.distributed._composable_state import _get_module_state
+
+    state: Any = _get_module_state(module)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # Before torch 2.13 there was one.
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    for param in (param for group in groups for param in group.fsdp_params):
+        if getattr(param, "_unsharded_param", None) is parameter:
+            whole: Any = getattr(parameter, "_local_tensor", parameter)
+            dim, ranks = param.fsdp_placement.dim, param.mesh_info
+            part = param.sharded_param._local_tensor
+            if part.numel():  # An uneven cut leaves nothing to the last ranks.
+                start = getattr(ranks, "shard_mesh_rank", 0) * param.padded_sharded_param_size[dim]
+                part.copy_(whole.detach().narrow(dim, start, part.shape[dim]))
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Let autograd take a tensor for unchanged that holds again what it held at this version.
+
+    Private: torch means it for tensors that are freed and filled again, as gathered ones are.
+    """
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 def group_store() -> dist.Store:
     """The store in which the ranks met, with a connection of its own where the store can.
 

@@ -21,8 +21,10 @@ from torch.utils.checkpoint import (
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
+from meshplan.runtime.checks.forward_writes import refuse_second_writes
 from meshplan.runtime.mesh import sums_over_ranks
 from meshplan.runtime.pretend import is_pretending
+from meshplan.runtime.remembered import plain_attributes
 from meshplan.runtime.shard import forget_entered
 
 _OPS: dict[str, tuple[str, ...]] = {
@@ -77,7 +79,9 @@ def _recomputed(module: nn.Module, context: dict[str, Any]) -> Callable[..., Any
 
 
 class _Moving:
-    """The buffers of a module that its forward writes: running statistics, counters, averages.
+    """What the forward of a module writes: running statistics, counters, averages.
+
+    In buffers, and in attributes that hold plain numbers, words or switches.
 
     A forward that runs again must find them as the first one did, or it computes something else,
     and must not write them a second time.
@@ -86,35 +90,65 @@ class _Moving:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._known: dict[tuple[bool, ...], list[tuple[nn.Module, str]]] = {}
+        self._known_attributes: dict[tuple[bool, ...], list[tuple[nn.Module, str]]] = {}
 
     def as_at_first(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward that, called again, finds and leaves buffers as it did the first time."""
+        """A forward that, called again, finds and leaves both as it did the first time."""
         starts: dict[tuple[nn.Module, str], torch.Tensor] | None = None
+        attributes: dict[tuple[nn.Module, str], Any] = {}
 
         @wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal starts
+            nonlocal starts, attributes
             if starts is None:
+                attributes = self._attributes()
                 starts, output = self._first(forward, args, kwargs)
+                attributes = self._changed(attributes)
                 return output
+            last = {(owner, name): vars(owner).get(name) for owner, name in attributes}
             ends = {(owner, name): owner._buffers[name] for owner, name in starts}
             try:
+                for (owner, name), value in attributes.items():
+                    vars(owner)[name] = value
                 for (owner, name), start in starts.items():
                     owner._buffers[name] = start.clone()  # As an object of its own: saved for
                 return forward(*args, **kwargs)  # backward is what this forward met.
-            finally:
+            finally:  # Also where torch ends it early, having found all that backward wants.
                 for (owner, name), end in ends.items():
                     owner._buffers[name] = end
+                for (owner, name), value in last.items():
+                    vars(owner)[name] = value
                 # The module around is not called again, so its hook does not forget them.
                 forget_entered()
+                refuse_second_writes(self._module)
 
         return call
+
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self._module.modules())
+
+    def _attributes(self) -> dict[tuple[nn.Module, str], Any]:
+        """Plain attributes as they are now: all of them, until it is known which change."""
+        known = self._known_attributes.get(self._modes())
+        if known is None:
+            return plain_attributes(self._module)
+        return {(owner, name): vars(owner).get(name) for owner, name in known}
+
+    def _changed(
+        self, before: dict[tuple[nn.Module, str], Any]
+    ) -> dict[tuple[nn.Module, str], Any]:
+        """Those of `before` that a forward changes."""
+        modes = self._modes()
+        if modes not in self._known_attributes:
+            now = plain_attributes(self._module)
+            self._known_attributes[modes] = [k for k, v in before.items() if now.get(k, v) != v]
+        return {place: before[place] for place in self._known_attributes[modes]}
 
     def _first(
         self, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[dict[tuple[nn.Module, str], torch.Tensor], Any]:
         """(the buffers that were written, as they were before; the output)."""
-        modes = tuple(module.training for module in self._module.modules())
+        modes = self._modes()
         places = self._known.get(modes)
         watched = self._all() if places is None else places
         before = {(owner, name): owner._buffers[name] for owner, name in watched}

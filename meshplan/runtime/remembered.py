@@ -21,6 +21,16 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
     return {n: v for n, v in vars(module).items() if n not in _OF_EVERY_MODULE}
 
 
+def plain_attributes(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
+    """By module and name: numbers, words and switches that the model's own code keeps."""
+    return {
+        (module, name): value
+        for module in model.modules()
+        for name, value in own_attributes(module).items()
+        if isinstance(value, _PLAIN)
+    }
+
+
 def contents(model: nn.Module) -> dict[tuple[str, str], Any]:
     """By module and name: what attributes are, and what lists, tables and objects among them hold.
 

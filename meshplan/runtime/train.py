@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import DATA_AXES
 from meshplan.plan import Plan
-from meshplan.runtime.applied import Applied, applied
+from meshplan.runtime.applied import Applied, applied, own_module
 from meshplan.runtime.batch import as_arguments, chunk, chunked, mapped
+from meshplan.runtime.checks.forward_writes import begin_microbatch
 from meshplan.runtime.context.batch import local_sequence
 from meshplan.runtime.data import params_on_host, reshard_units, set_gradient_sync
 from meshplan.runtime.guard import guarded
@@ -101,8 +102,11 @@ def train_step(
         if isinstance(model, PipelinedModule):
             scale, is_last = state.loss_scale / count, number == count - 1
             with loss_mode(state.plan):
-                total = total + model.step(part, target, take, scale=scale, is_last=is_last)
+                total = total + model.step(
+                    part, target, take, scale=scale, is_last=is_last, number=number
+                )
             continue
+        begin_microbatch(own_module(model), number)
         begin("forward")
         with set_gradient_sync(model, state.plan, number == count - 1), loss_mode(state.plan):
             loss = take(_call(model, part), target)

@@ -113,6 +113,7 @@ class PipelinedModule(nn.Module):
         *,
         scale: float = 1.0,
         is_last: bool = True,
+        number: int = 0,
     ) -> torch.Tensor:
         """Forward and backward of one batch in microbatches; gradients are added up.
 
@@ -122,6 +123,7 @@ class PipelinedModule(nn.Module):
             loss_fn: (output, targets) -> the mean over the samples.
             scale: Multiplies the gradients.
             is_last: Whether the optimizer steps after this.
+            number: How many such batches went before in the same optimizer step.
 
         Returns:
             The mean loss over this batch in float64, the same on every rank along pp.
@@ -147,6 +149,7 @@ class PipelinedModule(nn.Module):
             microbatches=[as_arguments(part) for part in cut],
             finish=finish,
             sync=lambda part, is_last_here: self._sync(part, is_last and is_last_here),
+            before=number * count,
             released=self._released,
         )
         run.play(self._train)

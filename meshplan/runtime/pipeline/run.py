@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
+from meshplan.runtime.checks.forward_writes import before_backward, begin_microbatch
 from meshplan.runtime.guard import fails_together, is_lost_connection
 from meshplan.runtime.mesh import device
 from meshplan.runtime.moments import begin
@@ -88,6 +89,7 @@ class Run:
         microbatches: Arguments and keyword arguments of each.
         finish: (output, microbatch) -> what backward starts from; only called in the last stage.
         sync: (part, is last) -> says whether the coming backward is the last of its part.
+        before: How many microbatches of the same optimizer step went before these.
         released: By a step, what was sent and has arrived before it; the rest is kept to the end.
     """
 
@@ -102,11 +104,12 @@ class Run:
         microbatches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
         finish: Callable[[Any, int], torch.Tensor | None],
         sync: Callable[[Part, bool], None] = lambda part, is_last: None,
+        before: int = 0,
         released: Mapping[Action, tuple[Action, ...]] = MappingProxyType({}),
     ) -> None:
         self.parts, self.schedule, self.group, self.form = parts, schedule, group, form
         self.microbatches, self.finish, self.sync = microbatches, finish, sync
-        self.peers = peers
+        self.peers, self.before = peers, before
         self.last = form.program.last
         self.has_poison = False
         self.failure: Exception | None = None
@@ -167,6 +170,7 @@ class Run:
         replay = part.replay
         replay.program, replay.received = program, flight.received
         args, kwargs = self.microbatches[m]
+        begin_microbatch(part.module, self.before + m)
         try:
             output = part.module(*args, **kwargs)
         finally:
@@ -214,6 +218,7 @@ class Run:
         self._release(Action(kind, stage, m))
         self._backwards[stage] += 1
         is_last = self._backwards[stage] == len(self.microbatches)
+        before_backward(self.parts[stage].module, self.before + m)
         self.sync(self.parts[stage], is_last)
         return flight
 

@@ -1,0 +1,399 @@
+"""Parameters and buffers that a forward writes.
+
+Models clamp or normalise weights in their forward, follow them with a moving average, count calls,
+renormalise the embeddings they look up. One process simply does it. Under a plan four things would
+go wrong, and each has its cure here:
+
+- A unit of sharding computes on a gathered copy of its parameters and frees it after the forward.
+  What was written is copied back into the shard before that.
+- Ranks see other samples. A parameter written from samples would part ways, so the ranks compare
+  what they wrote before the optimizer steps, and refuse by name what differs. A buffer that differs
+  is a statistic: each forward starts from the first rank's, as in DistributedDataParallel, and the
+  user is told once.
+- A forward runs once for each microbatch, where one process runs it once a step. Every microbatch
+  finds what the first one found, and the step keeps what one forward leaves. Running statistics of
+  norms, and what differs between microbatches, go on from one to the next.
+- A recomputed forward writes again: `runtime.recompute` puts buffers back, and parameters must be
+  left as they are by a second run.
+
+Writes are found by version counters in every forward, and by contents in forwards of steps 1, 2,
+4, 8, ..., since a write through `.data` leaves no version behind.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.mesh import GRADIENT_AXES
+from meshplan.plan import Plan
+from meshplan.runtime.checks.originals import Originals
+from meshplan.runtime.checks.places import (
+    Left,
+    Mark,
+    Place,
+    frozen,
+    goes_on,
+    is_close,
+    is_written,
+    mark_of,
+    places_of,
+    sample_of,
+)  # fmt: skip
+from meshplan.runtime.materialize import checksum
+from meshplan.runtime.mesh import local_of, submesh
+from meshplan.runtime.private import running_node, set_version, store_gathered
+from meshplan.runtime.remembered import plain_attributes
+from meshplan.runtime.steps import before_steps
+
+
+class ForwardWrites:
+    """What the forward of one model, or of one stage of a pipeline, writes on this rank.
+
+    Attributes:
+        microbatch: Number of the microbatch that runs next; 0 in loops that know of none.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+        stages = plan.assignment.stages
+        self.microbatch = 0
+        self._has_microbatches = plan.accumulate * (stages.microbatches if stages else 1) > 1
+        self._model, self._plan, self._mesh = weakref.ref(model), plan, mesh
+        self._steps = 0
+        self._is_first = True
+        self._places = {place.name: place for place in places_of(model, plan)}
+        self._written: dict[str, Left | None] = {}
+        self._statistics = {n for n, p in self._places.items() if goes_on(p, plan)}
+        """Names of what may differ between ranks or microbatches."""
+        self._shared: list[Place] = []
+        """Buffers that begin each forward as they are on the first data rank."""
+        self._starts: dict[str, torch.Tensor] = {}
+        """Contents at the beginning of the step, of what can be swapped."""
+        self._ends: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        """(tensor, contents) that the first microbatch left, while another one runs."""
+        self._memory: dict[str, torch.Tensor] = {}
+        """What units gather written parameters into; it may be freed now."""
+        self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        """By microbatch, written parameters, and their versions when its forward had ended."""
+        self._attributes: dict[tuple[nn.Module, str], Any] = {}
+        self._originals = Originals()
+        units = {place.unit for place in self._places.values() if place.unit is not None}
+        for unit in (None, *sorted(units)):
+            scope = [place for place in self._places.values() if place.unit == unit]
+            self._watch(model.get_submodule(unit) if unit else model, unit, scope)
+        _by_model[model] = own = weakref.ref(self)  # The model's hooks hold it.
+
+        def before_step(optimizer: torch.optim.Optimizer) -> None:
+            writes = own()
+            if writes is None:
+                end()
+            else:
+                writes.before_step(optimizer)
+
+        end = before_steps(before_step)
+
+    def _watch(self, module: nn.Module, unit: str | None, scope: list[Place]) -> None:
+        """Hook into a forward: behind what gathers the unit, before what frees it."""
+        marks: list[tuple[Place, Mark]] = []
+
+        def enter(*_: Any) -> None:
+            if running_node() is None:  # Else it is a forward that runs again in backward.
+                if unit is None:
+                    self._begin()
+                self._prepare(scope)
+                is_due = self._is_due()
+                marks[:] = [(p, mark_of(p.tensor, is_due)) for p in scope if p.is_there]
+
+        def leave(*_: Any) -> None:
+            if running_node() is None and marks:
+                before = marks[:]
+                marks.clear()
+                for place, mark in before:
+                    if place.is_there:
+                        self._look(place, mark, module)
+                if unit is None:
+                    self._finish()
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+        if unit is None:  # Whatever the forward raises, nothing goes on being watched.
+            module.register_forward_hook(lambda *_: self._originals.stop(), always_call=True)
+
+    def _is_due(self) -> bool:
+        """Return whether contents are looked at: in training, in steps 1, 2, 4, 8, ..."""
+        coming = self._steps + 1
+        return torch.is_grad_enabled() and coming & (coming - 1) == 0
+
+    def _repeats(self) -> bool:
+        """Return whether the forward is one of several in its step, and trained on."""
+        return self._has_microbatches and torch.is_grad_enabled()
+
+    # Around one forward of the whole.
+
+    def _begin(self) -> None:
+        if self._shared:
+            group = self._group()
+            for place in self._shared:
+                dist.broadcast(place.tensor, dist.get_global_rank(group, 0), group)
+        if not self._repeats():
+            return
+        if self.microbatch == 0:
+            self._versions = {}
+        if self._is_first:  # Nobody knows yet what will be written.
+            self._attributes = plain_attributes(self._own_model())
+            self._originals.begin(
+                (name, place.tensor)
+                for name, place in self._places.items()
+                if place.can_be_swapped and name not in self._statistics
+            )
+            return
+        for module, name in self._attributes:
+            if self.microbatch == 0:
+                self._attributes[module, name] = vars(module).get(name)
+            else:
+                vars(module)[name] = self._attributes[module, name]
+
+    def _prepare(self, scope: list[Place]) -> None:
+        """Let a later microbatch find what the first one found, where that can be."""
+        if not self._repeats():
+            return
+        for place in scope:
+            is_known = place.name in self._written and place.name not in self._statistics
+            if not is_known or not place.is_there:
+                continue
+            now = place.tensor
+            if self.microbatch == 0:
+                if place.can_be_swapped:
+                    self._starts[place.name] = now.detach().clone()
+                continue
+            self._ends[place.name] = now, local_of(now).detach().clone()
+            if place.name in self._starts:
+                # A tensor of its own: the first microbatch may have saved the other for backward.
+                start = self._starts[place.name].clone()
+                place.table[place.leaf] = start if place.is_buffer else frozen(start)
+
+    def _look(self, place: Place, mark: Mark, module: nn.Module) -> None:
+        """Note whether a forward wrote a tensor, and keep what it wrote."""
+        name, now = place.name, place.tensor
+        if name in self._ends:
+            self._compare_microbatch(place)
+        elif is_written(now, mark):
+            self._note_write(place, mark, module)
+        if name in self._written and self._repeats() and now.requires_grad:
+            self._versions.setdefault(self.microbatch, []).append((now, now._version))
+
+    def before_backward(self, microbatch: int) -> None:
+        """Let autograd find parameters as the forward of a microbatch left them.
+
+        A later microbatch has written the same numbers into them since.
+        """
+        for tensor, version in self._versions.get(microbatch, ()):
+            set_version(tensor, version)
+
+    def _note_write(self, place: Place, mark: Mark, module: nn.Module) -> None:
+        name, now = place.name, place.tensor
+        self._written.setdefault(name, None)
+        if place.unit is not None:
+            self._keep_in_shard(place, mark, module)
+        if mark.checksum is not None:
+            self._written[name] = Left(checksum(local_of(now)), sample_of(now))
+
+    def _keep_in_shard(self, place: Place, mark: Mark, module: nn.Module) -> None:
+        """Copy what a unit's gathered parameter now holds into this rank's shard."""
+        placed = self._plan.assignment.tensors[place.name]
+        if placed.dtype != placed.compute_dtype:
+            raise ApplyError(_cast_problem(place, placed.compute_dtype))
+        now = place.tensor
+        assert isinstance(now, nn.Parameter)
+        self._memory[place.name] = mark.data
+        self._reset_memory(place)
+        with torch.no_grad():
+            store_gathered(module, now)
+
+    def _reset_memory(self, place: Place) -> None:
+        """Undo `weight.data = ...`: a unit would go on gathering into the memory from before."""
+        memory, now = self._memory.get(place.name), place.tensor
+        if memory is None or isinstance(now, DTensor) or now.data_ptr() == memory.data_ptr():
+            return
+        memory.copy_(now.detach())
+        now.data = memory
+
+    def _compare_microbatch(self, place: Place) -> None:
+        """Take what the first microbatch left, if a later one leaves the same."""
+        tensor, left = self._ends.pop(place.name)
+        if is_close(local_of(place.tensor), left):
+            self._reset_memory(place)
+            place.table[place.leaf] = tensor
+            local_of(tensor.data).copy_(left)
+        elif place.is_buffer:
+            self._statistics.add(place.name)
+            _warn([place.name], "microbatches")
+        else:
+            raise ApplyError(_microbatch_problem(place))
+
+    def _finish(self) -> None:
+        if self._is_first and self._repeats():
+            self._is_first = False
+            self._starts |= self._originals.end(self._written)
+            now = plain_attributes(self._own_model())
+            self._attributes = {k: v for k, v in self._attributes.items() if now.get(k, v) != v}
+
+    def check_repeated(self, module: nn.Module) -> None:
+        """Refuse a parameter inside `module` that a second run of its forward wrote otherwise.
+
+        Raises:
+            ApplyError: Such as a moving average of weights, which would move twice.
+        """
+        inside = {id(owner) for owner in module.modules()}
+        for name, left in self._written.items():
+            place = self._places[name]
+            if place.is_buffer or id(place.owner) not in inside:
+                continue
+            self._reset_memory(place)
+            if left is None or not self._is_due():
+                continue
+            if not is_close(sample_of(place.tensor), left.sample):
+                raise ApplyError(_again_problem(place))
+
+    def _own_model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None  # Its own hook called.
+        return model
+
+    # Between the ranks.
+
+    def _group(self) -> dist.ProcessGroup:
+        return submesh(self._mesh, GRADIENT_AXES, flat=True).get_group()
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare what the ranks wrote; every rank of the data axes comes to the same answer.
+
+        Raises:
+            ApplyError: Ranks wrote different numbers into one parameter.
+        """
+        own = {id(p) for p in self._own_model().parameters()}
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            return
+        is_due = self._steps + 1 & self._steps == 0
+        self._steps += 1
+        if not is_due or self._plan.mesh.size(*GRADIENT_AXES) == 1:
+            return
+        notes = {n: self._note(n) for n in self._written if self._places[n].is_there}
+        every: list[Any] = [None] * self._plan.mesh.size(*GRADIENT_AXES)
+        dist.all_gather_object(every, notes, group=self._group())
+        names = sorted({name for each in every for name in each})
+        differ = [name for name in names if len({each.get(name) for each in every}) > 1]
+        wrong = [name for name in differ if not self._places[name].is_buffer]
+        if wrong:
+            raise ApplyError(_rank_problem(self._places[wrong[0]], len(wrong)))
+        found = [self._places[name] for name in differ]
+        if self._plan.assignment.wrapper == "units":
+            self._shared = list(dict.fromkeys((*self._shared, *found)))
+        told = [place.name for place in found if place.name not in self._statistics]
+        self._statistics.update(told)
+        if dist.get_rank() == 0:
+            _warn(told, "ranks")
+
+    def _note(self, name: str) -> int | None:
+        """A number that tells what was written from what another rank wrote."""
+        place, left = self._places[name], self._written[name]
+        # A unit's parameter is in parts again: what counts is what it was while it was whole.
+        if place.unit is not None:
+            return None if left is None else left.checksum
+        return checksum(local_of(place.tensor))
+
+
+_by_model: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ForwardWrites]]
+_by_model = weakref.WeakKeyDictionary()
+
+
+def watch_forward_writes(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Keep, share or refuse what the forward of a model writes.
+
+    Args:
+        model: The user's module or a stage, before data parallelism is applied to it, so that
+            hooks lie inside of those that gather and free parameters.
+    """
+    if not plan.spec.compile:  # Hooks that look at numbers would be compiled into the blocks.
+        ForwardWrites(model, plan, mesh)
+
+
+def begin_microbatch(model: nn.Module, number: int) -> None:
+    """Say which microbatch of its step the next forward of this model runs."""
+    found = _by_model.get(model)
+    writes = found() if found is not None else None
+    if writes is not None:
+        writes.microbatch = number
+
+
+def before_backward(model: nn.Module, number: int) -> None:
+    """Say which microbatch's backward comes next, where several forwards went before."""
+    found = _by_model.get(model)
+    writes = found() if found is not None else None
+    if writes is not None:
+        writes.before_backward(number)
+
+
+def refuse_second_writes(module: nn.Module) -> None:
+    """Refuse what a forward that has just run again in backward wrote otherwise than at first."""
+    for found in tuple(_by_model.values()):
+        writes = found()
+        if writes is not None:
+            writes.check_repeated(module)
+
+
+def _warn(names: list[str], between: str) -> None:
+    if names:
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        warnings.warn(
+            f"meshplan: the forward writes {names[0]}{others}, and what it writes differs between "
+            f"{between}: a statistic of each one's own samples, as DistributedDataParallel has it; "
+            "the first rank's is used and saved. To take it over all samples, compute it from "
+            "meshplan.gather_batch(...)",
+            stacklevel=2,
+        )
+
+
+_AFTER = "write it after optimizer.step(), outside of the forward"
+
+
+def _cast_problem(place: Place, dtype: str) -> Problem:
+    rule = f"a rule {{match: '{place.unit}', precision: 32-true}}" if place.unit else "32-true"
+    return Problem(
+        f"the forward writes {place.name}, of which it has a copy in {dtype}: what is written "
+        "would be rounded, or lost",
+        fix=f"add {rule}, or {_AFTER}" if place.unit else f"say precision: {rule}, or {_AFTER}",
+    )
+
+
+def _rank_problem(place: Place, count: int) -> Problem:
+    others = f" and {count - 1} more" if count > 1 else ""
+    return Problem(
+        f"the forward writes {place.name}{others}, and ranks that see other samples write other "
+        "numbers, so their copies of the model would part ways",
+        fix="compute it from meshplan.gather_batch(...), which is the same on every rank, or "
+        f"{_AFTER}",
+    )
+
+
+def _microbatch_problem(place: Place) -> Problem:
+    return Problem(
+        f"the forward writes {place.name}, and a second microbatch of the same step writes other "
+        "numbers than the first, where one process writes once",
+        fix=f"{_AFTER}, or take the batch in one piece (batch.accumulate: 1, no pp)",
+    )
+
+
+def _again_problem(place: Place) -> Problem:
+    return Problem(
+        f"the forward writes {place.name}, and writes other numbers when it runs again in backward",
+        fix=f"leave its module out of activation_checkpointing, or {_AFTER}",
+    )

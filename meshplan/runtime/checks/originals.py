@@ -1,0 +1,64 @@
+"""Values of tensors as they were before the code of a forward first wrote over them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class Originals(TorchFunctionMode):
+    """While it watches, keeps a copy of each given tensor that a function writes in place.
+
+    Copies are made just before the write, so that nothing is copied which nobody writes. A write
+    is a call whose name ends in an underscore, an item assignment, or a call with `out=`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: dict[int, str] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._kept: dict[str, torch.Tensor] = {}
+        self._is_watching = False
+
+    def begin(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Watch these tensors, by name."""
+        self._tensors, self._kept = dict(tensors), {}
+        self._names = {t.untyped_storage().data_ptr(): n for n, t in self._tensors.items()}
+        self._is_watching = True
+        self.__enter__()
+
+    def end(self, written: Collection[str]) -> dict[str, torch.Tensor]:
+        """Stop watching; returns what the tensors of these names held when it began.
+
+        One that another tensor was put in the place of still holds it.
+        """
+        self.stop()
+        found = {n: self._kept.get(n, t) for n, t in self._tensors.items() if n in written}
+        self._names, self._tensors, self._kept = {}, {}, {}
+        return found
+
+    def stop(self) -> None:
+        """Watch no more; a second call does nothing."""
+        if self._is_watching:
+            self._is_watching = False
+            self.__exit__(None, None, None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        is_write = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        targets = list(args[:1]) if is_write or name.startswith("__i") else []
+        out = kwargs.get("out")
+        targets += out if isinstance(out, tuple | list) else [out]
+        for target in targets:
+            if isinstance(target, torch.Tensor) and target.layout == torch.strided:
+                self._keep(target)
+        return func(*args, **kwargs)
+
+    def _keep(self, target: torch.Tensor) -> None:
+        name = self._names.get(target.untyped_storage().data_ptr())
+        if name is not None and name not in self._kept:
+            self._kept[name] = self._tensors[name].detach().clone()

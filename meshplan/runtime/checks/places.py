@@ -1,0 +1,119 @@
+"""Where a model's tensors hang, and what tells that one of them was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshplan.plan import Plan
+from meshplan.runtime.materialize import checksum
+from meshplan.runtime.mesh import local_of
+
+_ROUNDING: Final = 1e-4
+"""Relative difference that repeating a normalisation makes at most; other samples make more."""
+_SAMPLES: Final = 1024
+
+
+class Place(NamedTuple):
+    """Where a parameter or a buffer hangs; units hang other objects there while they compute."""
+
+    name: str
+    owner: nn.Module
+    leaf: str
+    is_buffer: bool
+    unit: str | None
+
+    @property
+    def table(self) -> dict[str, Any]:
+        return self.owner._buffers if self.is_buffer else self.owner._parameters
+
+    @property
+    def is_there(self) -> bool:
+        """Return whether it holds a tensor; the model's code may set a buffer to None."""
+        return self.table.get(self.leaf) is not None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        found: torch.Tensor = self.table[self.leaf]
+        return found
+
+    @property
+    def can_be_swapped(self) -> bool:
+        """Return whether another object may hang there during a forward."""
+        return self.unit is None and not self.tensor.requires_grad
+
+
+class Mark(NamedTuple):
+    """A tensor before a forward."""
+
+    tensor: torch.Tensor
+    data: torch.Tensor
+    version: int
+    checksum: int | None
+
+
+class Left(NamedTuple):
+    """What the last forward whose contents were looked at left of a written tensor."""
+
+    checksum: int
+    sample: torch.Tensor
+
+
+def places_of(model: nn.Module, plan: Plan) -> Iterator[Place]:
+    """The first name of every tensor that holds numbers."""
+    has_units = plan.assignment.wrapper == "units"
+    for fqn, placed in plan.assignment.tensors.items():
+        path, _, leaf = fqn.rpartition(".")
+        owner, is_buffer = model.get_submodule(path), placed.info.is_buffer
+        if placed.info.numel and leaf in (owner._buffers if is_buffer else owner._parameters):
+            yield Place(fqn, owner, leaf, is_buffer, placed.unit if has_units else None)
+
+
+def goes_on(place: Place, plan: Plan) -> bool:
+    """Return whether a tensor is meant to differ from one microbatch to the next.
+
+    Running statistics, and embeddings with `max_norm`, of which each microbatch scales the rows
+    that it looks up.
+    """
+    is_norm = place.is_buffer and plan.graph.tracks_statistics(place.name.rpartition(".")[0])
+    return is_norm or getattr(place.owner, "max_norm", None) is not None
+
+
+def mark_of(tensor: torch.Tensor, is_due: bool) -> Mark:
+    found = checksum(local_of(tensor)) if is_due else None
+    return Mark(tensor, tensor.data, _version_of(tensor), found)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def is_written(now: torch.Tensor, mark: Mark) -> bool:
+    if now is not mark.tensor or _version_of(now) != mark.version:
+        return True
+    if not isinstance(now, DTensor) and now.data_ptr() != mark.data.data_ptr():
+        return True
+    return mark.checksum is not None and checksum(local_of(now)) != mark.checksum
+
+
+def sample_of(tensor: torch.Tensor) -> torch.Tensor:
+    flat = local_of(tensor.detach()).flatten()
+    return flat[:: max(1, flat.numel() // _SAMPLES)].clone()
+
+
+def is_close(now: torch.Tensor, before: torch.Tensor) -> bool:
+    """Return whether two tensors are equal but for rounding."""
+    if now.shape != before.shape or now.dtype != before.dtype:
+        return False
+    if not now.is_floating_point() or torch.equal(now, before):
+        return torch.equal(now, before)
+    scale = before.abs().max()
+    return bool(((now - before).abs().max() <= _ROUNDING * scale).item())
+
+
+def frozen(value: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(value, requires_grad=False)

@@ -1,0 +1,51 @@
+"""Embeddings with `max_norm`, which scale the rows that they look up, on ranks that look up others.
+
+One process scales the rows of the whole batch. Here each rank scales the rows that any data rank
+looks up, so that all hold the same table afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshplan.mesh import GRADIENT_AXES
+from meshplan.plan import Plan
+from meshplan.runtime.mesh import submesh
+from meshplan.runtime.private import running_node
+
+
+def share_looked_up_rows(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Let embeddings with `max_norm` scale the rows of all data ranks, in place.
+
+    Assumes: data parallelism is not applied yet, so that what is hooked in here runs on gathered
+    weights.
+    """
+    if plan.mesh.size(*GRADIENT_AXES) == 1:
+        return
+    group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
+
+    def scale(
+        module: nn.Embedding | nn.EmbeddingBag, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        # A forward that runs again in backward finds its rows scaled.
+        if running_node() is not None or module.max_norm is None:
+            return
+        index = args[0] if args else kwargs["input"]
+        is_used = torch.zeros(module.num_embeddings, dtype=torch.uint8, device=index.device)
+        is_used[index.flatten()] = 1
+        dist.all_reduce(is_used, op=dist.ReduceOp.MAX, group=group)
+        rows = is_used.nonzero().flatten()
+        with torch.no_grad():
+            torch.embedding_renorm_(module.weight, rows, module.max_norm, module.norm_type)
+
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            weight = module._parameters.get("weight")
+            if weight is not None and not isinstance(weight, DTensor):
+                module.register_forward_pre_hook(scale, with_kwargs=True)
