@@ -22,6 +22,7 @@ from meshplan.runtime.batchnorm import apply_sync_batchnorm
 from meshplan.runtime.calls import routable_units, route_direct_calls
 from meshplan.runtime.check import check_live
 from meshplan.runtime.checks.forward_writes import watch_forward_writes
+from meshplan.runtime.checks.trainability import follow_trainability
 from meshplan.runtime.chunked import apply_chunked_loss
 from meshplan.runtime.compiled import apply_compile
 from meshplan.runtime.context.apply import ContextParallelism
@@ -131,7 +132,9 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.
     values.fill(wrapped, plan)
     check_live(wrapped, plan)
     lay_gradients(wrapped, plan)
-    agree_on_gradients(wrapped, plan, mesh)
+    renew = agree_on_gradients(wrapped, plan, mesh)
+    if not is_pretending():
+        follow_trainability(wrapped, plan, renew)
     keep_evaluation_apart(model, plan)
     take_mixed_one_by_one()
     if not is_pretending():  # These compare numbers.

@@ -12,6 +12,7 @@ other units were mixed; and gradients that no unit reduces are averaged.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -56,10 +57,11 @@ class _Agreement:
         live = {
             fqn: model.get_parameter(fqn)
             for fqn, p in placed.items()
-            if p.info.trainable and not p.info.is_buffer and p.info.numel
+            if not p.info.is_buffer and p.info.numel
         }
-        self.params = list(live.values())
-        self.numbers = {p: n.to_bytes(4, "little") for n, p in enumerate(self.params)}
+        self.all = list(live.values())
+        self.numbers = {p: n.to_bytes(4, "little") for n, p in enumerate(self.all)}
+        self.renew()
         self.alone = [param for fqn, param in live.items() if placed[fqn].reduced_alone]
         self.backward = _Backward()
         self.calls = 0
@@ -68,6 +70,10 @@ class _Agreement:
         for fqn in plan.assignment.units:
             unit = model.get_submodule(fqn)
             self.has_groups |= on_reduction(unit, self._fill, self._finish)
+
+    def renew(self) -> None:
+        """Look again at which parameters are trained."""
+        self.params = [param for param in self.all if param.requires_grad]
 
     def _fill(self, param: nn.Parameter, has_gradient: bool) -> bool:
         """Note one parameter of a unit that is about to reduce; True to fill its gradient."""
@@ -126,10 +132,14 @@ def _other_calls() -> Problem:
     )
 
 
-def agree_on_gradients(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+def agree_on_gradients(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Callable[[], None]:
     """Keep the gradients of the data ranks in step, backward by backward.
+
+    Returns:
+        What to call when other parameters are trained than before.
 
     Assumes: units are wrapped and have their memory.
     """
     if plan.assignment.wrapper == "units" and plan.mesh.size(*GRADIENT_AXES) > 1:
-        _Agreement(model, plan, mesh)  # The hooks hold it.
+        return _Agreement(model, plan, mesh).renew  # The hooks hold it.
+    return lambda: None

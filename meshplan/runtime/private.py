@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
 
 from meshplan.runtime.private_fakes import is_fake
 
@@ -61,6 +62,18 @@ def forget_units(modules: Iterable[nn.Module]) -> None:
         _module_state_mapping.pop(module, None)
 
 
+def _param_groups(module: nn.Module) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers and reduces together for one unit."""
+    from torch.distributed._composable_state import _get_module_state
+
+    state: Any = _get_module_state(module)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # Before torch 2.13 there was one.
+        group = getattr(state, "_fsdp_param_group", None)
+        groups = [group] if group else []
+    return list(groups)
+
+
 def on_reduction(
     module: nn.Module, fill: Callable[[nn.Parameter, bool], bool], finish: Callable[[], None]
 ) -> bool:
@@ -81,9 +94,7 @@ def on_reduction(
     from torch.distributed._composable_state import _get_module_state
 
     state: Any = _get_module_state(module)
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # Before torch 2.13 there was one.
-        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    groups = _param_groups(module)
     for group in groups:
         _look_before_reduction(group, fill)
     end = state._root_post_backward_final_callback
@@ -119,17 +130,31 @@ def gathered_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
     Private, since FSDP2 shows its gathered copies while a forward runs only.
     """
-    from torch.distributed._composable_state import _get_module_state
-
-    state: Any = _get_module_state(module)
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # Before torch 2.13 there was one.
-        group = getattr(state, "_fsdp_param_group", None)
-        groups = [group] if group else []
-    for group in groups:
+    for group in _param_groups(module):
         for param in group.fsdp_params:
             if hasattr(param, "_unsharded_param"):
                 yield param._unsharded_param
+
+
+def renew_reducer(model: DistributedDataParallel) -> None:
+    """Give DistributedDataParallel buckets for the parameters that are trainable now.
+
+    Private: torch makes them once, and says that a model must not change afterwards
+    (pytorch/pytorch#42850 asks for more). The hooks of the old reducer go with it.
+    """
+    params, are_sparse = model._build_params_for_reducer()
+    names = model._build_debug_param_to_name_mapping(params)
+    model._ddp_init_helper(params, are_sparse, names, model.static_graph)
+    model._has_rebuilt_buckets = False
+
+
+def renew_reduction_dtypes(module: nn.Module) -> None:
+    """Let a unit of FSDP2 see in which dtypes it reduces the parameters that are trainable now.
+
+    Private: it looks once, before its first forward, and finds none where all are frozen.
+    """
+    for group in _param_groups(module):
+        group._init_mp_dtypes()
 
 
 def store_gathered(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -137,13 +162,7 @@ def store_gathered(module: nn.Module, parameter: nn.Parameter) -> None:
 
     Private: FSDP2 frees its gathered copies after a forward, whatever was written into them.
     """
-    from torch.distributed._composable_state import _get_module_state
-
-    state: Any = _get_module_state(module)
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # Before torch 2.13 there was one.
-        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    for param in (param for group in groups for param in group.fsdp_params):
+    for param in (param for group in _param_groups(module) for param in group.fsdp_params):
         if getattr(param, "_unsharded_param", None) is parameter:
             whole: Any = getattr(parameter, "_local_tensor", parameter)
             dim, ranks = param.fsdp_placement.dim, param.mesh_info

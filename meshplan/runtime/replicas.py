@@ -63,7 +63,7 @@ def watch_replicas(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         model: The module inside of DistributedDataParallel.
     """
     if plan.mesh.size(*GRADIENT_AXES) > 1:
-        own = frozenset(id(p) for p in model.parameters() if p.requires_grad)
+        own = frozenset(id(p) for p in model.parameters())
         watch = _Watch(weakref.ref(model), plan, mesh, own)
         watch.end = before_steps(partial(_before_step, watch))
 

@@ -49,7 +49,7 @@ def watch_first_step(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     waiting = {
         fqn
         for fqn, placed in plan.assignment.tensors.items()
-        if placed.info.trainable and placed.stored.dim_of("tp") is None
+        if not placed.info.is_buffer and placed.stored.dim_of("tp") is None
     }
     if not waiting:
         return

@@ -90,12 +90,17 @@ def distribute(
         setattr(model.get_submodule(module), leaf, new)
 
 
+_LAID: Final = "_meshplan_lays_gradients"
+
+
 def lay_gradients(model: nn.Module, plan: Plan) -> None:
     """Give gradients that no unit of sharding reduces the layout of their parameter.
 
     Backward of an embedding with a forward of its own leaves the whole vocabulary's gradient on
     every rank, and that of a norm on a part of the sequence leaves addends: the optimizer would
     keep its state like that.
+
+    Called again, it looks after what has become trainable since.
 
     Assumes: the model has its memory. Moving a DTensor parameter drops its hooks.
     """
@@ -107,10 +112,12 @@ def lay_gradients(model: nn.Module, plan: Plan) -> None:
     if plan.mesh.size("tp") == 1:
         return
     for fqn, placed in plan.assignment.tensors.items():
-        if placed.unit is None and placed.info.trainable:
+        if placed.unit is None and not placed.info.is_buffer:
             param = model.get_parameter(fqn)
-            if isinstance(param, DTensor):
+            is_new = param.requires_grad and not hasattr(param, _LAID)
+            if isinstance(param, DTensor) and is_new:
                 param.register_hook(partial(lay, placements=param.placements))
+                setattr(param, _LAID, True)
 
 
 def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> None:

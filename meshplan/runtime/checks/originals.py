@@ -6,7 +6,11 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+
+from meshplan.runtime.mesh import local_of
 
 
 class Originals(TorchFunctionMode):
@@ -25,7 +29,8 @@ class Originals(TorchFunctionMode):
 
     def begin(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Watch these tensors, by name."""
-        self._tensors, self._kept = dict(tensors), {}
+        self._tensors = {name: local_of(tensor) for name, tensor in tensors}
+        self._kept = {}
         self._names = {t.untyped_storage().data_ptr(): n for n, t in self._tensors.items()}
         self._is_watching = True
         self.__enter__()
@@ -54,7 +59,9 @@ class Originals(TorchFunctionMode):
         out = kwargs.get("out")
         targets += out if isinstance(out, tuple | list) else [out]
         for target in targets:
-            if isinstance(target, torch.Tensor) and target.layout == torch.strided:
+            target = local_of(target) if isinstance(target, DTensor) else target
+            # Other subclasses have no memory of their own to look up.
+            if type(target) in (torch.Tensor, nn.Parameter) and target.layout == torch.strided:
                 self._keep(target)
         return func(*args, **kwargs)
 

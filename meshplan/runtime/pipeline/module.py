@@ -298,12 +298,23 @@ class PipelinedModule(nn.Module):
         return nn.modules.module._IncompatibleKeys([], [])
 
     def train(self, mode: bool = True) -> PipelinedModule:
-        """Set the mode of every stage, and of the forward that is recorded."""
+        """Set the mode of every stage, and of the forward that is recorded.
+
+        Stages then tell each other anew which gradients come back, as they must after parameters
+        were frozen or unfrozen; like every verb it is to be called on all ranks.
+        """
         self.training = mode
+        for form in self._forms.values():
+            form.metas.clear()
         self._hidden[0].train(mode)
         for part in self._parts.values():
             part.module.train(mode)
         return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> PipelinedModule:
+        """Freeze or unfreeze every parameter, on all ranks."""
+        super().requires_grad_(requires_grad)
+        return self.train(self.training)
 
 
 def _form_of(inputs: Any) -> Any:

@@ -262,11 +262,7 @@ class Run:
             if not is_pretending():
                 dist.send_object_list([header], dst=peer, group=self.group)
         if known != found:
-            changed = Problem(
-                f"what stage {stage} sends changed its shape or dtype from {known} to {found}, "
-                "although the inputs did not",
-                fix="cut where shapes follow from the shapes of the inputs",
-            )
+            changed = _changed(stage, known, found)
             self._fail(ApplyError(changed))
             tensors = [torch.zeros(meta[0], dtype=meta[1], device=device()) for meta in known]
         self._send(tensors, peer, Action("SEND_F", stage, m))
@@ -347,6 +343,21 @@ class Run:
     def _wait(self, kind: str, stage: int, m: int) -> None:
         for work in self._arriving.pop((kind, stage, m), []):
             work.wait()
+
+
+def _changed(stage: int, known: list[Meta], found: list[Meta]) -> Problem:
+    """What a stage sends is not what the next one waits for."""
+    if [meta[:2] for meta in known] == [meta[:2] for meta in found]:
+        return Problem(
+            f"parameters of stage {stage} or of one before it were frozen or unfrozen, and the "
+            "stages behind it do not know yet whether a gradient is to come back",
+            fix="call model.train() on every rank after freezing or unfreezing",
+        )
+    return Problem(
+        f"what stage {stage} sends changed its shape or dtype from {known} to {found}, "
+        "although the inputs did not",
+        fix="cut where shapes follow from the shapes of the inputs",
+    )
 
 
 def end_split_backward(part: Part) -> None:
