@@ -262,7 +262,7 @@ def refused(make: Any) -> str:
     [
         (sharing, "b.weight and a.weight share memory but are two parameters"),
         (with_gradient, "a.weight has a gradient already"),
-        (with_hook, "a.weight has a gradient hook, which would be lost when it is cut"),
+        (with_hook, "a.weight has a gradient hook, which would be lost"),
     ],
 )
 def test_what_wrapping_would_lose_is_refused(pool, make, text):

@@ -27,6 +27,7 @@ from meshplan.runtime.applied import apply_plan, exchange, function_of, raise_to
 from meshplan.runtime.chunked import chunked_loss_problems
 from meshplan.runtime.example import find_example
 from meshplan.runtime.expert_protocol import expert_problems
+from meshplan.runtime.grad_hooks import sees_parts, watch_torch_hooks
 from meshplan.runtime.guard import guarded, publish
 from meshplan.runtime.materialize import agree_on_values
 from meshplan.runtime.mesh import device_mesh, ensure_process_group, ranks_per_node
@@ -92,6 +93,7 @@ def _parallelize(
         values = agree_on_values(model, decided)
         wrapped = apply_plan(model, decided, mesh, values)
         refuse_whole_tensors(wrapped)
+        watch_torch_hooks(wrapped, decided)
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
                 warnings.warn(str(warning), stacklevel=3)
@@ -173,12 +175,14 @@ def _state_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             yield Problem(f"{name} is not contiguous", fix="assign param.data = param.contiguous()")
         if parameter.grad is not None:
             yield Problem(f"{name} has a gradient already", fix="call model.zero_grad() before")
-        if (parameter._backward_hooks or parameter._post_accumulate_grad_hooks) and not (
-            keeps_parameters
-        ):
+        is_partial = bool(parameter._backward_hooks) and sees_parts(plan)
+        is_lost = bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+        if is_partial or (is_lost and not keeps_parameters):
             yield Problem(
-                f"{name} has a gradient hook, which would be lost when it is cut",
-                fix="register it after parallelize, on the parameter that the model has then",
+                f"{name} has a gradient hook, which would be lost, or see the gradient of a part "
+                "of the batch",
+                fix=f"register it after parallelize: meshplan.register_grad_hook(model, '{name}', "
+                "hook)",
             )
         if parameter.is_meta or not parameter.numel() or keeps_parameters:
             continue

@@ -90,7 +90,8 @@ def distribute(
         setattr(model.get_submodule(module), leaf, new)
 
 
-_LAID: Final = "_meshplan_lays_gradients"
+LAYS_GRADIENTS: Final = "_meshplan_lays_gradients"
+"""Attribute of a parameter with the hook of `lay_gradients`."""
 
 
 def lay_gradients(model: nn.Module, plan: Plan) -> None:
@@ -114,10 +115,10 @@ def lay_gradients(model: nn.Module, plan: Plan) -> None:
     for fqn, placed in plan.assignment.tensors.items():
         if placed.unit is None and not placed.info.is_buffer:
             param = model.get_parameter(fqn)
-            is_new = param.requires_grad and not hasattr(param, _LAID)
+            is_new = param.requires_grad and not hasattr(param, LAYS_GRADIENTS)
             if isinstance(param, DTensor) and is_new:
                 param.register_hook(partial(lay, placements=param.placements))
-                setattr(param, _LAID, True)
+                setattr(param, LAYS_GRADIENTS, True)
 
 
 def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> None:

@@ -20,6 +20,7 @@ from meshplan.runtime.batch import as_arguments, chunk, chunked, mapped
 from meshplan.runtime.checks.forward_writes import begin_microbatch
 from meshplan.runtime.context.batch import local_sequence
 from meshplan.runtime.data import params_on_host, reshard_units, set_gradient_sync
+from meshplan.runtime.grad_hooks import call_grad_hooks
 from meshplan.runtime.guard import guarded
 from meshplan.runtime.host import to_device, to_host
 from meshplan.runtime.loss import take_loss
@@ -261,6 +262,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         The norm before clipping, the same on every rank.
     """
     mesh = applied(model).mesh
+    call_grad_hooks(model)
     gradients = _gradients(model)
     pipeline = model if isinstance(model, PipelinedModule) else None
     on_host = _on_host(model)
