@@ -21,6 +21,7 @@ from meshplan.plan import Plan
 from meshplan.runtime.batchnorm import apply_sync_batchnorm
 from meshplan.runtime.calls import routable_units, route_direct_calls
 from meshplan.runtime.check import check_live
+from meshplan.runtime.checks.detours import refuse_calls_of_parts
 from meshplan.runtime.checks.forward_writes import watch_forward_writes
 from meshplan.runtime.checks.trainability import follow_trainability
 from meshplan.runtime.chunked import apply_chunked_loss
@@ -135,6 +136,7 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.
     renew = agree_on_gradients(wrapped, plan, mesh)
     if not is_pretending():
         follow_trainability(wrapped, plan, renew)
+        refuse_calls_of_parts(model, wrapped, plan)
     keep_evaluation_apart(model, plan)
     take_mixed_one_by_one()
     if not is_pretending():  # These compare numbers.

@@ -36,6 +36,22 @@ _DDP_WORDS = {"bucket_mb": "bucket_cap_mb"}
 """Options whose plan word is not torch's keyword."""
 
 
+class Replicated(DistributedDataParallel):
+    """DistributedDataParallel that says where the attributes of the model inside it are."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = vars(self).get("_modules", {}).get("module")
+            if inner is None or not hasattr(inner, name):
+                raise
+        raise AttributeError(
+            f"'{name}' is an attribute of the model inside DistributedDataParallel: read it as "
+            f"model.module.{name}; to train, call the model itself, so that gradients are averaged"
+        )
+
+
 def apply_data_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     """Wrap for the data axes.
 
@@ -52,7 +68,7 @@ def apply_data_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Mo
         options = {_DDP_WORDS.get(key, key): value for key, value in plan.spec.ddp.items()}
         # Views save a copy of every gradient; the textbook's 20a is with them off.
         options.setdefault("gradient_as_bucket_view", True)
-        kind = PretendedDDP if is_pretending() else DistributedDataParallel
+        kind = PretendedDDP if is_pretending() else Replicated
         return kind(model, process_group=group, **options)
     if assignment.wrapper == "none":
         return model

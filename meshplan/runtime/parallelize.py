@@ -24,6 +24,7 @@ from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from meshplan.runtime.allocator import allocator_problems, set_allocator
 from meshplan.runtime.applied import apply_plan, exchange, function_of, raise_told
+from meshplan.runtime.checks.detours import refuse_copies_and_casts
 from meshplan.runtime.chunked import chunked_loss_problems
 from meshplan.runtime.example import find_example
 from meshplan.runtime.expert_protocol import expert_problems
@@ -94,6 +95,7 @@ def _parallelize(
         wrapped = apply_plan(model, decided, mesh, values)
         refuse_whole_tensors(wrapped)
         watch_torch_hooks(wrapped, decided)
+        refuse_copies_and_casts(wrapped)
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
                 warnings.warn(str(warning), stacklevel=3)

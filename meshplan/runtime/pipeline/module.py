@@ -99,6 +99,19 @@ class PipelinedModule(nn.Module):
             )
         )
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            hidden = vars(self).get("_hidden")
+            if hidden is None or not hasattr(hidden[0], name):
+                raise
+        raise AttributeError(
+            f"'{name}' of the model is not here: this rank holds some stages of a pipeline. "
+            "meshplan.train_step(model, ...) trains, model.eval_step(inputs) gives the output, "
+            "meshplan.full_state_dict(model) the tensors, and model.stages this rank's modules"
+        )
+
     @property
     def skeleton(self) -> nn.Module:
         """The model without numbers, that forwards are recorded with."""

@@ -1,0 +1,135 @@
+"""Ways round the wrapper: each is refused with the call that does what was meant.
+
+A submodule called by itself finds parameters in parts, or leaves DistributedDataParallel's
+gradients unaveraged; copies share hooks with the original; a cast changes what the plan says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.graph import is_inside
+from meshplan.mesh import GRADIENT_AXES
+from meshplan.plan import Plan
+from meshplan.runtime.aside import is_aside
+from meshplan.runtime.private import running_node
+
+
+def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> None:
+    """Refuse calls of a module inside the model while the model itself is not being called.
+
+    Args:
+        model: The user's module.
+        wrapped: What is to be called: the module itself, or DistributedDataParallel around it.
+    """
+    wrapper = plan.assignment.wrapper
+    if wrapper == "none" or plan.spec.compile or plan.mesh.size(*GRADIENT_AXES) == 1:
+        return
+    depth = 0
+
+    def enter(*_: Any) -> None:
+        nonlocal depth
+        depth += 1
+
+    def leave(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+
+    # In front of whatever may raise, so that each `enter` has its `leave`.
+    wrapped.register_forward_pre_hook(enter, prepend=True)
+    wrapped.register_forward_hook(leave, always_call=True)
+
+    def look(fqn: str, is_gathered: bool) -> Callable[..., None]:
+        def refuse(*_: Any) -> None:
+            # Neither a forward that runs again in backward, nor one of the checks.
+            if depth or running_node() is not None or is_aside():
+                return
+            if wrapper == "ddp" and torch.is_grad_enabled():
+                raise ApplyError(_unaveraged(fqn))
+            if wrapper == "units" and not is_gathered:
+                raise ApplyError(_in_parts(fqn))
+
+        return refuse
+
+    if wrapped is not model:
+        model.register_forward_pre_hook(look("", is_gathered=False), prepend=True)
+    units = plan.assignment.units
+    for fqn, child in _called(model):
+        owners = {
+            placed.unit
+            for placed in plan.assignment.tensors.values()
+            if is_inside(placed.info.fqn, fqn) and placed.unit in units
+        }
+        gathers = all(owner is not None and is_inside(owner, fqn) for owner in owners)
+        child.register_forward_pre_hook(look(fqn, is_gathered=gathers), prepend=True)
+
+
+def _called(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules with parameters that code around the model can call."""
+    for name, child in model.named_children():
+        fqn = f"{prefix}{name}"
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called(child, f"{fqn}.")
+        elif next(child.parameters(), None) is not None:
+            yield fqn, child
+
+
+def refuse_copies_and_casts(wrapped: nn.Module) -> None:
+    """Refuse to copy or pickle what `parallelize` returns, and to change its dtype or device."""
+    apply = wrapped._apply
+
+    def checked(function: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        for dtype, device in {(p.dtype, p.device) for p in wrapped.parameters()}:
+            probe = torch.empty(0, dtype=dtype, device=device)
+            changed = function(probe)
+            if (changed.dtype, changed.device) != (dtype, device):
+                raise ApplyError(_cast(dtype, changed.dtype, changed.device))
+        return apply(function, *args, **kwargs)
+
+    def refuse(*_: Any) -> NoReturn:
+        raise ApplyError(_copy())
+
+    own = vars(wrapped)
+    own["_apply"] = checked
+    own["__deepcopy__"] = own["__copy__"] = own["__reduce_ex__"] = refuse
+
+
+def _unaveraged(fqn: str) -> Problem:
+    return Problem(
+        f"model.module{f'.{fqn}' if fqn else ''} was called by itself, past "
+        "DistributedDataParallel: its gradients would not be averaged over the ranks",
+        fix="call the module that parallelize returned, and let its forward choose what to run; "
+        "for evaluation, call under torch.no_grad()",
+    )
+
+
+def _in_parts(fqn: str) -> Problem:
+    return Problem(
+        f"'{fqn}' was called by itself, outside of the model's forward, where each rank has only "
+        "a part of its parameters",
+        fix="call the module that parallelize returned, and let its forward choose what to run, "
+        f"or add a rule {{match: '{fqn}', unit: true}}",
+    )
+
+
+def _cast(dtype: torch.dtype, to: torch.dtype, device: torch.device) -> Problem:
+    return Problem(
+        f"the model's {dtype} tensors cannot become {to} on {device}: the plan says what each "
+        "rank holds",
+        fix="say precision in the plan (bf16-mixed, bf16-true), or cast before parallelize",
+    )
+
+
+def _copy() -> Problem:
+    return Problem(
+        "a parallelized model cannot be copied or pickled: a copy would share its hooks and "
+        "process groups",
+        fix="save meshplan.full_state_dict(model); for a moving average parallelize a second "
+        "model by the same plan, whose parameters lie alike: for e, p in zip(average.parameters(), "
+        "model.parameters()): e.data.lerp_(p.data, 0.01)",
+    )
