@@ -16,7 +16,7 @@ from meshplan.assign.not_yet import not_yet
 from meshplan.compatibility import clashes
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
-from meshplan.mesh import DATA_AXES, Mesh
+from meshplan.mesh import DATA_AXES, GRADIENT_AXES, Mesh
 from meshplan.rehearsal import Rehearse
 from meshplan.spec import Spec
 from meshplan.strategies import resolve_mesh
@@ -62,6 +62,17 @@ class Plan:
     def num_data_ranks(self) -> int:
         """Ranks that read different samples."""
         return self.mesh.size(*DATA_AXES)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Forwards that a rank runs in one optimizer step, each on a part of its samples."""
+        stages = self.assignment.stages
+        return self.accumulate * (1 if stages is None else stages.microbatches)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts that the batch of one optimizer step is cut into: over ranks, then over time."""
+        return self.mesh.size(*GRADIENT_AXES) * self.num_microbatches
 
     def draw(self, what: str, **options: Any) -> Picture:
         """A picture that answers one question; arguments as of `pictures.main.draw`."""

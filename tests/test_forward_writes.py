@@ -103,6 +103,24 @@ class Centred(Block):
             self.mean.lerp_(x.detach().mean(0), 0.5)
 
 
+class Centring(Centred):
+    """Computes its output from the statistic, as codebooks and queues are used."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - self.mean)
+
+
+class Remembering(Block):
+    """Computes its output from what the forward before left in an attribute."""
+
+    last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x if self.last is None else x - self.last)
+        self.last = out.detach().mean(0)
+        return out
+
+
 class Spectral(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +146,7 @@ class Net(nn.Module):
 BLOCKS = {
     cls.__name__: cls
     for cls in (Block, Renormed, Clamped, Normalised, Followed, Counted, Drifting, Centred,
-                Spectral)
+                Centring, Remembering, Spectral)
 }  # fmt: skip
 
 
@@ -212,6 +230,21 @@ def test_a_parameter_that_follows_the_samples_is_refused(pool, plan):
         assert refused.startswith(
             "the forward writes layers.0.up.weight and 3 more, and ranks that see other samples"
         )
+
+
+@pytest.mark.parametrize("plan", ["ddp", "ddp, accumulated", "full_shard", "pp"])
+def test_what_the_output_is_computed_from_may_not_follow_the_samples(pool, plan):
+    world, words = PLANS[plan]
+    for refused, _, _ in pool(world).run(train, "Centring", words):
+        assert "the forward writes layers." in refused
+        assert "and its output was computed from that" in refused
+
+
+@pytest.mark.parametrize("plan", ["ddp", "full_shard"])
+def test_nor_may_an_attribute(pool, plan):
+    world, words = PLANS[plan]
+    for refused, _, _ in pool(world).run(train, "Remembering", words):
+        assert "the forward writes layers.0.last from the samples" in refused
 
 
 def test_half_precision_copies_are_not_written_back(pool):

@@ -19,7 +19,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from meshplan.errors import ApplyError, Problem
-from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.applied import applied, own_module
 from meshplan.runtime.mesh import without_partial
@@ -145,15 +144,8 @@ def _take_over(name: str, hooks: _Hooks) -> None:
         if is_sharded:
             hooks.by_name.setdefault(name, OrderedDict()).update(found)
             param._backward_hooks = None
-        elif len(found) > hasattr(param, LAYS_GRADIENTS) and sees_parts(hooks.plan):
+        elif len(found) > hasattr(param, LAYS_GRADIENTS) and hooks.plan.num_parts > 1:
             raise ApplyError(_partial_problem(name))
-
-
-def sees_parts(plan: Plan) -> bool:
-    """Return whether one backward sees a part of the batch of a step."""
-    stages = plan.assignment.stages
-    microbatches = plan.accumulate * (1 if stages is None else stages.microbatches)
-    return plan.mesh.size(*GRADIENT_AXES) * microbatches > 1
 
 
 def _hooks_of(model: nn.Module) -> _Hooks:

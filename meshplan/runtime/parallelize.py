@@ -28,7 +28,7 @@ from meshplan.runtime.checks.detours import refuse_copies_and_casts
 from meshplan.runtime.chunked import chunked_loss_problems
 from meshplan.runtime.example import find_example
 from meshplan.runtime.expert_protocol import expert_problems
-from meshplan.runtime.grad_hooks import sees_parts, watch_torch_hooks
+from meshplan.runtime.grad_hooks import watch_torch_hooks
 from meshplan.runtime.guard import guarded, publish
 from meshplan.runtime.materialize import agree_on_values
 from meshplan.runtime.mesh import device_mesh, ensure_process_group, ranks_per_node
@@ -177,7 +177,7 @@ def _state_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             yield Problem(f"{name} is not contiguous", fix="assign param.data = param.contiguous()")
         if parameter.grad is not None:
             yield Problem(f"{name} has a gradient already", fix="call model.zero_grad() before")
-        is_partial = bool(parameter._backward_hooks) and sees_parts(plan)
+        is_partial = bool(parameter._backward_hooks) and plan.num_parts > 1
         is_lost = bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
         if is_partial or (is_lost and not keeps_parameters):
             yield Problem(

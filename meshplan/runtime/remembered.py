@@ -31,6 +31,16 @@ def plain_attributes(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
     }
 
 
+def tensor_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
+    """By dotted name: tensors that the model's own code keeps in attributes."""
+    return {
+        f"{fqn}.{name}" if fqn else name: value
+        for fqn, module in model.named_modules()
+        for name, value in own_attributes(module).items()
+        if type(value) is torch.Tensor and not value.is_meta
+    }
+
+
 def contents(model: nn.Module) -> dict[tuple[str, str], Any]:
     """By module and name: what attributes are, and what lists, tables and objects among them hold.
 

@@ -7,9 +7,10 @@ go wrong, and each has its cure here:
 - A unit of sharding computes on a gathered copy of its parameters and frees it after the forward.
   What was written is copied back into the shard before that.
 - Ranks see other samples. A parameter written from samples would part ways, so the ranks compare
-  what they wrote before the optimizer steps, and refuse by name what differs. A buffer that differs
-  is a statistic: each forward starts from the first rank's, as in DistributedDataParallel, and the
-  user is told once.
+  what they wrote before the optimizer steps, and refuse by name what differs: a parameter, or a
+  buffer or attribute that the output was computed from, such as a codebook or a queue. Another
+  buffer that differs is a statistic for later: each forward starts from the first rank's, as in
+  DistributedDataParallel, and the user is told once.
 - A forward runs once for each microbatch, where one process runs it once a step. Every microbatch
   finds what the first one found, and the step keeps what one forward leaves. Running statistics of
   norms, and what differs between microbatches, go on from one to the next.
@@ -22,7 +23,6 @@ Writes are found by version counters in every forward, and by contents in forwar
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshplan.errors import ApplyError, Problem
+from meshplan.errors import ApplyError
 from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.checks.originals import Originals
@@ -48,10 +48,19 @@ from meshplan.runtime.checks.places import (
     places_of,
     sample_of,
 )  # fmt: skip
+from meshplan.runtime.checks.reach import Reach
+from meshplan.runtime.checks.write_problems import (
+    again_problem,
+    cast_problem,
+    microbatch_problem,
+    rank_problem,
+    statistic_problem,
+    warn,
+)  # fmt: skip
 from meshplan.runtime.materialize import checksum
 from meshplan.runtime.mesh import local_of, submesh
 from meshplan.runtime.private import running_node, set_version, store_gathered
-from meshplan.runtime.remembered import plain_attributes
+from meshplan.runtime.remembered import plain_attributes, tensor_attributes
 from meshplan.runtime.steps import before_steps
 
 
@@ -63,9 +72,7 @@ class ForwardWrites:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-        stages = plan.assignment.stages
         self.microbatch = 0
-        self._has_microbatches = plan.accumulate * (stages.microbatches if stages else 1) > 1
         self._model, self._plan, self._mesh = weakref.ref(model), plan, mesh
         self._steps = 0
         self._is_first = True
@@ -85,6 +92,13 @@ class ForwardWrites:
         """By microbatch, written parameters, and their versions when its forward had ended."""
         self._attributes: dict[tuple[nn.Module, str], Any] = {}
         self._originals = Originals()
+        self._reach = Reach()
+        self._reached: set[str] = set()
+        """Names of buffers and attributes that what the forward returned was computed from."""
+        self._kept: dict[str, torch.Tensor] = {}
+        """Tensors in attributes, before a forward."""
+        self._kept_sums: dict[str, int] = {}
+        """Checksums of tensors that a forward put into attributes."""
         units = {place.unit for place in self._places.values() if place.unit is not None}
         for unit in (None, *sorted(units)):
             scope = [place for place in self._places.values() if place.unit == unit]
@@ -112,20 +126,20 @@ class ForwardWrites:
                 is_due = self._is_due()
                 marks[:] = [(p, mark_of(p.tensor, is_due)) for p in scope if p.is_there]
 
-        def leave(*_: Any) -> None:
-            if running_node() is None and marks:
+        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+            if running_node() is None:
                 before = marks[:]
                 marks.clear()
                 for place, mark in before:
                     if place.is_there:
                         self._look(place, mark, module)
                 if unit is None:
-                    self._finish()
+                    self._finish(output)
 
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
         if unit is None:  # Whatever the forward raises, nothing goes on being watched.
-            module.register_forward_hook(lambda *_: self._originals.stop(), always_call=True)
+            module.register_forward_hook(lambda *_: self._stop(), always_call=True)
 
     def _is_due(self) -> bool:
         """Return whether contents are looked at: in training, in steps 1, 2, 4, 8, ..."""
@@ -134,15 +148,23 @@ class ForwardWrites:
 
     def _repeats(self) -> bool:
         """Return whether the forward is one of several in its step, and trained on."""
-        return self._has_microbatches and torch.is_grad_enabled()
+        return self._plan.num_microbatches > 1 and torch.is_grad_enabled()
 
     # Around one forward of the whole.
+
+    def _stop(self) -> None:
+        self._originals.stop()
+        self._reach.stop()
 
     def _begin(self) -> None:
         if self._shared:
             group = self._group()
             for place in self._shared:
                 dist.broadcast(place.tensor, dist.get_global_rank(group, 0), group)
+        if self._is_due() and self._plan.num_parts > 1:
+            self._kept = tensor_attributes(self._own_model())
+            buffers = ((n, p.tensor) for n, p in self._places.items() if p.is_buffer and p.is_there)
+            self._reach.begin((*buffers, *self._kept.items()))
         if not self._repeats():
             return
         if self.microbatch == 0:
@@ -210,7 +232,7 @@ class ForwardWrites:
         """Copy what a unit's gathered parameter now holds into this rank's shard."""
         placed = self._plan.assignment.tensors[place.name]
         if placed.dtype != placed.compute_dtype:
-            raise ApplyError(_cast_problem(place, placed.compute_dtype))
+            raise ApplyError(cast_problem(place, placed.compute_dtype))
         now = place.tensor
         assert isinstance(now, nn.Parameter)
         self._memory[place.name] = mark.data
@@ -234,12 +256,19 @@ class ForwardWrites:
             place.table[place.leaf] = tensor
             local_of(tensor.data).copy_(left)
         elif place.is_buffer:
+            self._refuse_statistic(place.name, "microbatches")
             self._statistics.add(place.name)
-            _warn([place.name], "microbatches")
+            warn([place.name], "microbatches")
         else:
-            raise ApplyError(_microbatch_problem(place))
+            raise ApplyError(microbatch_problem(place))
 
-    def _finish(self) -> None:
+    def _finish(self, output: Any) -> None:
+        if self._is_due() and self._plan.num_parts > 1:
+            self._reached |= self._reach.end(output)
+            for name, tensor in tensor_attributes(self._own_model()).items():
+                if self._kept.get(name) is not tensor:
+                    self._kept_sums[name] = checksum(tensor)
+            self._kept = {}
         if self._is_first and self._repeats():
             self._is_first = False
             self._starts |= self._originals.end(self._written)
@@ -261,7 +290,7 @@ class ForwardWrites:
             if left is None or not self._is_due():
                 continue
             if not is_close(sample_of(place.tensor), left.sample):
-                raise ApplyError(_again_problem(place))
+                raise ApplyError(again_problem(place))
 
     def _own_model(self) -> nn.Module:
         model = self._model()
@@ -288,19 +317,27 @@ class ForwardWrites:
             return
         notes = {n: self._note(n) for n in self._written if self._places[n].is_there}
         every: list[Any] = [None] * self._plan.mesh.size(*GRADIENT_AXES)
-        dist.all_gather_object(every, notes, group=self._group())
+        dist.all_gather_object(every, notes | self._kept_sums, group=self._group())
         names = sorted({name for each in every for name in each})
         differ = [name for name in names if len({each.get(name) for each in every}) > 1]
-        wrong = [name for name in differ if not self._places[name].is_buffer]
+        wrong = [n for n in differ if n in self._places and not self._places[n].is_buffer]
         if wrong:
-            raise ApplyError(_rank_problem(self._places[wrong[0]], len(wrong)))
-        found = [self._places[name] for name in differ]
+            raise ApplyError(rank_problem(self._places[wrong[0]], len(wrong)))
+        for name in differ:
+            self._refuse_statistic(name, "ranks")
+        found = [self._places[name] for name in differ if name in self._places]
         if self._plan.assignment.wrapper == "units":
             self._shared = list(dict.fromkeys((*self._shared, *found)))
         told = [place.name for place in found if place.name not in self._statistics]
         self._statistics.update(told)
         if dist.get_rank() == 0:
-            _warn(told, "ranks")
+            warn(told, "ranks")
+
+    def _refuse_statistic(self, name: str, between: str) -> None:
+        """Refuse what samples have written and the output depends on, unless the plan allows it."""
+        allowed = getattr(self._plan.spec.batch, "per_rank", False)
+        if name in self._reached and name not in self._statistics and not allowed:
+            raise ApplyError(statistic_problem(name, between))
 
     def _note(self, name: str) -> int | None:
         """A number that tells what was written from what another rank wrote."""
@@ -348,52 +385,3 @@ def refuse_second_writes(module: nn.Module) -> None:
         writes = found()
         if writes is not None:
             writes.check_repeated(module)
-
-
-def _warn(names: list[str], between: str) -> None:
-    if names:
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        warnings.warn(
-            f"meshplan: the forward writes {names[0]}{others}, and what it writes differs between "
-            f"{between}: a statistic of each one's own samples, as DistributedDataParallel has it; "
-            "the first rank's is used and saved. To take it over all samples, compute it from "
-            "meshplan.gather_batch(...)",
-            stacklevel=2,
-        )
-
-
-_AFTER = "write it after optimizer.step(), outside of the forward"
-
-
-def _cast_problem(place: Place, dtype: str) -> Problem:
-    rule = f"a rule {{match: '{place.unit}', precision: 32-true}}" if place.unit else "32-true"
-    return Problem(
-        f"the forward writes {place.name}, of which it has a copy in {dtype}: what is written "
-        "would be rounded, or lost",
-        fix=f"add {rule}, or {_AFTER}" if place.unit else f"say precision: {rule}, or {_AFTER}",
-    )
-
-
-def _rank_problem(place: Place, count: int) -> Problem:
-    others = f" and {count - 1} more" if count > 1 else ""
-    return Problem(
-        f"the forward writes {place.name}{others}, and ranks that see other samples write other "
-        "numbers, so their copies of the model would part ways",
-        fix="compute it from meshplan.gather_batch(...), which is the same on every rank, or "
-        f"{_AFTER}",
-    )
-
-
-def _microbatch_problem(place: Place) -> Problem:
-    return Problem(
-        f"the forward writes {place.name}, and a second microbatch of the same step writes other "
-        "numbers than the first, where one process writes once",
-        fix=f"{_AFTER}, or take the batch in one piece (batch.accumulate: 1, no pp)",
-    )
-
-
-def _again_problem(place: Place) -> Problem:
-    return Problem(
-        f"the forward writes {place.name}, and writes other numbers when it runs again in backward",
-        fix=f"leave its module out of activation_checkpointing, or {_AFTER}",
-    )
