@@ -54,26 +54,41 @@ def check_peers(batch: Any, plan: Plan, mesh: DeviceMesh) -> None:
         raise ApplyError(_differ(every, f"along {' and '.join(axes)}"))
 
 
-def mean_over_ranks(mean: torch.Tensor, batch: Any, plan: Plan, mesh: DeviceMesh) -> torch.Tensor:
+def mean_over_ranks(
+    mean: torch.Tensor,
+    batch: Any,
+    plan: Plan,
+    mesh: DeviceMesh,
+    count: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, float | None]:
     """The mean of this rank's mean over all ranks that see other tokens.
+
+    Args:
+        count: What this rank's loss was summed over, if the loss function says it.
+
+    Returns:
+        The mean, and the sum of the counts.
 
     Raises:
         ApplyError: On every data rank, when they do not hold equally many samples.
     """
     ranks = plan.mesh.size(*GRADIENT_AXES)
     if ranks == 1:
-        return mean
+        return mean, None if count is None else float(numbers(count, 1.0))
     group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
-    samples = _num_samples(batch)
-    sums = torch.tensor([0, samples, samples**2], dtype=torch.float64, device=device())
+    samples = num_samples(batch)
+    told = [0, samples, samples**2] + ([] if count is None else [0])
+    sums = torch.tensor(told, dtype=torch.float64, device=device())
     sums[0] = mean
+    if count is not None:
+        sums[3] = count
     dist.all_reduce(sums, group=group)
-    _, count, squares = numbers(sums, [0, samples * ranks, samples**2 * ranks])
-    if ranks * squares != count**2:  # Whole numbers, so exact.
+    _, number, squares, *counts = numbers(sums, [each * ranks for each in told])
+    if ranks * squares != number**2:  # Whole numbers, so exact.
         every: list[Any] = [None] * ranks
         dist.all_gather_object(every, (dist.get_rank(), f"{samples} samples"), group=group)
         raise ApplyError(_differ(every, "of the data axes"))
-    return sums[0] / ranks
+    return sums[0] / ranks, counts[0] if counts else None
 
 
 def _differ(every: Sequence[tuple[int, str]], where: str) -> Problem:
@@ -98,11 +113,11 @@ def _shapes(value: Any) -> str:
     return type(value).__name__
 
 
-def _num_samples(value: Any) -> int:
-    """The size of dim 0 of the first tensor that has one."""
+def num_samples(value: Any) -> int:
+    """Samples of a batch: the size of dim 0 of the first tensor that has one."""
     if isinstance(value, torch.Tensor):
         return value.shape[0] if value.ndim else 0
     items = value.values() if isinstance(value, Mapping) else value
     if isinstance(items, str) or not hasattr(items, "__iter__"):
         return 0
-    return next((n for n in map(_num_samples, items) if n), 0)
+    return next((n for n in map(num_samples, items) if n), 0)

@@ -23,6 +23,7 @@ from meshplan.runtime.guard import guarded
 from meshplan.runtime.host import to_device, to_host
 from meshplan.runtime.loss import take_loss
 from meshplan.runtime.loss_mode import loss_mode
+from meshplan.runtime.loss_weights import Weights
 from meshplan.runtime.mesh import device, local_of, shard_axes, submesh, without_partial
 from meshplan.runtime.moments import begin
 from meshplan.runtime.outside import guard_loss
@@ -62,7 +63,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     inputs: Any,
     targets: Any,
-    loss_fn: Callable[[Any, Any], torch.Tensor],
+    loss_fn: Callable[[Any, Any], Any],
 ) -> float:
     """Forward, backward, one optimizer step, gradients zeroed.
 
@@ -72,10 +73,13 @@ def train_step(
         inputs: This rank's inputs (`local_batch`): a tensor, a tuple of arguments or a mapping
             of keyword arguments.
         targets: This rank's targets: whatever `loss_fn` takes, cut along dim 0 like the inputs.
-        loss_fn: Gets the model's output and the targets; returns the mean over the samples.
+        loss_fn: Gets the model's output and the targets; returns the mean over the samples, or
+            what the plan's `loss` says, or (sum, count): the sum over what it was given, and over
+            how many samples or tokens it was taken.
 
     Returns:
-        The mean loss over the global batch, the same number on every rank.
+        The loss over the global batch, the same number on every rank: the mean, or the sum under
+        `loss: sum`. It is 0 where no token is left to take a mean over.
 
     The plan says how many microbatches the inputs are cut into (`batch.accumulate`) and at what
     norm gradients are clipped (`clip_grad_norm`).
@@ -86,14 +90,17 @@ def train_step(
         _check_optimizer(model, state.plan, optimizer)
         guard = guard_loss(model, state.plan)
     check_peers((inputs, targets), state.plan, state.mesh)
+    weights = Weights(state.plan, state.mesh, state.history, (inputs, targets))
     count = state.plan.accumulate
-    parts = zip(chunked(inputs, count), chunked(targets, count), strict=True)
+    parts = zip(chunked(inputs, count), chunked(weights.marked(targets), count), strict=True)
     total: torch.Tensor | float = 0.0
 
-    def take(output: Any, target: Any) -> torch.Tensor:
+    def take(output: Any, marked: tuple[Any, torch.Tensor | None]) -> torch.Tensor:
         begin("loss")
+        target, tokens = marked
         with guard:
-            loss = take_loss(loss_fn, output, target)
+            given = take_loss(loss_fn, output, target)
+        loss = weights.weigh(given, output, tokens)
         begin("backward")
         return loss
 
@@ -114,9 +121,13 @@ def train_step(
         check_loss(total, state.plan, state.mesh)
     is_first, state.is_tested = not state.is_tested, True
     assert isinstance(total, torch.Tensor)
-    mean = mean_over_ranks(total / count, (inputs, targets), state.plan, state.mesh)
+    weights.agree()
+    mean, counted = mean_over_ranks(
+        total / count, (inputs, targets), state.plan, state.mesh, weights.count
+    )
     begin("step")
-    if state.loss_scale == 1.0 or _unscale(model, state):
+    factor = weights.factor(counted)
+    if _unscale(model, optimizer, state, factor):
         if state.plan.spec.clip_grad_norm is not None:
             clip_grad_norm_(model, state.plan.spec.clip_grad_norm)
         if is_first and isinstance(model, PipelinedModule):
@@ -124,7 +135,8 @@ def train_step(
         else:
             optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(numbers(mean, 0.0))
+    state.history.steps += 1
+    return float(numbers(mean, 0.0)) * factor
 
 
 def _agreed_step(optimizer: torch.optim.Optimizer) -> None:
@@ -290,10 +302,18 @@ def _on_host(model: nn.Module) -> set[nn.Parameter]:
     return set(params_on_host(model, applied(model).plan))
 
 
-def _gradients(model: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Every parameter with its gradient, pending sums done in place."""
+def _gradients(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Every parameter with its gradient, pending sums done in place.
+
+    Args:
+        optimizer: Whose other parameters count too: those of a criterion.
+    """
     out = []
-    for parameter in model.parameters():
+    held = optimizer.param_groups if optimizer is not None else ()
+    others = (p for group in held for p in group["params"])
+    for parameter in dict.fromkeys((*model.parameters(), *others)):
         if parameter.grad is not None:
             parameter.grad = without_partial(parameter.grad)
             out.append((parameter, parameter.grad))
@@ -318,18 +338,31 @@ def _sum_over(
     return value
 
 
-def _unscale(model: nn.Module, state: Applied) -> bool:
-    """Undo the fp16 loss scale; False when some gradient overflowed and the step is skipped.
+def _unscale(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Applied, factor: float
+) -> bool:
+    """Multiply gradients by what is left of the loss's weight, and undo the fp16 loss scale.
+
+    Returns:
+        False when some gradient overflowed and the step is skipped.
 
     Source: Micikevicius et al. 2018, section 3.2 (dynamic loss scaling).
     """
+    is_scaled, factor = state.plan.spec.precision.scales_loss, factor / state.loss_scale
+    if factor == 1.0 and not is_scaled:
+        return True
     on_host = _on_host(model)
-    found = _gradients(model)
+    found = _gradients(model, optimizer)
     here = [local_of(g) for p, g in found if p not in on_host]
     there = [local_of(g) for p, g in found if p in on_host]
-    finite = _unscaled(here, state) if here else torch.ones((), device=device())
+    for gradients in (here, there):
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+    if not is_scaled:
+        return True
+    finite = _are_finite(here) if here else torch.ones((), device=device())
     if there:
-        finite = torch.minimum(finite, to_device(_unscaled(there, state)))
+        finite = torch.minimum(finite, to_device(_are_finite(there)))
     dist.all_reduce(finite, op=dist.ReduceOp.MIN)
     if not numbers(finite, 1.0):
         state.loss_scale, state.steps_without_overflow = max(1.0, state.loss_scale / 2), 0
@@ -340,7 +373,6 @@ def _unscale(model: nn.Module, state: Applied) -> bool:
     return True
 
 
-def _unscaled(gradients: list[torch.Tensor], state: Applied) -> torch.Tensor:
-    """1 where all of them are finite, after they were divided by the scale in place."""
-    torch._foreach_mul_(gradients, 1.0 / state.loss_scale)
+def _are_finite(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """1 where all of them are finite."""
     return torch.stack([g.isfinite().all() for g in gradients]).all().float()

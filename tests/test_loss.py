@@ -1,0 +1,118 @@
+"""Losses that are no mean over samples: sums, means over tokens, (sum, count)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import meshplan
+from tests import models, parity
+
+IGNORED = -100
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Eight samples with very unequal numbers of targets; one rank of two may have none."""
+    tokens, targets = models.batch("own_llama", step)
+    keep = [16, 9, 1, 0, 3, 2, 0, 1] if step else [5, 16, 3, 11, 0, 0, 0, 0]
+    targets = targets.clone()
+    for row, count in enumerate(keep):
+        targets[row, count:] = IGNORED
+    return tokens, targets
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def divided(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean of one who divides by hand: not a number where nothing is left, nor its gradient."""
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.sum() / (targets != IGNORED).sum()
+
+
+def sum_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def pair(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return sum_loss(logits, targets), (targets != IGNORED).sum()
+
+
+def small_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    return sum_loss(logits, targets) / 50
+
+
+KINDS: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "tokens": ({"loss": "tokens"}, mean_loss, mean_loss),
+    "tokens, divided": ({"loss": "tokens"}, divided, mean_loss),
+    "pair": ({}, pair, mean_loss),
+    "sum": ({"loss": "sum"}, small_sum, small_sum),
+}
+RULES = models.tp_rules("own_llama")
+PP = {"schedule": "1F1B", "microbatches": 2}
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, {"strategy": "ddp"}),
+    "full_shard": (2, {"strategy": "full_shard"}),
+    "hybrid": (4, {"strategy": "hybrid_shard", "mesh": [2, 2]}),
+    "accumulate": (2, {"strategy": "full_shard", "batch": {"accumulate": 2}}),
+    "ddp, accumulate": (2, {"strategy": "ddp", "batch": {"accumulate": 2}}),
+    "pp": (2, {"mesh": {"pp": 2}, "pipeline": PP}),
+    "pp x ddp": (4, {"mesh": {"pp": 2, "dp_replicate": 2}, "pipeline": PP, "strategy": "ddp"}),
+    "tp x fsdp": (4, {"mesh": {"dp_shard": 2, "tp": 2}, "rules": RULES}),
+    "loss_parallel": (
+        4,
+        {
+            "mesh": {"dp_shard": 2, "tp": 2},
+            "rules": [*RULES, {"match": "head", "place": {"tp": "vocab"}}],
+            "loss_parallel": True,
+        },
+    ),
+    "cp": (2, {"mesh": {"cp": 2}}),
+    "loss_chunks": (2, {"strategy": "full_shard", "loss_chunks": 4}),
+}
+
+
+def train(plan: dict[str, Any], kind: str, clip: float | None = None) -> tuple[float, float]:
+    """The largest difference of losses and of parameters from one process."""
+    more, loss_fn, alone_fn = KINDS[kind]
+    alone = models.build("own_llama")
+    example = batch(0)[0][:2]
+    full = {"version": 1, **plan, **more, **({"clip_grad_norm": clip} if clip else {})}
+    model = meshplan.parallelize(models.build("own_llama"), full, example_inputs=example)
+    sgd = models.optimizer(model), models.optimizer(alone)
+    apart = 0.0
+    for step in range(3):
+        tokens, targets = batch(step)
+        expected = alone_fn(alone(tokens), targets)
+        expected.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(alone.parameters(), clip)
+        sgd[1].step()
+        sgd[1].zero_grad()
+        mine = meshplan.local_batch(model, (tokens, targets))
+        found = meshplan.train_step(model, sgd[0], *mine, loss_fn)
+        apart = max(apart, abs(found - expected.item()))
+    live, state = meshplan.full_state_dict(model), alone.state_dict()
+    return apart, max([0.0, *((live[n] - state[n]).abs().max().item() for n in live)])
+
+
+CELLS = [
+    *((plan, "tokens") for plan in PLANS if plan != "ddp, accumulate"),
+    *((plan, "pair") for plan in ("ddp, accumulate", "pp x ddp", "tp x fsdp", "cp")),
+    *((plan, "sum") for plan in ("accumulate", "pp")),
+    ("ddp", "tokens, divided"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:targets of")
+@pytest.mark.parametrize(("plan", "kind"), CELLS)
+def test_trains_as_one_process_does(pool, plan, kind):
+    world, stated = PLANS[plan]
+    for loss, state in pool(world).run(train, stated, kind):
+        assert loss <= 1e-5
+        assert state <= parity.TOLERANCE
