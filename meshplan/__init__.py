@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from meshplan.reader import load_spec as load_spec
     from meshplan.reporting import make_report as make_report
     from meshplan.retargeting import retarget as retarget
+    from meshplan.runtime.gather import gather_batch as gather_batch
     from meshplan.runtime.guard import guarded as guarded
     from meshplan.runtime.parallelize import parallelize as parallelize
     from meshplan.runtime.state import full_state_dict as full_state_dict
@@ -48,6 +49,7 @@ _ROOMS = {
     "chunked_loss": "meshplan.runtime.train",
     "loss_parallel": "meshplan.runtime.train",
     "clip_grad_norm_": "meshplan.runtime.train",
+    "gather_batch": "meshplan.runtime.gather",
     "full_state_dict": "meshplan.runtime.state",
     "guarded": "meshplan.runtime.guard",
     # know it beforehand

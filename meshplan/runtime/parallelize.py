@@ -30,6 +30,7 @@ from meshplan.runtime.expert_protocol import expert_problems
 from meshplan.runtime.guard import guarded, publish
 from meshplan.runtime.materialize import agree_on_values
 from meshplan.runtime.mesh import device_mesh, ensure_process_group, ranks_per_node
+from meshplan.runtime.parallel_models import remember
 from meshplan.runtime.peers import open_groups
 from meshplan.runtime.planned import closed_together
 from meshplan.runtime.private import forget_units
@@ -92,6 +93,7 @@ def _parallelize(
         values = agree_on_values(model, decided)
         wrapped = apply_plan(model, decided, mesh, values)
         refuse_whole_tensors(wrapped)
+        remember(wrapped, decided, mesh)
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
                 warnings.warn(str(warning), stacklevel=3)
