@@ -116,3 +116,86 @@ def test_trains_as_one_process_does(pool, plan, kind):
     for loss, state in pool(world).run(train, stated, kind):
         assert loss <= 1e-5
         assert state <= parity.TOLERANCE
+
+
+def refused(plan: dict[str, Any], name: str, even: bool = False) -> str:
+    """What a step says of a loss that its plan takes for another; "" where it takes the step."""
+    loss_fn = LOSSES[name]
+    example = batch(0)[0][:2]
+    model = meshplan.parallelize(
+        models.build("own_llama"), {"version": 1, **plan}, example_inputs=example
+    )
+    sgd = models.optimizer(model)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    tokens, targets = models.batch("own_llama", 0) if even else batch(1)
+    mine = meshplan.local_batch(model, (tokens, targets))
+    drawn = torch.get_rng_state()
+    try:
+        meshplan.train_step(model, sgd, *mine, loss_fn)
+    except meshplan.ApplyError as error:
+        for n, p in model.named_parameters():
+            assert torch.equal(getattr(p, "_local_tensor", p), getattr(before[n], "_local_tensor", before[n]))
+        return str(error)
+    if name != "dropped":
+        assert torch.equal(drawn, torch.get_rng_state())
+    return ""
+
+
+def contrastive(logits: Tensor, targets: Tensor) -> Tensor:
+    z = F.normalize(logits.flatten(1), dim=-1)
+    return F.cross_entropy(5 * z @ z.roll(1, 1).T, torch.arange(len(z)))
+
+
+def dropped(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.dropout(logits).flatten(0, 1), targets.flatten())
+
+
+def half_precision(logits: Tensor, targets: Tensor) -> Tensor:
+    return mean_loss(logits.bfloat16(), targets)
+
+
+def weighed(logits: Tensor, targets: Tensor) -> Tensor:
+    weight = torch.linspace(0.1, 2, logits.shape[-1], dtype=logits.dtype)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weight=weight)
+
+
+def wrong_count(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    return sum_loss(logits, targets), 7
+
+
+LOSSES = {
+    "mean": mean_loss, "sum": sum_loss, "pair": pair, "contrastive": contrastive,
+    "dropped": dropped, "half": half_precision, "weighed": weighed, "wrong count": wrong_count,
+}  # fmt: skip
+TOKENS = "say loss: tokens; or let loss_fn return (sum, count)"
+REFUSED: dict[str, tuple[str, dict[str, Any], str, bool, str]] = {
+    "masked": ("ddp", {}, "mean", False, TOKENS),
+    "masked, shards": ("full_shard", {}, "mean", False, TOKENS),
+    "masked, microbatches": ("accumulate", {}, "mean", False, TOKENS),
+    "masked, stages": ("pp", {}, "mean", False, TOKENS),
+    "masked, bf16": ("ddp", {}, "half", False, TOKENS),
+    "masked, chunks": ("loss_chunks", {}, "mean", False, TOKENS),
+    "masked, cut logits": ("loss_parallel", {}, "mean", False, TOKENS),
+    "a sum": ("ddp", {}, "sum", True, "say loss: sum"),
+    "no sum": ("ddp", {"loss": "sum"}, "mean", True, "say loss: mean"),
+    "weights of classes": ("ddp", {}, "weighed", True, "let loss_fn return (sum, count)"),
+    "contrastive": ("ddp", {}, "contrastive", True, "meshplan.gather_batch"),
+    "a constant count": ("ddp", {}, "wrong count", True, "the count that loss_fn returns does not"),
+    "no tokens": ("ddp", {"loss": "tokens"}, "sum", False, "the targets that are not -100"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:targets of")
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_loss_that_parts_do_not_make_up_is_refused_before_an_update(pool, case):
+    plan, more, name, even, words = REFUSED[case]
+    world, stated = PLANS[plan]
+    for told in pool(world).run(refused, {**stated, **more}, name, even):
+        assert words in told
+
+
+@pytest.mark.parametrize("name", ["mean", "half", "dropped"])
+@pytest.mark.parametrize("plan", ["ddp", "accumulate", "pp"])
+def test_an_even_mean_is_left_alone(pool, plan, name):
+    world, stated = PLANS[plan]
+    assert pool(world).run(refused, stated, name, True) == [""] * world

@@ -17,6 +17,7 @@ from meshplan.mesh import DATA_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.applied import Applied, applied
 from meshplan.runtime.batch import as_arguments, chunk, chunked, mapped
+from meshplan.runtime.checks.steps import StepCheck
 from meshplan.runtime.context.batch import local_sequence
 from meshplan.runtime.data import params_on_host, reshard_units, set_gradient_sync
 from meshplan.runtime.guard import guarded
@@ -27,7 +28,7 @@ from meshplan.runtime.loss_weights import Weights
 from meshplan.runtime.mesh import device, local_of, shard_axes, submesh, without_partial
 from meshplan.runtime.moments import begin
 from meshplan.runtime.outside import guard_loss
-from meshplan.runtime.peers import check_peers, mean_over_ranks
+from meshplan.runtime.peers import check_peers, mean_over_ranks, num_samples
 from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.pretend import numbers
 from meshplan.runtime.selftest import check_loss
@@ -94,6 +95,7 @@ def train_step(
     count = state.plan.accumulate
     parts = zip(chunked(inputs, count), chunked(weights.marked(targets), count), strict=True)
     total: torch.Tensor | float = 0.0
+    check = _step_check(model, state, loss_fn, (inputs, targets))
 
     def take(output: Any, marked: tuple[Any, torch.Tensor | None]) -> torch.Tensor:
         begin("loss")
@@ -101,6 +103,7 @@ def train_step(
         with guard:
             given = take_loss(loss_fn, output, target)
         loss = weights.weigh(given, output, tokens)
+        check.see(output, target)
         begin("backward")
         return loss
 
@@ -125,6 +128,7 @@ def train_step(
     mean, counted = mean_over_ranks(
         total / count, (inputs, targets), state.plan, state.mesh, weights.count
     )
+    check.settle()
     begin("step")
     factor = weights.factor(counted)
     if _unscale(model, optimizer, state, factor):
@@ -137,6 +141,16 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     state.history.steps += 1
     return float(numbers(mean, 0.0)) * factor
+
+
+def _step_check(model: nn.Module, state: Applied, loss_fn: Any, batch: Any) -> StepCheck:
+    """Looks at the first microbatch of this step."""
+    stages = state.plan.assignment.stages
+    microbatches = state.plan.accumulate * (stages.microbatches if stages is not None else 1)
+    samples = num_samples(batch) // microbatches
+    first = batch if microbatches == 1 else chunked(batch, microbatches)[0]
+    step = state.history.steps + 1
+    return StepCheck(model, state.plan, loss_fn, step=step, batch=first, samples=samples)
 
 
 def _agreed_step(optimizer: torch.optim.Optimizer) -> None:
