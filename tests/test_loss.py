@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshplan
+from meshplan.runtime.mesh import local_of
 from tests import models, parity
 
 IGNORED = -100
@@ -134,7 +135,7 @@ def refused(plan: dict[str, Any], name: str, even: bool = False) -> str:
         meshplan.train_step(model, sgd, *mine, loss_fn)
     except meshplan.ApplyError as error:
         for n, p in model.named_parameters():
-            assert torch.equal(getattr(p, "_local_tensor", p), getattr(before[n], "_local_tensor", before[n]))
+            assert torch.equal(local_of(p), local_of(before[n]))
         return str(error)
     if name != "dropped":
         assert torch.equal(drawn, torch.get_rng_state())
@@ -192,6 +193,28 @@ def test_a_loss_that_parts_do_not_make_up_is_refused_before_an_update(pool, case
     world, stated = PLANS[plan]
     for told in pool(world).run(refused, {**stated, **more}, name, even):
         assert words in told
+
+
+def lone(name: str) -> str:
+    """What a step of one sample a rank says, where rank 1 has fewer targets."""
+    model = meshplan.parallelize(models.build("own_llama"), {"version": 1, "strategy": "ddp"})
+    tokens, targets = batch(1)
+    rows = slice(0, 8, 7) if name == "sum" else slice(0, 2)
+    mine = meshplan.local_batch(model, (tokens[rows], targets[rows]))
+    try:
+        meshplan.train_step(model, models.optimizer(model), *mine, LOSSES[name])
+    except meshplan.ApplyError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("mean", "say loss: tokens"), ("sum", "say loss: sum"), ("pair", "")]
+)
+def test_single_samples_are_compared_by_their_tokens(pool, name, words):
+    for told in pool(2).run(lone, name):
+        assert words in told
+        assert bool(told) is bool(words)
 
 
 @pytest.mark.parametrize("name", ["mean", "half", "dropped"])

@@ -36,7 +36,9 @@ from meshplan.runtime.pretend import is_pretending
 
 IGNORED: Final = -100
 """The target that torch's cross-entropy leaves out."""
-PAIR: Final = "let loss_fn return (sum, count): the sum over what it was given, and how many that were"
+PAIR: Final = (
+    "let loss_fn return (sum, count): the sum over what it was given, and how many that were"
+)
 
 
 @dataclass(slots=True)

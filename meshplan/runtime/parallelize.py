@@ -24,6 +24,9 @@ from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from meshplan.runtime.allocator import allocator_problems, set_allocator
 from meshplan.runtime.applied import apply_plan, exchange, function_of, raise_told
+from meshplan.runtime.checks.batches import watch_batches
+from meshplan.runtime.checks.drift import watch_drift
+from meshplan.runtime.checks.optimizers import watch_optimizers
 from meshplan.runtime.chunked import chunked_loss_problems
 from meshplan.runtime.example import find_example
 from meshplan.runtime.expert_protocol import expert_problems
@@ -94,6 +97,9 @@ def _parallelize(
         wrapped = apply_plan(model, decided, mesh, values)
         refuse_whole_tensors(wrapped)
         remember(wrapped, decided, mesh)
+        watch_batches(wrapped, decided, mesh)
+        watch_drift(wrapped)
+        watch_optimizers()
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
                 warnings.warn(str(warning), stacklevel=3)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from meshplan.errors import Problem
 from meshplan.plan import Plan
 from meshplan.runtime.loss import take_loss
-from meshplan.runtime.loss_weights import IGNORED, PAIR, tokens_by_sample
+from meshplan.runtime.loss_weights import IGNORED, PAIR, token_targets, tokens_by_sample
 from meshplan.runtime.nest import fill, opaque_in, shape_of, tensors_in
 from meshplan.runtime.pending import Pending
 from meshplan.runtime.randomness import random_states, restore_random
@@ -32,8 +32,8 @@ _TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 3e-5}
 _HALF: Final = 2e-2
 """Relative differences that rounding does not make [Empirical]."""
 _GATHER: Final = (
-    "gather what is compared with meshplan.gather_batch; or say batch: {per_rank: true}, where each "
-    "rank's batch is meant to stand alone"
+    "gather what is compared with meshplan.gather_batch; or say batch: {per_rank: true}, where "
+    "each rank's batch is meant to stand alone"
 )
 
 LossFn = Callable[[Any, Any], Any]
@@ -68,14 +68,18 @@ class Three:
     tolerance: float
 
 
-def cut(item: Any, samples: int, parts: list[slice]) -> list[Any] | None:
-    """Parts of the samples of something nested.
+def cut(
+    item: Any, samples: int, parts: list[slice], *, is_output: bool, dim: int = 0
+) -> list[Any] | None:
+    """Parts of something nested.
 
     Args:
-        parts: Which samples.
+        samples: The size of the dim that is cut.
+        parts: Which of them.
+        is_output: Whether a model may have put them along another dim.
 
     Returns:
-        None where it is not clear that all of its tensors hold samples along dim 0.
+        None where it is not clear that all of its tensors hold them along this dim.
     """
     tensors: list[torch.Tensor] = []
 
@@ -89,16 +93,20 @@ def cut(item: Any, samples: int, parts: list[slice]) -> list[Any] | None:
     for tensor in tensors:
         if not tensor.ndim and tensor.is_floating_point():
             return None
+        if tensor.ndim and (tensor.ndim <= dim or tensor.shape[dim] != samples):
+            return None
         # Where another dim is as long, who says which one the samples are?
-        if tensor.ndim and (tensor.shape[0] != samples or samples in tensor.shape[1:]):
+        if is_output and samples in tensor.shape[dim + 1 :]:
             return None
 
-    def part(which: slice, number: int) -> torch.Tensor:
-        tensor = tensors[number]
+    def part(tensor: torch.Tensor, which: slice) -> torch.Tensor:
         tensor = tensor if isinstance(tensor, Pending) else tensor.detach()
-        return tensor[which] if tensor.ndim else tensor
+        return tensor[(slice(None),) * dim + (which,)] if tensor.ndim else tensor
 
-    return [fill(form, lambda number, each=each: part(each, number)) for each in parts]
+    def all_of(which: slice) -> Any:
+        return fill(form, lambda number: part(tensors[number], which))
+
+    return [all_of(each) for each in parts]
 
 
 @contextmanager
@@ -128,20 +136,27 @@ def value_of(given: Any, targets: Any) -> tuple[Value, torch.dtype] | None:
 def three_of(loss_fn: LossFn, output: Any, targets: Any, samples: int) -> Three | None:
     """The loss function about all samples and about halves of them.
 
+    Of a single sample the halves are those of its tokens.
+
     Returns:
         None where that cannot be told: samples do not lie along dim 0, or it is random.
     """
     every = (t for _, t in tensors_in((output, targets)) if not isinstance(t, Pending))
     found = [t for t in every if t.is_floating_point()]
+    dim, length = 0, samples
+    if samples == 1:
+        tokens = [t for t in token_targets(targets) if t.ndim > 1]
+        dim, length = 1, tokens[0].shape[1] if tokens else 1
     size = sum(t.numel() for t in found)
-    row = max(1, size // max(1, samples))
-    half = min(samples // 2, _WIDE // (2 * row))
+    row = max(1, size // max(1, length))
+    half = min(length // 2, _WIDE // (2 * row))
     # Not even two samples of some vocabularies are small: these in the dtype that they have.
-    is_wide, half = half > 0, half or samples // 2
+    is_wide, half = half > 0, half or length // 2
     if not half:
         return None
     parts = [slice(0, 2 * half), slice(0, half), slice(half, 2 * half)]
-    outputs, wanted = cut(output, samples, parts), cut(targets, samples, parts)
+    outputs = cut(output, length, parts, is_output=True, dim=dim)
+    wanted = cut(targets, length, parts, is_output=False, dim=dim)
     if outputs is None or wanted is None:
         return None
     for dtype in (torch.float64, None) if is_wide else (None,):
@@ -230,9 +245,7 @@ def loss_problem(three: Three, plan: Plan) -> Problem | None:
     return _mean_problem(three, of_tokens, shown, plan)
 
 
-def _mean_problem(
-    three: Three, of_tokens: float | None, shown: str, plan: Plan
-) -> Problem | None:
+def _mean_problem(three: Three, of_tokens: float | None, shown: str, plan: Plan) -> Problem | None:
     whole, first, second = three.whole, three.first, three.second
     origin = plan.spec.origin("loss")
     are_finite = math.isfinite(first.loss) and math.isfinite(second.loss)

@@ -79,7 +79,8 @@ def halves_of(inputs: Any, targets: Any, samples: int) -> Halves | None:
     if not half:
         return None
     parts = [slice(0, 2 * half), slice(0, half), slice(half, 2 * half)]
-    found, wanted = cut(inputs, samples, parts), cut(targets, samples, parts)
+    found = cut(inputs, samples, parts, is_output=False)
+    wanted = cut(targets, samples, parts, is_output=False)
     if found is None or wanted is None:
         return None
     return Halves(inputs=tuple(found), targets=tuple(wanted), half=half)

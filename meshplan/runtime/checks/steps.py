@@ -1,5 +1,7 @@
-"""Comparisons of a step's parts with the whole, at the steps 1, 2, 4, 8, ...: a batch whose masks
-happen to be even tells nothing of the next one."""
+"""Comparisons of a step's parts with the whole, at the steps 1, 2, 4, 8, ...
+
+A batch whose masks happen to be even tells nothing of the next one.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 from meshplan.errors import ApplyError, Problem
+from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime import gather
 from meshplan.runtime.aside import aside
-from meshplan.runtime.checks.halves import LossFn, loss_problem, three_of
+from meshplan.runtime.batch import chunked
+from meshplan.runtime.checks.halves import LossFn, lone_problem, loss_problem, three_of
 from meshplan.runtime.checks.independence import (
     Found,
     compare_forwards,
@@ -26,14 +30,11 @@ from meshplan.runtime.checks.independence import (
     mixing_problem,
     name_mixing,
 )
-from meshplan.runtime.loss_weights import num_parts
+from meshplan.runtime.loss_weights import num_parts, tokens_by_sample
 from meshplan.runtime.mesh import device
+from meshplan.runtime.peers import num_samples
 from meshplan.runtime.pretend import is_pretending
-
-
-def is_due(step: int) -> bool:
-    """Whether a step is one of those that are looked at: 1, 2, 4, 8, ..."""
-    return not step & (step - 1)
+from meshplan.runtime.steps import is_due
 
 
 class StepCheck:
@@ -43,27 +44,27 @@ class StepCheck:
         model: What `parallelize` returned.
         loss_fn: Of the step.
         step: Its number, from 1.
-        batch: The inputs and targets of one microbatch.
-        samples: In it.
+        batch: This rank's inputs and targets.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        loss_fn: LossFn,
-        *,
-        step: int,
-        batch: tuple[Any, Any],
-        samples: int,
+        self, model: nn.Module, plan: Plan, loss_fn: LossFn, *, step: int, batch: tuple[Any, Any]
     ) -> None:
         self._model, self._plan, self._loss_fn = model, plan, loss_fn
-        self._step, self._batch, self._samples = step, batch, samples
+        self._step = step
         self._is_on = is_due(step) and num_parts(plan) > 1 and not is_pretending()
         self._gathered = gather.num_gathered
         self._problem: Problem | None = None
+        self._if_uneven: Problem | None = None
         self._is_told = False
         self._has_seen = False
+        if self._is_on:
+            microbatches = num_parts(plan) // plan.mesh.size(*GRADIENT_AXES)
+            self._samples = num_samples(batch) // microbatches
+            self._first = chunked(batch, microbatches)[0]
+            counts = tokens_by_sample(batch[1])
+            parts = [] if counts is None else chunked(counts, microbatches)
+            self._tokens = [float(part.sum()) for part in parts] or [0.0]
 
     def see(self, output: Any, targets: Any) -> None:
         """Compare the loss of a microbatch with those of its halves, the first time."""
@@ -74,8 +75,14 @@ class StepCheck:
             return
         with _kept(self._loss_fn):
             three = three_of(self._loss_fn, output, targets, self._samples)
-        if three is not None:
-            self._is_told, self._problem = True, loss_problem(three, self._plan)
+        if three is None:
+            return
+        self._is_told = True
+        if self._samples > 1:
+            self._problem = loss_problem(three, self._plan)
+        else:
+            self._problem = lone_problem(three, False, self._plan)
+            self._if_uneven = lone_problem(three, True, self._plan)
 
     def settle(self) -> None:
         """Refuse on all ranks what one of them has found; every rank calls it.
@@ -87,16 +94,20 @@ class StepCheck:
             return
         has_stages = self._plan.assignment.stages is not None
         can_run = not has_stages and not self._plan.spec.compile
-        halves = halves_of(*self._batch, self._samples) if can_run else None
+        halves = halves_of(*self._first, self._samples) if can_run else None
         is_gathered = gather.num_gathered != self._gathered
-        flags = [
+        is_wrong, is_untold, cannot_run, would_be_wrong, most, least = _largest(
             self._problem is not None,
             self._has_seen and not self._is_told,
             halves is None or is_gathered,
-        ]
-        is_wrong, is_untold, cannot_run = _any_rank(flags)
+            self._if_uneven is not None,
+            max(self._tokens),
+            -min(self._tokens),
+        )
         if is_wrong:
             _raise_first(self._problem)
+        if would_be_wrong and most != -least:
+            _raise_first(self._if_uneven)
         if cannot_run or not (is_untold or self._step == 1):
             return
         assert halves is not None
@@ -105,7 +116,7 @@ class StepCheck:
                 self._model, self._plan, halves, self._loss_fn if is_untold else None
             )
         found = found or Found()
-        mixes, is_wrong = _any_rank([found.mixes, found.problem is not None])
+        mixes, is_wrong = _largest(found.mixes, found.problem is not None)
         if mixes:
             self._refuse_mixing(found, name_mixing(self._model, halves))
         elif is_wrong:
@@ -125,11 +136,12 @@ class StepCheck:
             _raise_first(mixing_problem(named, self._plan) if found.mixes else None)
 
 
-def _any_rank(flags: list[bool]) -> list[bool]:
-    """Whether each is so on some rank."""
-    told = torch.tensor(flags, device=device()).float()
+def _largest(*values: float) -> list[float]:
+    """The largest of each value over all ranks: 1 where it is so on some rank."""
+    told = torch.tensor(values, dtype=torch.float64, device=device())
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return [bool(each) for each in told.tolist()]
+    largest: list[float] = told.tolist()
+    return largest
 
 
 def _raise_first(own: Problem | None) -> None:
