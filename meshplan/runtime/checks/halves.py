@@ -245,6 +245,31 @@ def loss_problem(three: Three, plan: Plan) -> Problem | None:
     return _mean_problem(three, of_tokens, shown, plan)
 
 
+def lone_problem(three: Three, are_uneven: bool, plan: Plan) -> Problem | None:
+    """What the halves of one sample tell of a loss that the plan takes for a mean over samples.
+
+    Args:
+        are_uneven: Whether samples hold unequal numbers of targets that are not -100.
+    """
+    whole, first, second = three.whole, three.first, three.second
+    if plan.spec.loss != "mean" or whole.count is not None or not math.isfinite(whole.loss):
+        return None
+    of_tokens = _token_mean(three)
+    shown = f"it is {whole.loss:.6g}, and {first.loss:.6g} and {second.loss:.6g} for each half"
+    origin = plan.spec.origin("loss")
+    if of_tokens is not None and _is(of_tokens, three):
+        what = (
+            f"loss_fn returns a mean over the targets that are not {IGNORED} ({shown}), and "
+            "microbatches of one sample each hold unequal numbers of them: the mean of their means "
+            "is not that of one process"
+        )
+        return Problem(what, origin, f"say loss: tokens; or {PAIR}") if are_uneven else None
+    if _is(first.loss + second.loss, three):
+        what = f"loss_fn returns a sum, and the plan takes it for a mean: {shown}"
+        return Problem(what, origin, "say loss: sum, or divide by the number of samples")
+    return None  # A loss that looks at neighbours says no more about parts of one sample.
+
+
 def _mean_problem(three: Three, of_tokens: float | None, shown: str, plan: Plan) -> Problem | None:
     whole, first, second = three.whole, three.first, three.second
     origin = plan.spec.origin("loss")

@@ -61,7 +61,7 @@ class StepCheck:
         if self._is_on:
             microbatches = num_parts(plan) // plan.mesh.size(*GRADIENT_AXES)
             self._samples = num_samples(batch) // microbatches
-            self._first = chunked(batch, microbatches)[0]
+            self._first: tuple[Any, Any] = chunked(batch, microbatches)[0]
             counts = tokens_by_sample(batch[1])
             parts = [] if counts is None else chunked(counts, microbatches)
             self._tokens = [float(part.sum()) for part in parts] or [0.0]
