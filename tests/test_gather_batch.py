@@ -85,7 +85,7 @@ def batch(step: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
 def train(kind: str, plan: dict[str, Any]) -> tuple[float, float, str]:
     build, loss_fn = KINDS[kind]
     alone = build()
-    model = meshplan.parallelize(build(), {"version": 1, **plan})
+    model = meshplan.parallelize(build(), {"version": 1, **plan}, example_inputs=batch(0)[0])
     sgd = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
     losses, expected = [], []
     for step in range(3):
@@ -121,3 +121,53 @@ def test_gradients_are_those_of_one_process(pool, kind, plan):
         assert told == ""
         assert loss <= 1e-5
         assert state <= parity.TOLERANCE
+
+
+PP = {"mesh": {"pp": 2, "dp_replicate": 2}, "strategy": "ddp"}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_stages_gather_in_the_loss_of_a_whole_batch(pool, microbatches):
+    plan = PP | {"pipeline": {"schedule": "GPipe", "microbatches": microbatches}}
+    for loss, state, told in pool(4).run(train, "simclr", plan):
+        if microbatches == 1:
+            assert (loss <= 1e-5, state <= parity.TOLERANCE, told) == (True, True, "")
+        else:
+            assert "gather_batch sees one of the 2 microbatches" in told
+
+
+def test_what_cannot_be_gathered_is_refused(pool):
+    plan = PP | {"pipeline": {"schedule": "GPipe", "microbatches": 1}}
+    for _, _, told in pool(4).run(train, "clip", plan):
+        assert "call gather_batch in the loss function" in told
+    accumulated = {"strategy": "ddp", "batch": {"accumulate": 2}}
+    for _, _, told in pool(2).run(train, "simclr", accumulated):
+        assert "gather_batch sees one of the 2 microbatches" in told
+
+
+def uneven() -> str:
+    """What ranks are told that hold other numbers of samples."""
+    model = meshplan.parallelize(SimClr(), {"version": 1, "strategy": "ddp"})
+    rank = torch.distributed.get_rank()
+    try:
+        meshplan.gather_batch(torch.zeros(2 + rank, 3), model)
+    except meshplan.ApplyError as error:
+        return str(error)
+    return ""
+
+
+def test_uneven_samples_are_refused(pool):
+    for told in pool(2).run(uneven):
+        assert "(2, 3) torch.float32 on rank 0 and (3, 3) torch.float32 on rank 1" in told
+
+
+@pytest.mark.parametrize("plan", ["ddp", "full_shard"])
+def test_a_loss_that_does_not_gather_is_refused(pool, plan):
+    for _, _, told in pool(2).run(train, "alone", PLANS[plan][1]):
+        assert "loss_fn compares samples with one another" in told
+        assert "meshplan.gather_batch" in told
+
+
+def test_without_other_ranks_it_is_the_tensor_itself():
+    tensor = torch.ones(3)
+    assert meshplan.gather_batch(tensor) is tensor
