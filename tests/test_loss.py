@@ -222,3 +222,64 @@ def test_single_samples_are_compared_by_their_tokens(pool, name, words):
 def test_an_even_mean_is_left_alone(pool, plan, name):
     world, stated = PLANS[plan]
     assert pool(world).run(refused, stated, name, True) == [""] * world
+
+
+def of_model(loss_fn: Any) -> tuple[str, float]:
+    """(what a step says, the difference from one process) of a model that computes its loss."""
+    alone = models.build("hf_llama")
+    plan = {"version": 1, "strategy": "full_shard", "batch": {"accumulate": 2}}
+    model = meshplan.parallelize(models.build("hf_llama"), plan)
+    sgd = models.optimizer(model), models.optimizer(alone)
+    for step in range(2):
+        tokens, labels = batch(step)
+        labels[:, 0] = 5  # Which the model leaves out.
+        inputs = {"input_ids": tokens, "labels": labels}
+        alone(**inputs).loss.backward()
+        sgd[1].step()
+        sgd[1].zero_grad()
+        try:
+            mine = meshplan.local_batch(model, (inputs, labels))
+            meshplan.train_step(model, sgd[0], *mine, loss_fn)
+        except meshplan.ApplyError as error:
+            return str(error), 0.0
+    live, state = meshplan.full_state_dict(model), alone.state_dict()
+    return "", max([0.0, *((live[n] - state[n]).abs().max().item() for n in live)])
+
+
+def of_output(output: Any, labels: Tensor) -> Tensor:
+    return output.loss
+
+
+def with_count(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+    n = (labels[:, 1:] != IGNORED).sum()
+    return output.loss * n, n
+
+
+SCALE = 2.0**10
+
+
+def in_half(kind: str) -> tuple[float, list[Tensor]]:
+    """(the scale of the loss, the parameters) after steps in float16."""
+    more, loss_fn, _ = KINDS[kind]
+    plan = {"version": 1, "strategy": "full_shard", "precision": "16-mixed", **more}
+    model = meshplan.parallelize(models.build("own_llama"), plan)
+    sgd = models.optimizer(model)
+    model.meshplan.loss_scale = SCALE
+    for step in range(3):
+        meshplan.train_step(model, sgd, *meshplan.local_batch(model, batch(step)), loss_fn)
+    return model.meshplan.loss_scale, [local_of(p).detach().clone() for p in model.parameters()]
+
+
+def test_counts_and_the_scale_of_float16_go_together(pool):
+    (scale, found), _ = pool(2).run(in_half, "pair")
+    (other, expected), _ = pool(2).run(in_half, "tokens")
+    assert scale == other == SCALE
+    assert max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)) < 1e-3
+
+
+def test_a_loss_that_the_model_computes_is_compared_too(pool):
+    for told, _ in pool(2).run(of_model, of_output):
+        assert "n = (labels[:, 1:] != -100).sum()" in told
+    for told, apart in pool(2).run(of_model, with_count):
+        assert told == ""
+        assert apart <= parity.TOLERANCE

@@ -99,9 +99,7 @@ class Weights:
         self._kind = plan.spec.loss
         self.parts = num_parts(plan)
         self.count: torch.Tensor | None = None
-        microbatches = self.parts // plan.mesh.size(*GRADIENT_AXES)
-        # Equal on all ranks, or `mean_over_ranks` refuses the batch.
-        self._divisor = history.divisor or max(1.0, num_samples(batch) / microbatches)
+        self._divisor = history.divisor or self._first_divisor(batch)
         self._tokens: torch.Tensor | None = None
         self._total = 0
         if self._kind == "tokens" and not is_pretending():
@@ -109,11 +107,25 @@ class Weights:
             if self._tokens is None:
                 raise ApplyError(self._uncounted(batch[1]))
             total = self._tokens.sum().double().to(device())
-            axes = plan.mesh.present(GRADIENT_AXES)
-            if plan.mesh.size(*axes) > 1:
-                group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
-                dist.all_reduce(total, group=group)
+            self._reduce(total, dist.ReduceOp.SUM)
             self._total = int(total)
+
+    def _first_divisor(self, batch: Any) -> float:
+        """What a sum is divided by before counts are known, the same on all data ranks."""
+        microbatches = self.parts // self._plan.mesh.size(*GRADIENT_AXES)
+        if not self._plan.spec.precision.scales_loss or is_pretending():
+            # Samples are equal on all ranks, or `mean_over_ranks` refuses the batch.
+            return max(1.0, num_samples(batch) / microbatches)
+        # float16 holds the gradients of means, and not those of sums over many tokens.
+        size = max((t.numel() for _, t in tensors_in(batch[1])), default=1)
+        largest = torch.tensor(size / microbatches, dtype=torch.float64, device=device())
+        self._reduce(largest, dist.ReduceOp.MAX)
+        return max(1.0, float(largest))
+
+    def _reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        if self._plan.mesh.size(*GRADIENT_AXES) > 1:
+            group = submesh(self._mesh, GRADIENT_AXES, flat=True).get_group()
+            dist.all_reduce(value, op=op, group=group)
 
     def _uncounted(self, targets: Any) -> Problem:
         num = len(token_targets(targets))
@@ -179,6 +191,8 @@ class Weights:
     def _of_sum(self, total: torch.Tensor, count: Any) -> torch.Tensor:
         counted = torch.as_tensor(count, dtype=torch.float64, device=total.device).detach()
         self.count = counted if self.count is None else self.count + counted
+        # A mean over nothing, times nothing, is not a number.
+        total = torch.where(counted == 0, torch.zeros_like(total), total)
         return total.to(torch.promote_types(total.dtype, torch.float32)) / self._divisor
 
     def agree(self) -> None:

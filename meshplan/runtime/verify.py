@@ -11,7 +11,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -112,6 +112,7 @@ def _verify_rank(send: Send, spec: Spec, source: Source) -> None:
     shapes, rate = shared[0]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     micro = int(spec.batch.micro or 1)
+    spec = replace(spec, loss="mean")  # Which is what the losses here are.
     inputs = sample_inputs(model, spec, micro, 0)
     model = parallelize(model, spec, example_inputs=inputs)
     plan = applied(model).plan

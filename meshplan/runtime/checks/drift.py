@@ -45,7 +45,8 @@ class _Watch:
 def watch_drift(model: nn.Module) -> None:
     """Compare the copies of a model's parameters before steps 1, 2, 4, ... and every 1024."""
     found = next(each for each in reversed(known_models()) if each.model() is model)
-    if is_pretending() or not any(_alike(model, found.plan)):
+    shares = isinstance(model, PipelinedModule) and any(model.shared.copies())
+    if is_pretending() or not (shares or any(_alike(model, found.plan))):
         return
     end = before_steps(partial(_before_step, _Watch(found)))
     weakref.finalize(model, end)
@@ -64,7 +65,7 @@ def check_drift(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Refuse parameters whose copies have parted; every rank calls it.
 
     Raises:
-        ApplyError: On the ranks that hold them, with their names.
+        ApplyError: On all ranks of a stage, with their names.
     """
     by_axes: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
     for axes, name, parameter in _alike(model, plan):

@@ -36,6 +36,11 @@ _GATHER: Final = (
     "each rank's batch is meant to stand alone"
 )
 
+_SHIFTED: Final = (
+    "let loss_fn return (loss * n, n) with n = (labels[:, 1:] != -100).sum(): the model itself "
+    "shifts the labels"
+)
+
 LossFn = Callable[[Any, Any], Any]
 
 
@@ -47,11 +52,14 @@ class Value:
         loss: The loss, or the sum.
         count: What the sum was taken over, where the loss function says it.
         tokens: Targets that are not -100, where the targets hold such.
+        shifted: Those of them that are not the first of their row: transformers' models shift
+            the labels themselves.
     """
 
     loss: float
     count: float | None = None
     tokens: float | None = None
+    shifted: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +138,10 @@ def value_of(given: Any, targets: Any) -> tuple[Value, torch.dtype] | None:
         return None
     tokens = tokens_by_sample(targets)
     told = None if tokens is None else float(tokens.sum())
-    return Value(float(loss), None if count is None else float(count), told), loss.dtype
+    rows = [t[:, 1:] for t in token_targets(targets) if t.ndim == 2]
+    shifted = float((rows[0] != IGNORED).sum()) if told is not None and rows else None
+    number = None if count is None else float(count)
+    return Value(float(loss), number, told, shifted), loss.dtype
 
 
 def three_of(loss_fn: LossFn, output: Any, targets: Any, samples: int) -> Three | None:
@@ -241,7 +252,8 @@ def loss_problem(three: Three, plan: Plan) -> Problem | None:
             f"that are not {IGNORED}: {shown}, which hold {first.tokens:.0f} and "
             f"{second.tokens:.0f}"
         )
-        return Problem(what, origin, f"leave out what it leaves out in the targets too; or {PAIR}")
+        fix = f"leave out what it leaves out in the targets too; or {PAIR}"
+        return Problem(what, origin, _SHIFTED if _is_shifted(three) else fix)
     return _mean_problem(three, of_tokens, shown, plan)
 
 
@@ -287,6 +299,12 @@ def _mean_problem(three: Three, of_tokens: float | None, shown: str, plan: Plan)
         )
         return Problem(what, origin, f"say loss: tokens; or {PAIR}")
     low, high = min(first.loss, second.loss), max(first.loss, second.loss)
+    if _is_shifted(three):
+        what = (
+            "the loss is a mean over the labels but the first of each row, and parts of a batch "
+            f"hold unequal numbers of them ({first.shifted:.0f} and {second.shifted:.0f}): {shown}"
+        )
+        return Problem(what, origin, _SHIFTED)
     if plan.spec.batch.per_rank:
         return None
     if not are_finite or low <= whole.loss <= high:
@@ -318,13 +336,21 @@ def _pair_problem(three: Three, shown: str) -> Problem | None:
 
 def _token_mean(three: Three) -> float | None:
     """The mean over all tokens from those of the halves."""
-    terms = []
-    for value in (three.first, three.second):
-        if value.tokens is None:
-            return None
-        terms.append(value.loss * value.tokens if value.tokens else 0.0)
-    total = (three.first.tokens or 0) + (three.second.tokens or 0)
-    return sum(terms) / total if total else None
+    return _weighted(three, three.first.tokens, three.second.tokens)
+
+
+def _is_shifted(three: Three) -> bool:
+    """Whether it is a mean over the targets that are not the first of their row."""
+    counts = three.first.shifted, three.second.shifted
+    of_tokens = _weighted(three, *counts)
+    return of_tokens is not None and counts[0] != counts[1] and _is(of_tokens, three)
+
+
+def _weighted(three: Three, first: float | None, second: float | None) -> float | None:
+    if first is None or second is None or not first + second:
+        return None
+    pairs = ((three.first.loss, first), (three.second.loss, second))
+    return sum(loss * count for loss, count in pairs if count) / (first + second)
 
 
 def _is(expected: float, three: Three) -> bool:

@@ -117,8 +117,8 @@ def _warn_if_uneven(held: list[list[torch.Tensor]]) -> None:
     if len(counts) > 1:
         warnings.warn(
             f"targets of {_IGNORED} are spread unevenly over cp: if the loss is the mean over the "
-            "others, the mean over ranks is not that of one process; say loss: tokens in the plan, or "
-            "let loss_fn return (sum, count)",
+            "others, the mean over ranks is not that of one process; say loss: tokens in the plan, "
+            "or let loss_fn return (sum, count)",
             stacklevel=2,
         )
 
