@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from meshplan.reader import load_spec as load_spec
     from meshplan.reporting import make_report as make_report
     from meshplan.retargeting import retarget as retarget
+    from meshplan.runtime.gather import gather_batch as gather_batch
     from meshplan.runtime.grad_hooks import register_grad_hook as register_grad_hook
+    from meshplan.runtime.gradient_scale import clip_grad_norm_ as clip_grad_norm_
     from meshplan.runtime.guard import guarded as guarded
     from meshplan.runtime.parallelize import parallelize as parallelize
     from meshplan.runtime.state import full_state_dict as full_state_dict
     from meshplan.runtime.train import chunked_loss as chunked_loss
-    from meshplan.runtime.train import clip_grad_norm_ as clip_grad_norm_
     from meshplan.runtime.train import local_batch as local_batch
     from meshplan.runtime.train import loss_parallel as loss_parallel
     from meshplan.runtime.train import train_step as train_step
@@ -48,8 +49,9 @@ _ROOMS = {
     "train_step": "meshplan.runtime.train",
     "chunked_loss": "meshplan.runtime.train",
     "loss_parallel": "meshplan.runtime.train",
-    "clip_grad_norm_": "meshplan.runtime.train",
     "register_grad_hook": "meshplan.runtime.grad_hooks",
+    "clip_grad_norm_": "meshplan.runtime.gradient_scale",
+    "gather_batch": "meshplan.runtime.gather",
     "full_state_dict": "meshplan.runtime.state",
     "guarded": "meshplan.runtime.guard",
     # know it beforehand

@@ -204,6 +204,7 @@ _BATCH: Final[Mapping[str, Decoder]] = {
     "accumulate": _accumulate,
     "global": integer(1),
     "seq_len": integer(1),
+    "per_rank": boolean,
 }
 
 
@@ -215,9 +216,8 @@ def _batch(value: Value, found: Findings) -> Batch | None:
 
 
 def _input_dtype(value: Value, found: Findings) -> str | None:
-    known = {**{name: name for name in DTYPE_BYTES}, **DTYPE_WORDS}
-    known |= {f"torch.{name}": name for name in DTYPE_BYTES}
-    word: str | None = choice(known, "a dtype")(value, found)
+    words = {word: name for name in DTYPE_BYTES for word in (name, f"torch.{name}")}
+    word: str | None = choice({**words, **DTYPE_WORDS}, "a dtype")(value, found)
     return word
 
 
@@ -348,6 +348,7 @@ _PLAN: Final[Mapping[str, Decoder]] = {
     "experts": _experts,
     "tp_plan": choice(("hf", "auto", "none"), "a tp_plan"),
     "sequence_parallel": boolean,
+    "loss": choice(("mean", "sum", "tokens"), "what a loss function returns"),
     "loss_parallel": boolean,
     "loss_chunks": integer(1, "fused"),
     "sync_batchnorm": boolean,

@@ -139,6 +139,8 @@ class Batch:
     Args:
         of_data_rank: Of a step of each rank that reads samples of its own, where nothing else says
             it; not of the file.
+        per_rank: Whether what samples make of one another may end at each rank and microbatch:
+            statistics of a batch, negatives of a contrastive loss.
     """
 
     micro: int | Auto | None = None
@@ -146,6 +148,7 @@ class Batch:
     global_: int | None = None
     seq_len: int | None = None
     of_data_rank: int | None = field(default=None, repr=False)
+    per_rank: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,6 +296,8 @@ class Spec:
         mesh: Axis sizes outermost first; None is not stated, "auto" is free, a tuple of ints
             is a bare list such as `[2, 4]` whose names the strategy decides.
         strategy: A canonical strategy word, None when not stated.
+        loss: What the loss function returns for the samples that it is given: their mean, their
+            sum, or the mean over the tokens whose target is not -100.
         loss_chunks: Parts of the tokens over which head and loss are computed one by one; 1 for all
             at once.
         allocator: "expandable" where the segments of CUDA's allocator grow (`expandable_segments`),
@@ -317,6 +322,7 @@ class Spec:
     experts: Experts = Experts()
     tp_plan: Literal["none", "hf", "auto"] = "none"
     sequence_parallel: bool = False
+    loss: Literal["mean", "sum", "tokens"] = "mean"
     loss_parallel: bool = False
     loss_chunks: int | Literal["fused"] = 1
     sync_batchnorm: bool = False

@@ -169,8 +169,9 @@ def reductions(plan: dict[str, Any]) -> dict[str, int]:
         ({"strategy": "zero1"}, "_reduce_scatter_base_", 5),
         ({"strategy": "zero2"}, "_reduce_scatter_base_", 10),
         # Across replicas of shards only the last time; three more are the loss, the notes on which
-        # gradients there are, and the first comparison of the replicas.
-        ({"strategy": "hybrid_shard", "mesh": [2, 2]}, "allreduce_", 5 + 3),
+        # gradients there are, and the first comparison of the replicas; then those of their copies
+        # (once to compare, once to tell), of the loss and of the forward of halves.
+        ({"strategy": "hybrid_shard", "mesh": [2, 2]}, "allreduce_", 5 + 3 + 4),
     ],
 )
 def test_what_waits_for_the_last_microbatch(pool, plan, kind, times):

@@ -30,6 +30,7 @@ from meshplan.runtime.context.apply import ContextParallelism
 from meshplan.runtime.data import apply_data_parallel, keep_evaluation_apart
 from meshplan.runtime.expert import apply_expert_parallel
 from meshplan.runtime.gradients import agree_on_gradients
+from meshplan.runtime.loss_weights import History
 from meshplan.runtime.materialize import Values
 from meshplan.runtime.max_norm import share_looked_up_rows
 from meshplan.runtime.mesh import device
@@ -56,6 +57,7 @@ class Applied:
         loss_scale: Present scale of the loss under fp16, 1.0 otherwise.
         steps_without_overflow: Steps since the scale last changed.
         is_tested: Whether the first loss was compared along tp.
+        history: What `train_step` has seen of the loss so far.
     """
 
     plan: Plan
@@ -63,6 +65,7 @@ class Applied:
     loss_scale: float = field(default=1.0)
     steps_without_overflow: int = 0
     is_tested: bool = False
+    history: History = field(default_factory=History)
 
 
 def applied(model: nn.Module) -> Applied:

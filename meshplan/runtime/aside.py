@@ -23,8 +23,11 @@ def is_aside() -> bool:
 
 
 @contextmanager
-def aside(module: nn.Module) -> Iterator[None]:
+def aside(module: nn.Module, *, evaluates: bool = True) -> Iterator[None]:
     """In evaluation, so that nothing is random, and with what the forwards leave taken back.
+
+    Args:
+        evaluates: False leaves the module in the mode that it is in.
 
     Buffers and attributes, also those written in place, are as they were afterwards. What lies
     deeper than one list, tuple or dict inside an attribute is not looked at.
@@ -39,7 +42,7 @@ def aside(module: nn.Module) -> Iterator[None]:
         if type(value) in (list, dict, set)
     ]
     token = _ASIDE.set(True)
-    for m, _ in modes:
+    for m, _ in modes if evaluates else ():
         m.training = False
     try:
         yield

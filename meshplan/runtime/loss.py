@@ -211,10 +211,8 @@ class _LogSumExp(torch.autograd.Function):
         return own.to(local.dtype), None
 
 
-def take_loss(
-    loss_fn: Callable[[Any, Any], torch.Tensor], output: Any, targets: Any
-) -> torch.Tensor:
-    """What a loss function makes of an output that may be cut logits, as a plain tensor.
+def take_loss(loss_fn: Callable[[Any, Any], Any], output: Any, targets: Any) -> Any:
+    """What a loss function makes of an output that may be cut logits, in plain tensors.
 
     Raises:
         ApplyError: It mixes cut logits with whole tensors.
@@ -225,6 +223,12 @@ def take_loss(
         if not is_on() or _MIXED not in str(error):
             raise
         raise ApplyError(_MIXES) from error
+    if isinstance(loss, tuple | list):
+        return tuple(map(_whole, loss))
+    return _whole(loss)
+
+
+def _whole(loss: Any) -> Any:
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 

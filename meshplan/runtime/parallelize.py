@@ -24,7 +24,10 @@ from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from meshplan.runtime.allocator import allocator_problems, set_allocator
 from meshplan.runtime.applied import apply_plan, exchange, function_of, raise_told
+from meshplan.runtime.checks.batches import watch_batches
 from meshplan.runtime.checks.detours import refuse_copies_and_casts
+from meshplan.runtime.checks.drift import watch_drift
+from meshplan.runtime.checks.optimizers import watch_optimizers
 from meshplan.runtime.chunked import chunked_loss_problems
 from meshplan.runtime.example import find_example
 from meshplan.runtime.expert_protocol import expert_problems
@@ -32,6 +35,7 @@ from meshplan.runtime.grad_hooks import watch_torch_hooks
 from meshplan.runtime.guard import guarded, publish
 from meshplan.runtime.materialize import agree_on_values
 from meshplan.runtime.mesh import device_mesh, ensure_process_group, ranks_per_node
+from meshplan.runtime.parallel_models import remember
 from meshplan.runtime.peers import open_groups
 from meshplan.runtime.planned import closed_together
 from meshplan.runtime.private import forget_units
@@ -96,6 +100,10 @@ def _parallelize(
         refuse_whole_tensors(wrapped)
         watch_torch_hooks(wrapped, decided)
         refuse_copies_and_casts(wrapped)
+        remember(wrapped, decided, mesh)
+        watch_batches(wrapped, decided, mesh)
+        watch_drift(wrapped)
+        watch_optimizers()
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
                 warnings.warn(str(warning), stacklevel=3)

@@ -35,13 +35,13 @@ def give_own_stream(model: nn.Module, plan: Plan) -> None:
     def enter(module: nn.Module, args: Any) -> None:
         nonlocal count
         if module.training:
-            before.append(_states())
+            before.append(random_states())
             torch.manual_seed(_seed(base, place, count))
             count += 1
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if before:
-            _restore(before.pop())
+            restore_random(before.pop())
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave, always_call=True)
@@ -62,14 +62,14 @@ def _seed(*numbers: int) -> int:
     return int.from_bytes(digest, "big")
 
 
-def _states() -> tuple[torch.Tensor, ...]:
+def random_states() -> tuple[torch.Tensor, ...]:
     kind = device_type()
     if kind == "cpu":
         return (torch.get_rng_state(),)
     return (torch.get_rng_state(), torch.get_device_module(kind).get_rng_state())
 
 
-def _restore(states: tuple[torch.Tensor, ...]) -> None:
+def restore_random(states: tuple[torch.Tensor, ...]) -> None:
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.get_device_module(device_type()).set_rng_state(states[1])

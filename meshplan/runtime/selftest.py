@@ -99,7 +99,7 @@ def check_replicas(
         return set()
     apart, norms = (torch.stack(column) for column in list(zip(*found, strict=True))[1:])
     # A gradient that is zero but for rounding may differ by all of itself.
-    noise = norms.max() * torch.finfo(_dtype(plan)).eps
+    noise = norms.max() * torch.finfo(coarsest_dtype(plan)).eps
     verdict = torch.where(apart > noise, apart / norms.clamp(min=1e-30), 0.0)
     # All ranks must come to one answer: a shard of a gradient may be zero where another is not.
     for each in (verdict, norms):
@@ -155,7 +155,7 @@ def _difference(gradient: torch.Tensor, tp: DeviceMesh) -> tuple[torch.Tensor, t
     return (own - mean).norm(), mean.norm()
 
 
-def _dtype(plan: Plan) -> torch.dtype:
+def coarsest_dtype(plan: Plan) -> torch.dtype:
     """The coarsest dtype that anything computes with."""
     words = {placed.compute_dtype for placed in plan.assignment.tensors.values()}
     floats = [
@@ -166,7 +166,7 @@ def _dtype(plan: Plan) -> torch.dtype:
 
 def _tolerance(plan: Plan) -> float:
     single, half = _TOLERANCE
-    return half if torch.finfo(_dtype(plan)).bits < 32 else single
+    return half if torch.finfo(coarsest_dtype(plan)).bits < 32 else single
 
 
 def _problem(wrong: list[tuple[float, str]]) -> Problem:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.runtime.applied import applied
+from meshplan.runtime.checks.drift import check_drift
 from meshplan.runtime.guard import guarded
 from meshplan.runtime.mesh import full
 from meshplan.runtime.pipeline.module import PipelinedModule
@@ -23,11 +24,15 @@ from meshplan.runtime.pipeline.state import gather_stages
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and persistent buffer, whole, under its plain name.
 
+    Raises:
+        ApplyError: A parameter that several ranks hold is no longer the same on all of them.
+
     Returns:
         Full CPU tensors on rank 0, as one process's `state_dict()` would have them; `{}` on
         every other rank. All ranks must call it: each tensor is gathered in turn.
     """
-    applied(model)
+    state = applied(model)
+    check_drift(model, state.plan, state.mesh)
     if isinstance(model, PipelinedModule):
         return gather_stages(model)
     inner = model.module if isinstance(model, DistributedDataParallel) else model

@@ -22,6 +22,11 @@ def before_steps(look: Look) -> Callable[[], None]:
     return lambda: _looks.remove(look)
 
 
+def is_due(step: int) -> bool:
+    """Whether a step is one of 1, 2, 4, 8, ...: looking then costs ever less."""
+    return not step & (step - 1)
+
+
 @functools.cache
 def take_mixed_one_by_one() -> None:
     """Let optimizers take parameters one by one where plain ones stand beside cut ones.

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import DATA_AXES
 from meshplan.plan import Plan
-from meshplan.runtime.applied import Applied, applied, own_module
+from meshplan.runtime.applied import applied, own_module
 from meshplan.runtime.batch import as_arguments, chunk, chunked, mapped
+from meshplan.runtime.checks.batches import compared
 from meshplan.runtime.checks.forward_writes import begin_microbatch
+from meshplan.runtime.checks.optimizers import unknown_to_model
+from meshplan.runtime.checks.steps import StepCheck
 from meshplan.runtime.context.batch import local_sequence
-from meshplan.runtime.data import params_on_host, reshard_units, set_gradient_sync
-from meshplan.runtime.grad_hooks import call_grad_hooks
+from meshplan.runtime.data import reshard_units, set_gradient_sync
+from meshplan.runtime.digest import digest, mark
+from meshplan.runtime.gradient_scale import clip_grad_norm_, unscale
 from meshplan.runtime.guard import guarded
-from meshplan.runtime.host import to_device, to_host
 from meshplan.runtime.loss import take_loss
 from meshplan.runtime.loss_mode import loss_mode
-from meshplan.runtime.mesh import device, local_of, shard_axes, submesh, without_partial
+from meshplan.runtime.loss_weights import Weights
+from meshplan.runtime.mesh import device
 from meshplan.runtime.moments import begin
 from meshplan.runtime.outside import guard_loss
 from meshplan.runtime.peers import check_peers, mean_over_ranks
 from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.pretend import numbers
 from meshplan.runtime.selftest import check_loss
-
-_SCALE_WINDOW = 2000
-"""Steps without overflow after which the fp16 loss scale doubles (torch.amp.GradScaler's)."""
 
 
 @guarded()
@@ -51,11 +50,19 @@ def local_batch(model: nn.Module, batch: Any) -> Any:
         ApplyError: The samples do not divide over the data ranks, or the sequence not over cp.
     """
     plan = applied(model).plan
+    whole: int | None = None
     if plan.assignment.context is not None:
+        # Parts differ along cp: what they were cut from is compared in their place.
+        whole, _ = digest(mapped(batch, torch.Tensor.cpu), is_whole=False)
         batch = local_sequence(plan, batch)
     ranks = plan.num_data_ranks
     index = plan.mesh.index(dist.get_rank(), DATA_AXES)
-    return mapped(batch, lambda t: chunk(t, ranks, "data ranks")[index].to(device()))
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        own = chunk(tensor, ranks, "data ranks")[index].to(device())
+        return own if whole is None or own is tensor else mark(own, whole)
+
+    return mapped(batch, part)
 
 
 @guarded()
@@ -64,7 +71,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     inputs: Any,
     targets: Any,
-    loss_fn: Callable[[Any, Any], torch.Tensor],
+    loss_fn: Callable[[Any, Any], Any],
 ) -> float:
     """Forward, backward, one optimizer step, gradients zeroed.
 
@@ -74,10 +81,13 @@ def train_step(
         inputs: This rank's inputs (`local_batch`): a tensor, a tuple of arguments or a mapping
             of keyword arguments.
         targets: This rank's targets: whatever `loss_fn` takes, cut along dim 0 like the inputs.
-        loss_fn: Gets the model's output and the targets; returns the mean over the samples.
+        loss_fn: Gets the model's output and the targets; returns the mean over the samples, or
+            what the plan's `loss` says, or (sum, count): the sum over what it was given, and over
+            how many samples or tokens it was taken.
 
     Returns:
-        The mean loss over the global batch, the same number on every rank.
+        The loss over the global batch, the same number on every rank: the mean, or the sum under
+        `loss: sum`. It is 0 where no token is left to take a mean over.
 
     The plan says how many microbatches the inputs are cut into (`batch.accumulate`) and at what
     norm gradients are clipped (`clip_grad_norm`).
@@ -87,22 +97,28 @@ def train_step(
     if not state.is_tested:
         _check_optimizer(model, state.plan, optimizer)
         guard = guard_loss(model, state.plan)
-    check_peers((inputs, targets), state.plan, state.mesh)
+    check_peers((inputs, targets), state.plan, state.mesh, state.history.steps + 1)
+    weights = Weights(state.plan, state.mesh, state.history, (inputs, targets))
     count = state.plan.accumulate
-    parts = zip(chunked(inputs, count), chunked(targets, count), strict=True)
+    parts = zip(chunked(inputs, count), chunked(weights.marked(targets), count), strict=True)
     total: torch.Tensor | float = 0.0
+    step = state.history.steps + 1
+    check = StepCheck(model, state.plan, loss_fn, step=step, batch=(inputs, targets))
 
-    def take(output: Any, target: Any) -> torch.Tensor:
+    def take(output: Any, marked: tuple[Any, torch.Tensor | None]) -> torch.Tensor:
         begin("loss")
+        target, tokens = marked
         with guard:
-            loss = take_loss(loss_fn, output, target)
+            given = take_loss(loss_fn, output, target)
+        loss = weights.weigh(given, output, tokens)
+        check.see(output, target)
         begin("backward")
         return loss
 
     for number, (part, target) in enumerate(parts):
         if isinstance(model, PipelinedModule):
             scale, is_last = state.loss_scale / count, number == count - 1
-            with loss_mode(state.plan):
+            with compared(), loss_mode(state.plan):
                 total = total + model.step(
                     part, target, take, scale=scale, is_last=is_last, number=number
                 )
@@ -110,7 +126,10 @@ def train_step(
         begin_microbatch(own_module(model), number)
         begin("forward")
         with set_gradient_sync(model, state.plan, number == count - 1), loss_mode(state.plan):
-            loss = take(_call(model, part), target)
+            with compared():
+                output = _call(model, part)
+            loss = take(output, target)
+            del output
             (loss * (state.loss_scale / count)).backward()
         # Kept at least as wide as float32: half precision would round the mean.
         total = total + loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
@@ -119,9 +138,14 @@ def train_step(
         check_loss(total, state.plan, state.mesh)
     is_first, state.is_tested = not state.is_tested, True
     assert isinstance(total, torch.Tensor)
-    mean = mean_over_ranks(total / count, (inputs, targets), state.plan, state.mesh)
+    weights.agree()
+    mean, counted = mean_over_ranks(
+        total / count, (inputs, targets), state.plan, state.mesh, weights.count
+    )
+    check.settle()
     begin("step")
-    if state.loss_scale == 1.0 or _unscale(model, state):
+    factor = weights.factor(counted)
+    if unscale(model, optimizer, state, factor):
         if state.plan.spec.clip_grad_norm is not None:
             clip_grad_norm_(model, state.plan.spec.clip_grad_norm)
         if is_first and isinstance(model, PipelinedModule):
@@ -129,7 +153,8 @@ def train_step(
         else:
             optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(numbers(mean, 0.0))
+    state.history.steps += 1
+    return float(numbers(mean, 0.0)) * factor
 
 
 def _agreed_step(optimizer: torch.optim.Optimizer) -> None:
@@ -197,7 +222,10 @@ def _unsaid(plan: Plan, statement: str, fix: str) -> ApplyError:
 
 def _check_optimizer(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer of the parameters that the model had at another time."""
-    if not isinstance(model, PipelinedModule):
+    if isinstance(model, PipelinedModule):
+        if plan.mesh.size("pp") > 1 and (others := unknown_to_model(optimizer, model)):
+            raise ApplyError(_beside_stages(others[0], plan))
+    else:
         reshard_units(model, plan)  # What a forward without a backward left gathered.
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     own = {id(p) for p in model.parameters()}
@@ -210,6 +238,15 @@ def _check_optimizer(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimi
                 fix="make it from model.parameters() after parallelize, before the first forward",
             )
         )
+
+
+def _beside_stages(parameter: nn.Parameter, plan: Plan) -> Problem:
+    return Problem(
+        f"the optimizer trains a parameter of shape {list(parameter.shape)} that is not in the "
+        "pipelined model: a loss with parameters of its own runs in the last stage only",
+        plan.spec.origin("mesh.pp"),
+        "put the module that holds it inside the model",
+    )
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
@@ -245,108 +282,3 @@ def _call(model: nn.Module, inputs: Any) -> Any:
 def _forward(model: nn.Module, inputs: Any) -> Any:
     args, kwargs = as_arguments(inputs)
     return model(*args, **kwargs)
-
-
-@guarded()
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`.
-
-    torch's function raises where parameters lie on different meshes; this one counts each
-    element once whatever cuts it.
-
-    Args:
-        max_norm: The largest norm allowed; infinity only measures.
-        norm_type: p of the p-norm; `inf` for the largest element.
-
-    Returns:
-        The norm before clipping, the same on every rank.
-    """
-    mesh = applied(model).mesh
-    call_grad_hooks(model)
-    gradients = _gradients(model)
-    pipeline = model if isinstance(model, PipelinedModule) else None
-    on_host = _on_host(model)
-    by_axes: dict[tuple[tuple[str, ...], bool], list[torch.Tensor]] = {}
-    for parameter, gradient in gradients:
-        if pipeline is None or pipeline.shared.is_counted(parameter):
-            key = shard_axes(gradient), parameter in on_host
-            by_axes.setdefault(key, []).append(local_of(gradient))
-    powers = []
-    for (axes, is_there), parts in sorted(by_axes.items()):
-        own = _power_sum(parts, norm_type)
-        own = to_device(own) if is_there else own  # Where collectives reach it.
-        powers.append(_sum_over(own, axes, mesh, norm_type))
-    stacked = torch.stack([*powers, torch.zeros((), device=device())])
-    power = stacked.max() if math.isinf(norm_type) else stacked.sum()
-    if pipeline is not None:  # The other stages' gradients.
-        power = _sum_over(power, ("pp",), mesh, norm_type)
-    norm = power if math.isinf(norm_type) else power ** (1.0 / norm_type)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    here = [local_of(g) for p, g in gradients if p not in on_host]
-    there = [local_of(g) for p, g in gradients if p in on_host]
-    if here:
-        torch._foreach_mul_(here, factor)
-    if there:
-        torch._foreach_mul_(there, to_host(factor))
-    return norm
-
-
-def _on_host(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters whose gradients lie in the host's memory."""
-    return set(params_on_host(model, applied(model).plan))
-
-
-def _gradients(model: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Every parameter with its gradient, pending sums done in place."""
-    out = []
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad = without_partial(parameter.grad)
-            out.append((parameter, parameter.grad))
-    return out
-
-
-def _power_sum(parts: Iterable[torch.Tensor], p: float) -> torch.Tensor:
-    parts = [part for part in parts if part.numel()]
-    if not parts:
-        return torch.zeros((), device=device())
-    norms = torch.stack([n.float() for n in torch._foreach_norm(parts, p)])
-    return norms.max() if math.isinf(p) else (norms**p).sum()
-
-
-def _sum_over(
-    value: torch.Tensor, axes: tuple[str, ...], mesh: DeviceMesh, p: float
-) -> torch.Tensor:
-    """Along each axis that cuts these gradients, every rank holds other elements: add them."""
-    for axis in axes:
-        op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
-        dist.all_reduce(value, op=op, group=submesh(mesh, (axis,)).get_group())
-    return value
-
-
-def _unscale(model: nn.Module, state: Applied) -> bool:
-    """Undo the fp16 loss scale; False when some gradient overflowed and the step is skipped.
-
-    Source: Micikevicius et al. 2018, section 3.2 (dynamic loss scaling).
-    """
-    on_host = _on_host(model)
-    found = _gradients(model)
-    here = [local_of(g) for p, g in found if p not in on_host]
-    there = [local_of(g) for p, g in found if p in on_host]
-    finite = _unscaled(here, state) if here else torch.ones((), device=device())
-    if there:
-        finite = torch.minimum(finite, to_device(_unscaled(there, state)))
-    dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-    if not numbers(finite, 1.0):
-        state.loss_scale, state.steps_without_overflow = max(1.0, state.loss_scale / 2), 0
-        return False
-    state.steps_without_overflow += 1
-    if state.steps_without_overflow == _SCALE_WINDOW:
-        state.loss_scale, state.steps_without_overflow = state.loss_scale * 2, 0
-    return True
-
-
-def _unscaled(gradients: list[torch.Tensor], state: Applied) -> torch.Tensor:
-    """1 where all of them are finite, after they were divided by the scale in place."""
-    torch._foreach_mul_(gradients, 1.0 / state.loss_scale)
-    return torch.stack([g.isfinite().all() for g in gradients]).all().float()

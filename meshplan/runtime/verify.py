@@ -11,7 +11,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -25,6 +25,7 @@ from meshplan.plan import Plan
 from meshplan.runtime.applied import applied
 from meshplan.runtime.batch import taken_together
 from meshplan.runtime.count import counting
+from meshplan.runtime.gradient_scale import clip_grad_norm_
 from meshplan.runtime.initialise import initialise
 from meshplan.runtime.local_ranks import Send, run_ranks
 from meshplan.runtime.measure import live_bytes
@@ -33,7 +34,7 @@ from meshplan.runtime.sample import call, results, sample_inputs, sample_loss, s
 from meshplan.runtime.shrink import Small, Source, model_of_source
 from meshplan.runtime.state import full_state_dict
 from meshplan.runtime.trace import graph_of
-from meshplan.runtime.train import clip_grad_norm_, local_batch, train_step
+from meshplan.runtime.train import local_batch, train_step
 from meshplan.runtime.visits import record_forward
 from meshplan.spec import Spec
 from meshplan.traffic import Forecast, differences, forecast
@@ -111,6 +112,7 @@ def _verify_rank(send: Send, spec: Spec, source: Source) -> None:
     shapes, rate = shared[0]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     micro = int(spec.batch.micro or 1)
+    spec = replace(spec, loss="mean")  # Which is what the losses here are.
     inputs = sample_inputs(model, spec, micro, 0)
     model = parallelize(model, spec, example_inputs=inputs)
     plan = applied(model).plan

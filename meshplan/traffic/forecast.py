@@ -175,6 +175,8 @@ def _step(plan: Plan) -> Iterator[Traffic]:
     """What `train_step` itself sends."""
     mesh, precision = plan.mesh, plan.spec.precision
     yield one(mesh, "all_reduce", GRADIENT_AXES, 3 * 8, "the loss and the number of samples")
+    if plan.spec.loss == "tokens":
+        yield one(mesh, "all_reduce", GRADIENT_AXES, 8, "the number of tokens")
     for axis in (name for name in mesh.names if name not in DATA_AXES):
         yield one(mesh, "all_reduce", (axis,), 2 * 8, "whether the batches fit together")
     if precision.scales_loss:

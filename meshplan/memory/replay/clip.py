@@ -1,6 +1,6 @@
 """What clipping gradients takes: numbers, a few for each gradient.
 
-Source: `runtime.train.clip_grad_norm_`, whose lines these are.
+Source: `runtime.gradient_scale.clip_grad_norm_`, whose lines these are.
 """
 
 from __future__ import annotations

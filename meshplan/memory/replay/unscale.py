@@ -1,7 +1,7 @@
 """What undoing the scale of a float16 loss takes: whether each gradient is finite.
 
-Source: `runtime.train._unscale`, whose lines these are, and torch 2.13, ATen's `isfinite`, which
-compares the tensor with itself and its absolute value with infinity.
+Source: `runtime.gradient_scale.unscale`, whose lines these are, and torch 2.13, ATen's `isfinite`,
+which compares the tensor with itself and its absolute value with infinity.
 """
 
 from __future__ import annotations

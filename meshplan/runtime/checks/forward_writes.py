@@ -335,7 +335,7 @@ class ForwardWrites:
 
     def _refuse_statistic(self, name: str, between: str) -> None:
         """Refuse what samples have written and the output depends on, unless the plan allows it."""
-        allowed = getattr(self._plan.spec.batch, "per_rank", False)
+        allowed = self._plan.spec.batch.per_rank
         if name in self._reached and name not in self._statistics and not allowed:
             raise ApplyError(statistic_problem(name, between))
 

@@ -104,7 +104,7 @@ def local_sequence(plan: Plan, batch: Any) -> Any:
             return tensor
         pieces = tensor.chunk(chunks, 1)
         held = [[pieces[i] for i in context.chunks(size, at)] for at in range(size)]
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() and plan.spec.loss == "mean":
             _warn_if_uneven(held)
         return torch.cat(held[rank], 1)
 
@@ -117,8 +117,8 @@ def _warn_if_uneven(held: list[list[torch.Tensor]]) -> None:
     if len(counts) > 1:
         warnings.warn(
             f"targets of {_IGNORED} are spread unevenly over cp: if the loss is the mean over the "
-            "others, the mean over ranks is not that of one process; divide the sum by a number "
-            "that is the same on all ranks",
+            "others, the mean over ranks is not that of one process; say loss: tokens in the plan, "
+            "or let loss_fn return (sum, count)",
             stacklevel=2,
         )
 

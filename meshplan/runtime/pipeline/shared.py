@@ -6,6 +6,8 @@ so that every optimizer makes the same step on each.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -55,6 +57,13 @@ class SharedTensors:
     def is_counted(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is the one of its copies that a sum over the model counts."""
         return id(parameter) not in self._extra
+
+    def copies(self) -> Iterator[tuple[str, nn.Parameter, ProcessGroup]]:
+        """(fqn, this rank's copy, the ranks that hold one) of what several ranks share."""
+        for fqn, copies in self._copies:
+            group = self._groups[fqn]
+            if group is not None:
+                yield fqn, copies[0], group
 
     def add_gradients(self) -> None:
         """Give every copy the sum of the gradients of all."""

@@ -1,0 +1,357 @@
+"""A loss of a batch beside the losses of its halves: whether parts add up to the whole.
+
+A step is computed in parts and put together as the plan says the loss is: a mean, a sum, a mean
+over tokens. If that is wrong every gradient is, and nothing shows. So where a step has several
+parts, the loss function is asked three times about the same output: all samples, and each half of
+them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshplan.errors import Problem
+from meshplan.plan import Plan
+from meshplan.runtime.loss import take_loss
+from meshplan.runtime.loss_weights import IGNORED, PAIR, token_targets, tokens_by_sample
+from meshplan.runtime.nest import fill, opaque_in, shape_of, tensors_in
+from meshplan.runtime.pending import Pending
+from meshplan.runtime.randomness import random_states, restore_random
+
+_WIDE: Final = 1 << 22
+"""Elements that are compared in double precision: where rounding hides nothing, also of means that
+are small beside what they are taken of."""
+_TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 3e-5}
+_HALF: Final = 2e-2
+"""Relative differences that rounding does not make [Empirical]."""
+_GATHER: Final = (
+    "gather what is compared with meshplan.gather_batch; or say batch: {per_rank: true}, where "
+    "each rank's batch is meant to stand alone"
+)
+
+_SHIFTED: Final = (
+    "let loss_fn return (loss * n, n) with n = (labels[:, 1:] != -100).sum(): the model itself "
+    "shifts the labels"
+)
+
+LossFn = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A loss as a number.
+
+    Attributes:
+        loss: The loss, or the sum.
+        count: What the sum was taken over, where the loss function says it.
+        tokens: Targets that are not -100, where the targets hold such.
+        shifted: Those of them that are not the first of their row: transformers' models shift
+            the labels themselves.
+    """
+
+    loss: float
+    count: float | None = None
+    tokens: float | None = None
+    shifted: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Three:
+    """A loss of a batch, and of its halves.
+
+    Attributes:
+        tolerance: The absolute difference that rounding may make.
+    """
+
+    whole: Value
+    first: Value
+    second: Value
+    tolerance: float
+
+
+def cut(
+    item: Any, samples: int, parts: list[slice], *, is_output: bool, dim: int = 0
+) -> list[Any] | None:
+    """Parts of something nested.
+
+    Args:
+        samples: The size of the dim that is cut.
+        parts: Which of them.
+        is_output: Whether a model may have put them along another dim.
+
+    Returns:
+        None where it is not clear that all of its tensors hold them along this dim.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def place(tensor: torch.Tensor) -> int:
+        tensors.append(tensor)
+        return len(tensors) - 1
+
+    form = shape_of(item, place)
+    if any(True for _ in opaque_in(form)):
+        return None
+    for tensor in tensors:
+        if not tensor.ndim and tensor.is_floating_point():
+            return None
+        if tensor.ndim and (tensor.ndim <= dim or tensor.shape[dim] != samples):
+            return None
+        # Where another dim is as long, who says which one the samples are?
+        if is_output and samples in tensor.shape[dim + 1 :]:
+            return None
+
+    def part(tensor: torch.Tensor, which: slice) -> torch.Tensor:
+        tensor = tensor if isinstance(tensor, Pending) else tensor.detach()
+        return tensor[(slice(None),) * dim + (which,)] if tensor.ndim else tensor
+
+    def all_of(which: slice) -> Any:
+        return fill(form, lambda number: part(tensors[number], which))
+
+    return [all_of(each) for each in parts]
+
+
+@contextmanager
+def undisturbed(changed: list[bool]) -> Iterator[None]:
+    """Without gradients, and with the generators put back; says whether they were drawn from."""
+    before = random_states()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        after = random_states()
+        changed.append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+        restore_random(before)
+
+
+def value_of(given: Any, targets: Any) -> tuple[Value, torch.dtype] | None:
+    """A number, and the dtype it was computed in; None where it is none."""
+    is_pair = isinstance(given, tuple | list) and len(given) == 2
+    loss, count = given if is_pair else (given, None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
+        return None
+    tokens = tokens_by_sample(targets)
+    told = None if tokens is None else float(tokens.sum())
+    rows = [t[:, 1:] for t in token_targets(targets) if t.ndim == 2]
+    shifted = float((rows[0] != IGNORED).sum()) if told is not None and rows else None
+    number = None if count is None else float(count)
+    return Value(float(loss), number, told, shifted), loss.dtype
+
+
+def three_of(loss_fn: LossFn, output: Any, targets: Any, samples: int) -> Three | None:
+    """The loss function about all samples and about halves of them.
+
+    Of a single sample the halves are those of its tokens.
+
+    Returns:
+        None where that cannot be told: samples do not lie along dim 0, or it is random.
+    """
+    every = (t for _, t in tensors_in((output, targets)) if not isinstance(t, Pending))
+    found = [t for t in every if t.is_floating_point()]
+    dim, length = 0, samples
+    if samples == 1:
+        tokens = [t for t in token_targets(targets) if t.ndim > 1]
+        dim, length = 1, tokens[0].shape[1] if tokens else 1
+    size = sum(t.numel() for t in found)
+    row = max(1, size // max(1, length))
+    half = min(length // 2, _WIDE // (2 * row))
+    # Not even two samples of some vocabularies are small: these in the dtype that they have.
+    is_wide, half = half > 0, half or length // 2
+    if not half:
+        return None
+    parts = [slice(0, 2 * half), slice(0, half), slice(half, 2 * half)]
+    outputs = cut(output, length, parts, is_output=True, dim=dim)
+    wanted = cut(targets, length, parts, is_output=False, dim=dim)
+    if outputs is None or wanted is None:
+        return None
+    for dtype in (torch.float64, None) if is_wide else (None,):
+        changed: list[bool] = []
+        try:
+            with undisturbed(changed):
+                values = [
+                    value_of(take_loss(loss_fn, _as(o, dtype), _as(t, dtype)), t)
+                    for o, t in zip(outputs, wanted, strict=True)
+                ]
+        except Exception:  # The user's function, about what it was not made for: fewer samples,
+            continue  # another dtype. What it does with its own is raised where it is called.
+        if changed[0] or None in values:
+            return None
+        return three_from([value for value in values if value is not None], found)
+    return None
+
+
+def _as(item: Any, dtype: torch.dtype | None) -> Any:
+    tensors: list[torch.Tensor] = []
+
+    def place(tensor: torch.Tensor) -> int:
+        is_cast = tensor.is_floating_point() and not isinstance(tensor, Pending)
+        tensors.append(tensor.to(dtype) if is_cast and dtype is not None else tensor)
+        return len(tensors) - 1
+
+    form = shape_of(item, place)
+    return fill(form, lambda number: tensors[number])
+
+
+def three_from(
+    values: list[tuple[Value, torch.dtype]],
+    terms: list[torch.Tensor],
+    of_forwards: torch.dtype | None = None,
+) -> Three:
+    """Losses to compare, with what rounding may make of them.
+
+    Args:
+        terms: What they were computed from.
+        of_forwards: Where each had a forward of its own, whose kernels may differ: the coarsest
+            dtype of these.
+    """
+    whole, first, second = (value for value, _ in values)
+    dtype = of_forwards or values[0][1]
+    size = max((abs(v.loss) for v, _ in values if math.isfinite(v.loss)), default=0.0)
+    tolerance = _TOLERANCE.get(dtype, _HALF) * size
+    if dtype != torch.float64 and terms:
+        largest = max(float(_local(t).detach().abs().max()) for t in terms if t.numel())
+        tolerance += 16 * torch.finfo(dtype).eps * largest if math.isfinite(largest) else 0.0
+    return Three(whole, first, second, tolerance + 1e-30)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def loss_problem(three: Three, plan: Plan) -> Problem | None:
+    """Why the losses of parts do not make up the loss of the whole."""
+    whole, first, second = three.whole, three.first, three.second
+    if not math.isfinite(whole.loss):
+        return None
+    shown = (
+        f"it is {whole.loss:.6g} for {{}} samples, and {first.loss:.6g} and {second.loss:.6g} for "
+        "each half of them"
+    ).replace("{}", "some")
+    if whole.count is not None:
+        return _pair_problem(three, shown)
+    kind = plan.spec.loss
+    origin = plan.spec.origin("loss")
+    if kind == "sum":
+        if _is(first.loss + second.loss, three):
+            return None
+        what = f"the plan says loss: sum, but loss_fn does not return a sum over samples: {shown}"
+        fix = "say loss: mean, or tokens for a mean over the targets that are not -100; or " + PAIR
+        return Problem(what, origin, fix)
+    of_tokens = _token_mean(three)
+    if kind == "tokens":
+        if of_tokens is None or _is(of_tokens, three):
+            return None
+        what = (
+            f"the plan says loss: tokens, but loss_fn does not return the mean over the targets "
+            f"that are not {IGNORED}: {shown}, which hold {first.tokens:.0f} and "
+            f"{second.tokens:.0f}"
+        )
+        fix = f"leave out what it leaves out in the targets too; or {PAIR}"
+        return Problem(what, origin, _SHIFTED if _is_shifted(three) else fix)
+    return _mean_problem(three, of_tokens, shown, plan)
+
+
+def lone_problem(three: Three, are_uneven: bool, plan: Plan) -> Problem | None:
+    """What the halves of one sample tell of a loss that the plan takes for a mean over samples.
+
+    Args:
+        are_uneven: Whether samples hold unequal numbers of targets that are not -100.
+    """
+    whole, first, second = three.whole, three.first, three.second
+    if plan.spec.loss != "mean" or whole.count is not None or not math.isfinite(whole.loss):
+        return None
+    of_tokens = _token_mean(three)
+    shown = f"it is {whole.loss:.6g}, and {first.loss:.6g} and {second.loss:.6g} for each half"
+    origin = plan.spec.origin("loss")
+    if of_tokens is not None and _is(of_tokens, three):
+        what = (
+            f"loss_fn returns a mean over the targets that are not {IGNORED} ({shown}), and "
+            "microbatches of one sample each hold unequal numbers of them: the mean of their means "
+            "is not that of one process"
+        )
+        return Problem(what, origin, f"say loss: tokens; or {PAIR}") if are_uneven else None
+    if _is(first.loss + second.loss, three):
+        what = f"loss_fn returns a sum, and the plan takes it for a mean: {shown}"
+        return Problem(what, origin, "say loss: sum, or divide by the number of samples")
+    return None  # A loss that looks at neighbours says no more about parts of one sample.
+
+
+def _mean_problem(three: Three, of_tokens: float | None, shown: str, plan: Plan) -> Problem | None:
+    whole, first, second = three.whole, three.first, three.second
+    origin = plan.spec.origin("loss")
+    are_finite = math.isfinite(first.loss) and math.isfinite(second.loss)
+    if are_finite and _is((first.loss + second.loss) / 2, three):
+        return None
+    if are_finite and _is(first.loss + second.loss, three):
+        what = f"loss_fn returns a sum over samples, and the plan takes it for their mean: {shown}"
+        return Problem(what, origin, "say loss: sum, or divide by the number of samples")
+    if of_tokens is not None and _is(of_tokens, three) and first.tokens != second.tokens:
+        what = (
+            f"loss_fn returns a mean over the targets that are not {IGNORED}, and parts of a batch "
+            f"hold unequal numbers of them ({first.tokens:.0f} and {second.tokens:.0f}): the mean "
+            f"of the parts' means is not that of one process ({shown})"
+        )
+        return Problem(what, origin, f"say loss: tokens; or {PAIR}")
+    low, high = min(first.loss, second.loss), max(first.loss, second.loss)
+    if _is_shifted(three):
+        what = (
+            "the loss is a mean over the labels but the first of each row, and parts of a batch "
+            f"hold unequal numbers of them ({first.shifted:.0f} and {second.shifted:.0f}): {shown}"
+        )
+        return Problem(what, origin, _SHIFTED)
+    if plan.spec.batch.per_rank:
+        return None
+    if not are_finite or low <= whole.loss <= high:
+        what = (
+            "loss_fn returns a mean over something of which parts of a batch hold unequal amounts "
+            f"(a mask, weights of classes): {shown}, which is not the mean of both"
+        )
+        return Problem(what, origin, f"{PAIR}; or {_GATHER}")
+    what = (
+        f"loss_fn compares samples with one another: {shown}, so it is not put together from "
+        "those of ranks and microbatches"
+    )
+    return Problem(what, origin, _GATHER)
+
+
+def _pair_problem(three: Three, shown: str) -> Problem | None:
+    whole, first, second = three.whole, three.first, three.second
+    counts = [v.count for v in (whole, first, second) if v.count is not None]
+    adds_up = len(counts) == 3 and abs(counts[0] - counts[1] - counts[2]) <= 1e-6 * abs(counts[0])
+    if adds_up and _is(first.loss + second.loss, three):
+        return None
+    what = "sum" if adds_up else "count"
+    return Problem(
+        f"the {what} that loss_fn returns does not add up over parts of a batch: {shown}, and "
+        f"counts {', '.join(f'{c:g}' for c in counts)}",
+        fix="return the sum over what it was given and how many that were, neither divided",
+    )
+
+
+def _token_mean(three: Three) -> float | None:
+    """The mean over all tokens from those of the halves."""
+    return _weighted(three, three.first.tokens, three.second.tokens)
+
+
+def _is_shifted(three: Three) -> bool:
+    """Whether it is a mean over the targets that are not the first of their row."""
+    counts = three.first.shifted, three.second.shifted
+    of_tokens = _weighted(three, *counts)
+    return of_tokens is not None and counts[0] != counts[1] and _is(of_tokens, three)
+
+
+def _weighted(three: Three, first: float | None, second: float | None) -> float | None:
+    if first is None or second is None or not first + second:
+        return None
+    pairs = ((three.first.loss, first), (three.second.loss, second))
+    return sum(loss * count for loss, count in pairs if count) / (first + second)
+
+
+def _is(expected: float, three: Three) -> bool:
+    return abs(three.whole.loss - expected) <= three.tolerance

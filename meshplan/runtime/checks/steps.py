@@ -1,0 +1,180 @@
+"""Comparisons of a step's parts with the whole, at the steps 1, 2, 4, 8, ...
+
+A batch whose masks happen to be even tells nothing of the next one.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.mesh import GRADIENT_AXES
+from meshplan.plan import Plan
+from meshplan.runtime import gather
+from meshplan.runtime.aside import aside
+from meshplan.runtime.batch import chunked
+from meshplan.runtime.checks.halves import LossFn, lone_problem, loss_problem, three_of
+from meshplan.runtime.checks.independence import (
+    Found,
+    compare_forwards,
+    follows_statistics,
+    halves_of,
+    mixing_problem,
+    name_mixing,
+)
+from meshplan.runtime.loss_weights import num_parts, tokens_by_sample
+from meshplan.runtime.mesh import device
+from meshplan.runtime.peers import num_samples
+from meshplan.runtime.pretend import is_pretending
+from meshplan.runtime.steps import is_due
+
+
+class StepCheck:
+    """Compares one step's parts with the whole.
+
+    Args:
+        model: What `parallelize` returned.
+        loss_fn: Of the step.
+        step: Its number, from 1.
+        batch: This rank's inputs and targets.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, loss_fn: LossFn, *, step: int, batch: tuple[Any, Any]
+    ) -> None:
+        self._model, self._plan, self._loss_fn = model, plan, loss_fn
+        self._step = step
+        self._is_on = is_due(step) and num_parts(plan) > 1 and not is_pretending()
+        self._gathered = gather.num_gathered
+        self._problem: Problem | None = None
+        self._if_uneven: Problem | None = None
+        self._is_told = False
+        self._has_seen = False
+        if self._is_on:
+            microbatches = num_parts(plan) // plan.mesh.size(*GRADIENT_AXES)
+            self._samples = num_samples(batch) // microbatches
+            self._first: tuple[Any, Any] = chunked(batch, microbatches)[0]
+            counts = tokens_by_sample(batch[1])
+            parts = [] if counts is None else chunked(counts, microbatches)
+            self._tokens = [float(part.sum()) for part in parts] or [0.0]
+
+    def see(self, output: Any, targets: Any) -> None:
+        """Compare the loss of a microbatch with those of its halves, the first time."""
+        if not self._is_on or self._has_seen:
+            return
+        self._has_seen = True
+        if gather.num_gathered != self._gathered:
+            return
+        with _kept(self._loss_fn):
+            three = three_of(self._loss_fn, output, targets, self._samples)
+        if three is None:
+            return
+        self._is_told = True
+        if self._samples > 1:
+            self._problem = loss_problem(three, self._plan)
+        else:
+            self._problem = lone_problem(three, False, self._plan)
+            self._if_uneven = lone_problem(three, True, self._plan)
+
+    def settle(self) -> None:
+        """Refuse on all ranks what one of them has found; every rank calls it.
+
+        Raises:
+            ApplyError: What is wrong, before anything is updated.
+        """
+        if not self._is_on:
+            return
+        has_stages = self._plan.assignment.stages is not None
+        can_run = not has_stages and not self._plan.spec.compile
+        halves = halves_of(*self._first, self._samples) if can_run else None
+        is_gathered = gather.num_gathered != self._gathered
+        is_wrong, is_untold, cannot_run, would_be_wrong, most, least = _largest(
+            self._problem is not None,
+            self._has_seen and not self._is_told,
+            halves is None or is_gathered,
+            self._if_uneven is not None,
+            max(self._tokens),
+            -min(self._tokens),
+        )
+        if is_wrong:
+            _raise_first(self._problem)
+        if would_be_wrong and most != -least:
+            _raise_first(self._if_uneven)
+        if cannot_run or not (is_untold or self._step == 1):
+            return
+        assert halves is not None
+        with _kept(self._loss_fn):
+            found = compare_forwards(
+                self._model, self._plan, halves, self._loss_fn if is_untold else None
+            )
+        found = found or Found()
+        mixes, is_wrong = _largest(found.mixes, found.problem is not None)
+        if mixes:
+            self._refuse_mixing(found, name_mixing(self._model, halves))
+        elif is_wrong:
+            _raise_first(found.problem)
+
+    def _refuse_mixing(self, found: Found, named: tuple[str, nn.Module] | None) -> None:
+        if named is not None and follows_statistics(named[1]):
+            if dist.get_rank() == 0 and self._step == 1:
+                name, module = named
+                warnings.warn(
+                    f"'{name}' ({type(module).__name__}) takes statistics of the samples beside it "
+                    "in evaluation too: of each rank's, as under DistributedDataParallel",
+                    stacklevel=4,
+                )
+            return
+        if not self._plan.spec.batch.per_rank:
+            _raise_first(mixing_problem(named, self._plan) if found.mixes else None)
+
+
+def _largest(*values: float) -> list[float]:
+    """The largest of each value over all ranks: 1 where it is so on some rank."""
+    told = torch.tensor(values, dtype=torch.float64, device=device())
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    largest: list[float] = told.tolist()
+    return largest
+
+
+def _raise_first(own: Problem | None) -> None:
+    """Raise on all ranks what the first of them found."""
+    told: list[Problem | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    raise ApplyError(next(problem for problem in told if problem is not None))
+
+
+@contextmanager
+def _kept(loss_fn: LossFn) -> Iterator[None]:
+    """Leave what the modules that a loss function uses remember as it was."""
+    with ExitStack() as stack:
+        for module in _modules_of(loss_fn):
+            stack.enter_context(aside(module, evaluates=False))
+        yield
+
+
+def _modules_of(function: Any) -> list[nn.Module]:
+    """The modules that a function is, is bound to, or has in its closure and globals."""
+    if isinstance(function, functools.partial):
+        inside = [function.func, *function.args, *function.keywords.values()]
+        return [module for each in inside for module in _modules_of(each)]
+    if isinstance(function, nn.Module):
+        return [function]
+    found: list[Any] = [getattr(function, "__self__", None)]
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        known = getattr(function, "__globals__", {})
+        found += [known.get(name) for name in code.co_names]
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # A variable that is not set yet.
+            continue
+    return [each for each in found if isinstance(each, nn.Module)]
