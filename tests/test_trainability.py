@@ -84,8 +84,15 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("how", ["unfreeze", "freeze"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "how"),
+    [
+        *((plan, "unfreeze") for plan in PLANS),
+        ("ddp", "freeze"),
+        pytest.param("full_shard", "freeze", marks=pytest.mark.wide),
+        pytest.param("pp", "freeze", marks=pytest.mark.wide),
+    ],
+)
 def test_what_is_trained_may_change(pool, plan, how):
     world, words = PLANS[plan]
     for refused, apart in pool(world).run(train, words, how):

@@ -58,8 +58,10 @@ def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> N
 
     if wrapped is not model:
         model.register_forward_pre_hook(look("", is_gathered=False), prepend=True)
-    units = plan.assignment.units
+    units, chunked = plan.assignment.units, plan.assignment.chunked_loss
     for fqn, child in _called(model):
+        if chunked is not None and is_inside(chunked.head, fqn):
+            continue  # The loss calls it, part by part.
         owners = {
             placed.unit
             for placed in plan.assignment.tensors.values()
