@@ -200,10 +200,14 @@ def build(name: str) -> nn.Module:
     return CLASSES[name]()
 
 
-def train(name: str, schedule: str) -> tuple[str, float]:
-    """What was refused, or the largest difference of losses and state from one process."""
+def train(name: str, schedule: str, parts: int = 2) -> tuple[str, float]:
+    """What was refused, or the largest difference of losses and state from one process.
+
+    Args:
+        parts: Into how many the one process cuts a batch: what it writes, it writes for each.
+    """
     pipeline = {"schedule": schedule, "microbatches": 2}
-    spec = {"version": 1, "mesh": {"pp": 2}, "pipeline": pipeline}
+    spec = {"version": 1, "mesh": {"pp": 2}, "pipeline": pipeline, "batch": {"per_rank": parts > 1}}
     alone, apart = build(name), 0.0
     own = torch.optim.SGD(alone.parameters(), lr=0.1)
     try:
@@ -214,8 +218,8 @@ def train(name: str, schedule: str) -> tuple[str, float]:
             y = x.flip(1)
             loss = meshplan.train_step(model, sgd, x, y, nn.functional.mse_loss)
             expected = 0.0
-            for inputs, targets in zip(x.chunk(2), y.chunk(2), strict=True):
-                part = nn.functional.mse_loss(alone(inputs), targets) / 2
+            for inputs, targets in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                part = nn.functional.mse_loss(alone(inputs), targets) / parts
                 part.backward()
                 expected += part.item()
             own.step()
@@ -228,9 +232,11 @@ def train(name: str, schedule: str) -> tuple[str, float]:
     return "", max(apart, *found, 0.0)
 
 
-@pytest.mark.parametrize("name", ["Counting", "KeepingForItself", "ReadingInAnother"])
-def test_what_every_stage_can_remember_is_remembered(pool, name):
-    for refused, apart in pool(2).run(train, name, "1F1B"):
+@pytest.mark.parametrize(
+    ("name", "parts"), [("Counting", 1), ("KeepingForItself", 2), ("ReadingInAnother", 2)]
+)
+def test_what_every_stage_can_remember_is_remembered(pool, name, parts):
+    for refused, apart in pool(2).run(train, name, "1F1B", parts):
         assert refused == ""
         assert apart <= TOLERANCE
 

@@ -249,6 +249,16 @@ def with_hook() -> nn.Module:
     return model
 
 
+def with_alias() -> nn.Module:
+    model = Twins()
+    model.kept = {"first": [model.a.weight]}
+    return model
+
+
+def with_sparse_gradients() -> nn.Module:
+    return nn.Sequential(nn.EmbeddingBag(8, 8, sparse=True), nn.Linear(8, 8))
+
+
 def refused(make: Any) -> str:
     try:
         meshplan.parallelize(make(), {"version": 1, "strategy": "full_shard"})
@@ -263,6 +273,8 @@ def refused(make: Any) -> str:
         (sharing, "b.weight and a.weight share memory but are two parameters"),
         (with_gradient, "a.weight has a gradient already"),
         (with_hook, "a.weight has a gradient hook, which would be lost"),
+        (with_alias, "kept holds a.weight, which is cut and replaced"),
+        (with_sparse_gradients, "0 (EmbeddingBag) gives sparse gradients"),
     ],
 )
 def test_what_wrapping_would_lose_is_refused(pool, make, text):

@@ -35,12 +35,14 @@ from meshplan.runtime.grad_hooks import watch_torch_hooks
 from meshplan.runtime.guard import guarded, publish
 from meshplan.runtime.materialize import agree_on_values
 from meshplan.runtime.mesh import device_mesh, ensure_process_group, ranks_per_node
+from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.parallel_models import remember
 from meshplan.runtime.peers import open_groups
 from meshplan.runtime.planned import closed_together
 from meshplan.runtime.private import forget_units
 from meshplan.runtime.record import record
 from meshplan.runtime.rehearse import rehearser
+from meshplan.runtime.remembered import own_attributes
 from meshplan.runtime.state import refuse_whole_tensors
 from meshplan.runtime.trace import graph_of
 from meshplan.spec import Spec
@@ -144,6 +146,8 @@ def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: b
         if (problem := _code_problem(code, reason.origin, allow_code))
     ]
     problems += _state_problems(model, decided)
+    problems += _sparse_problems(model, decided)
+    problems += _alias_problems(model, decided)
     problems += expert_problems(model, decided)
     problems += chunked_loss_problems(model, decided)
     problems += allocator_problems(decided.spec)
@@ -203,6 +207,42 @@ def _state_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
                 f"{name} and {other} share memory but are two parameters, which would part ways",
                 fix="make them one parameter, or give each memory of its own (.clone())",
             )
+
+
+def _sparse_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    """Embeddings whose gradients are sparse, which units of sharding cannot reduce."""
+    for fqn, module in model.named_modules():
+        placed = plan.assignment.tensors.get(f"{fqn}.weight" if fqn else "weight")
+        is_reduced = placed is not None and placed.unit in plan.assignment.units
+        if is_reduced and plan.assignment.wrapper == "units" and getattr(module, "sparse", False):
+            yield Problem(
+                f"{fqn} ({type(module).__name__}) gives sparse gradients, and a unit of sharding "
+                "reduces dense ones",
+                plan.spec.origin("strategy"),
+                "build it with sparse=False, or use strategy: ddp",
+            )
+
+
+def _alias_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    """Parameters that the model's code reaches by another way than their name.
+
+    Wrapping puts other objects in their place; the old ones would never be updated.
+    """
+    if plan.assignment.wrapper != "units" and plan.mesh.size("tp", "ep") == 1:
+        return
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for fqn, module in model.named_modules():
+        if type(module).__setattr__ is not nn.Module.__setattr__:
+            continue  # As nn.LSTM, it keeps its lists up to date itself.
+        for attribute, value in own_attributes(module).items():
+            for _, tensor in tensors_in(value):
+                if id(tensor) in names:
+                    where = f"{fqn}.{attribute}" if fqn else attribute
+                    yield Problem(
+                        f"{where} holds {names[id(tensor)]}, which is cut and replaced, and would "
+                        "go on holding what it was before training",
+                        fix="read the parameter from its module in forward, in place of keeping it",
+                    )
 
 
 def _code_problem(code: str, origin: Origin | None, allow_code: bool) -> Problem | None:

@@ -76,9 +76,11 @@ def places_of(model: nn.Module, plan: Plan) -> Iterator[Place]:
 def goes_on(place: Place, plan: Plan) -> bool:
     """Return whether a tensor is meant to differ from one microbatch to the next.
 
-    Running statistics, and embeddings with `max_norm`, of which each microbatch scales the rows
-    that it looks up.
+    Running statistics, embeddings with `max_norm`, of which each microbatch scales the rows that it
+    looks up, and every buffer where the plan lets each rank and microbatch keep its own.
     """
+    if place.is_buffer and plan.spec.batch.per_rank:
+        return True
     is_norm = place.is_buffer and plan.graph.tracks_statistics(place.name.rpartition(".")[0])
     return is_norm or getattr(place.owner, "max_norm", None) is not None
 

@@ -268,7 +268,15 @@ def make_stage(model: nn.Module, graph: ModelGraph, stages: Stages, stage: int) 
                     # Code between modules may ask for its dtype, or compute with it what nobody
                     # reads here.
                     vars(module)[leaf] = _poison(tuple(tensor.shape), tensor.dtype)
+                    # A `train` of the module's own may write into what is not here, as adapters
+                    # that are merged for evaluation do.
+                    vars(module)["train"] = partial(_set_mode, module)
     return part
+
+
+def _set_mode(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Do what `nn.Module.train` does, past an override of it."""
+    return nn.Module.train(module, mode)
 
 
 def watch_calls(part: nn.Module, own: Mapping[str, frozenset[int]], replay: Replay) -> None:
