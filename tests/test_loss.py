@@ -103,10 +103,18 @@ def train(plan: dict[str, Any], kind: str, clip: float | None = None) -> tuple[f
 
 
 CELLS = [
-    *((plan, "tokens") for plan in PLANS if plan != "ddp, accumulate"),
-    *((plan, "pair") for plan in ("ddp, accumulate", "pp x ddp", "tp x fsdp", "cp")),
-    *((plan, "sum") for plan in ("accumulate", "pp")),
+    *((plan, "tokens") for plan in ("full_shard", "accumulate", "pp x ddp", "cp", "loss_chunks")),
+    *((plan, "pair") for plan in ("ddp, accumulate", "pp", "tp x fsdp")),
+    ("accumulate", "sum"),
     ("ddp", "tokens, divided"),
+    *(
+        pytest.param(plan, kind, marks=pytest.mark.wide)
+        for plan, kind in (
+            *((plan, "tokens") for plan in ("ddp", "hybrid", "pp", "tp x fsdp", "loss_parallel")),
+            *((plan, "pair") for plan in ("pp x ddp", "cp", "full_shard")),
+            ("pp", "sum"),
+        )
+    ),
 ]
 
 
@@ -186,8 +194,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, bool, str]] = {
 }
 
 
+WIDE = ("masked, shards", "masked, cut logits", "no sum", "no tokens")
+
+
 @pytest.mark.filterwarnings("ignore:targets of")
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.wide if case in WIDE else ()) for case in REFUSED],
+)
 def test_a_loss_that_parts_do_not_make_up_is_refused_before_an_update(pool, case):
     plan, more, name, even, words = REFUSED[case]
     world, stated = PLANS[plan]
@@ -217,8 +231,9 @@ def test_single_samples_are_compared_by_their_tokens(pool, name, words):
         assert bool(told) is bool(words)
 
 
-@pytest.mark.parametrize("name", ["mean", "half", "dropped"])
-@pytest.mark.parametrize("plan", ["ddp", "accumulate", "pp"])
+@pytest.mark.parametrize(
+    ("plan", "name"), [("ddp", "half"), ("accumulate", "dropped"), ("pp", "mean")]
+)
 def test_an_even_mean_is_left_alone(pool, plan, name):
     world, stated = PLANS[plan]
     assert pool(world).run(refused, stated, name, True) == [""] * world
