@@ -145,9 +145,37 @@ def refused(plan: dict[str, Any], name: str, even: bool = False) -> str:
         for n, p in model.named_parameters():
             assert torch.equal(local_of(p), local_of(before[n]))
         return str(error)
-    if name != "dropped":
-        assert torch.equal(drawn, torch.get_rng_state())
+    assert torch.equal(drawn, torch.get_rng_state()) is (name != "dropped")
     return ""
+
+
+class Counting(nn.Module):
+    """A criterion that remembers how often it was asked, and draws as often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return mean_loss(logits, targets) + 0 * torch.rand(())
+
+
+def traces() -> tuple[float, bool]:
+    """(calls that a criterion remembers, whether the generator went on by as many draws)."""
+    model = meshplan.parallelize(models.build("own_llama"), {"version": 1, "strategy": "ddp"})
+    criterion, sgd = Counting(), models.optimizer(model)
+    torch.manual_seed(7)
+    for step in range(2):
+        mine = meshplan.local_batch(model, models.batch("own_llama", step))
+        meshplan.train_step(model, sgd, *mine, lambda o, t: criterion(o, t))
+    found = torch.rand(())
+    torch.manual_seed(7)
+    return float(criterion.calls), bool(found == torch.rand(3)[2])
+
+
+def test_comparisons_leave_no_trace(pool):
+    assert pool(2).run(traces) == [(2.0, True)] * 2
 
 
 def contrastive(logits: Tensor, targets: Tensor) -> Tensor:
