@@ -103,10 +103,18 @@ def train(plan: dict[str, Any], kind: str, clip: float | None = None) -> tuple[f
 
 
 CELLS = [
-    *((plan, "tokens") for plan in PLANS if plan != "ddp, accumulate"),
-    *((plan, "pair") for plan in ("ddp, accumulate", "pp x ddp", "tp x fsdp", "cp")),
-    *((plan, "sum") for plan in ("accumulate", "pp")),
+    *((plan, "tokens") for plan in ("full_shard", "accumulate", "pp x ddp", "cp", "loss_chunks")),
+    *((plan, "pair") for plan in ("ddp, accumulate", "pp", "tp x fsdp")),
+    ("accumulate", "sum"),
     ("ddp", "tokens, divided"),
+    *(
+        pytest.param(plan, kind, marks=pytest.mark.wide)
+        for plan, kind in (
+            *((plan, "tokens") for plan in ("ddp", "hybrid", "pp", "tp x fsdp", "loss_parallel")),
+            *((plan, "pair") for plan in ("pp x ddp", "cp", "full_shard")),
+            ("pp", "sum"),
+        )
+    ),
 ]
 
 
@@ -137,9 +145,37 @@ def refused(plan: dict[str, Any], name: str, even: bool = False) -> str:
         for n, p in model.named_parameters():
             assert torch.equal(local_of(p), local_of(before[n]))
         return str(error)
-    if name != "dropped":
-        assert torch.equal(drawn, torch.get_rng_state())
+    assert torch.equal(drawn, torch.get_rng_state()) is (name != "dropped")
     return ""
+
+
+class Counting(nn.Module):
+    """A criterion that remembers how often it was asked, and draws as often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return mean_loss(logits, targets) + 0 * torch.rand(())
+
+
+def traces() -> tuple[float, bool]:
+    """(calls that a criterion remembers, whether the generator went on by as many draws)."""
+    model = meshplan.parallelize(models.build("own_llama"), {"version": 1, "strategy": "ddp"})
+    criterion, sgd = Counting(), models.optimizer(model)
+    torch.manual_seed(7)
+    for step in range(2):
+        mine = meshplan.local_batch(model, models.batch("own_llama", step))
+        meshplan.train_step(model, sgd, *mine, lambda o, t: criterion(o, t))
+    found = torch.rand(())
+    torch.manual_seed(7)
+    return float(criterion.calls), bool(found == torch.rand(3)[2])
+
+
+def test_comparisons_leave_no_trace(pool):
+    assert pool(2).run(traces) == [(2.0, True)] * 2
 
 
 def contrastive(logits: Tensor, targets: Tensor) -> Tensor:
@@ -186,8 +222,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, bool, str]] = {
 }
 
 
+WIDE = ("masked, shards", "masked, cut logits", "no sum", "no tokens")
+
+
 @pytest.mark.filterwarnings("ignore:targets of")
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.wide if case in WIDE else ()) for case in REFUSED],
+)
 def test_a_loss_that_parts_do_not_make_up_is_refused_before_an_update(pool, case):
     plan, more, name, even, words = REFUSED[case]
     world, stated = PLANS[plan]
@@ -217,8 +259,9 @@ def test_single_samples_are_compared_by_their_tokens(pool, name, words):
         assert bool(told) is bool(words)
 
 
-@pytest.mark.parametrize("name", ["mean", "half", "dropped"])
-@pytest.mark.parametrize("plan", ["ddp", "accumulate", "pp"])
+@pytest.mark.parametrize(
+    ("plan", "name"), [("ddp", "half"), ("accumulate", "dropped"), ("pp", "mean")]
+)
 def test_an_even_mean_is_left_alone(pool, plan, name):
     world, stated = PLANS[plan]
     assert pool(world).run(refused, stated, name, True) == [""] * world

@@ -53,7 +53,8 @@ def local_batch(model: nn.Module, batch: Any) -> Any:
     whole: int | None = None
     if plan.assignment.context is not None:
         # Parts differ along cp: what they were cut from is compared in their place.
-        whole, _ = digest(mapped(batch, torch.Tensor.cpu), is_whole=False)
+        here, there = digest(batch, is_whole=False)
+        whole = here + (0 if there is None else int(there))
         batch = local_sequence(plan, batch)
     ranks = plan.num_data_ranks
     index = plan.mesh.index(dist.get_rank(), DATA_AXES)
@@ -111,7 +112,7 @@ def train_step(
         with guard:
             given = take_loss(loss_fn, output, target)
         loss = weights.weigh(given, output, tokens)
-        check.see(output, target)
+        check.see(output, target, given)
         begin("backward")
         return loss
 

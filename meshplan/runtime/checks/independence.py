@@ -128,7 +128,9 @@ def _dtype(plan: Plan) -> torch.dtype:
     kind = device_type()
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
-    return coarsest_dtype(plan)
+    dtype = coarsest_dtype(plan)
+    # Accelerators multiply float32 with fewer bits (TF32), in the order that a size suggests.
+    return torch.bfloat16 if kind != "cpu" and dtype == torch.float32 else dtype
 
 
 def _apart(whole: Any, part: Any, half: int, dtype: torch.dtype) -> bool:

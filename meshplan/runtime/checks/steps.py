@@ -66,15 +66,19 @@ class StepCheck:
             parts = [] if counts is None else chunked(counts, microbatches)
             self._tokens = [float(part.sum()) for part in parts] or [0.0]
 
-    def see(self, output: Any, targets: Any) -> None:
-        """Compare the loss of a microbatch with those of its halves, the first time."""
+    def see(self, output: Any, targets: Any, given: Any) -> None:
+        """Compare the loss of a microbatch with those of its halves, the first time.
+
+        Args:
+            given: What the loss function returned.
+        """
         if not self._is_on or self._has_seen:
             return
         self._has_seen = True
         if gather.num_gathered != self._gathered:
             return
         with _kept(self._loss_fn):
-            three = three_of(self._loss_fn, output, targets, self._samples)
+            three = three_of(self._loss_fn, output, targets, given, self._samples)
         if three is None:
             return
         self._is_told = True
