@@ -7,6 +7,7 @@ Each cell trains three steps beside one process on the same global batches and c
 output in evaluation mode and the whole state. Its outcome is one of
 
     pass     the same to within the tolerance
+    own      an exception that one process raises as well (in the same precision)
     refused  a MeshplanError on every rank
     wrong    another number
     crash    any other exception, or a refusal on some ranks only
@@ -79,7 +80,7 @@ def sweep(
                                 file.write(json.dumps(cell) + "\n")
                 row = [cells[name, layout] for layout in layouts]
                 words = [c.outcome.ljust(9) for c in row]
-                why = next((c.why[:150] for c in row if c.outcome in OUTCOMES[2:]), "")
+                why = next((c.why[:150] for c in row if c.outcome in OUTCOMES[3:]), "")
                 if is_new:
                     print(name.ljust(width), *words, why, flush=True)
         finally:

@@ -25,6 +25,7 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 import meshplan
 from meshplan.runtime import guard
@@ -54,7 +55,7 @@ LAYOUTS: Final[Mapping[str, tuple[int, int, Mapping[str, Any]]]] = {
 }
 """(ranks, parts of the batch, plan) of each column."""
 
-OUTCOMES: Final = ("pass", "refused", "wrong", "crash", "hang")
+OUTCOMES: Final = ("pass", "own", "refused", "wrong", "crash", "hang")
 
 
 class Cell(NamedTuple):
@@ -243,12 +244,23 @@ def reference(name: str, parts: int, is_pipeline: bool, dtype: torch.dtype) -> R
 
 
 @functools.lru_cache(maxsize=2)
-def rounding(name: str, parts: int) -> float:
-    """How far bfloat16 takes one process from itself, as a share of the way it went."""
+def rounding(name: str, parts: int) -> float | Exception:
+    """How far bfloat16 takes one process from itself, as a share of the way it went.
+
+    Returns:
+        Where the model cannot be computed so in one process either, what that raises. Norms
+        with running statistics keep float32.
+    """
     told = reference(name, parts, False, torch.float32)
     made = cases.make(name)
     if made.loop is not None:
         return 0.0
+    kept = {
+        f"{fqn}.{n}" if fqn else n
+        for fqn, module in made.model.named_modules()
+        if isinstance(module, _NormBase)
+        for n, _ in module.named_parameters()
+    }
 
     class Halved(nn.Module):
         def __init__(self) -> None:
@@ -259,7 +271,7 @@ def rounding(name: str, parts: int) -> float:
             def half(t: Tensor) -> Tensor:
                 return t.bfloat16() if t.dtype == torch.float32 else t
 
-            params = {n: half(p) for n, p in self.inner.named_parameters()}
+            params = {n: half(p) for n, p in self.inner.named_parameters() if n not in kept}
             given = mapped(args, half), mapped(kwargs, half)
             return torch.func.functional_call(self.inner, params, *given)
 
@@ -269,8 +281,8 @@ def rounding(name: str, parts: int) -> float:
     try:
         for x, y in env.batches(made.inputs, made.targets):
             env.step(model, optimizer, x, y, made.loss)
-    except Exception:  # Its buffers or constants are float32: there is no such run.
-        return 0.0
+    except Exception as error:
+        return error
     return share(made.model.state_dict(), told)
 
 
@@ -354,6 +366,8 @@ def _train(name: str, layout: str) -> tuple[str, float, str, str, bool]:
         frames = [f for f in traceback.extract_tb(error.__traceback__)]
         where = " < ".join(f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in frames[-4:])
         first = (str(error).strip() or repr(error)).splitlines()[0]
+        if layout == "bf16" and type(rounding(name, parts)) is type(error):
+            return "own", 0.0, f"{type(error).__name__}: {first[:260]}", "", True
         return "crash", 0.0, f"{type(error).__name__}: {first[:260]} [{where}]", "", True
     is_first = rank == 0
     if parts > 1 and not is_first and layout != "pp":
@@ -377,7 +391,8 @@ def _judge_half(
             apart, _ = difference(result, expected.result, is_first=True)
             out = "wrong", apart, "other keys", "", False
         else:
-            apart, noise = share(result.state, expected), rounding(name, parts)
+            apart, found = share(result.state, expected), rounding(name, parts)
+            noise = 0.0 if isinstance(found, Exception) else found
             limit = max(0.1, 4 * noise)
             is_right = apart <= limit
             why = "" if is_right else f"{apart:.2f} of the way apart; rounding makes {noise:.2f}"

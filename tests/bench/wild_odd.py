@@ -457,7 +457,7 @@ class Alternating(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
-        old = self.memory if self.memory is not None and len(self.memory) == len(x) else x.detach()
+        old = self.memory if self.training and self.memory is not None else x.detach()
         y = x + self.attn(x, torch.cat([old, x], 1))
         self.memory = x.detach()
         return self.out(y)

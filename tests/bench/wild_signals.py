@@ -178,9 +178,7 @@ class Stateful(nn.Module):
         self.state: Tensor | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
-        state = self.state
-        if state is not None and state.shape[1] != len(ids):
-            state = None
+        state = self.state if self.training else None
         out, new = self.rnn(self.embed(ids), state)
         self.state = new.detach()
         return self.out(out)

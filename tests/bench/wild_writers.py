@@ -308,7 +308,7 @@ class ActivationEma(nn.Module):
 
 @wild
 def activation_ema() -> Wild:
-    return classes(ActivationEma())
+    return classes(ActivationEma())._replace(coupled=True)
 
 
 class Center(nn.Module):
@@ -329,7 +329,7 @@ class Center(nn.Module):
 
 @wild
 def dino_center() -> Wild:
-    return Wild(Center(), rows(12), rows(seed=4), lambda o, t: o.mean())
+    return Wild(Center(), rows(12), rows(seed=4), lambda o, t: o.mean(), coupled=True)
 
 
 class KeepsLast(nn.Module):
@@ -342,7 +342,7 @@ class KeepsLast(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x).tanh()
-        if self.last is not None and self.last.shape == h.shape:
+        if self.training and self.last is not None:
             h = h + 0.1 * self.last
         self.last = h.detach()
         return self.b(h)
