@@ -30,7 +30,6 @@ from torch.nn.modules.batchnorm import _NormBase
 import meshplan
 from meshplan.runtime import guard
 from meshplan.runtime.batch import as_arguments, chunked, mapped
-from meshplan.runtime.pipeline.module import PipelinedModule
 from tests.bench import wild_cases as cases
 from tests.bench.wild_cases import BATCH, STEPS, Wild
 from tests.pool import Pool, PoolError
@@ -56,6 +55,10 @@ LAYOUTS: Final[Mapping[str, tuple[int, int, Mapping[str, Any]]]] = {
 """(ranks, parts of the batch, plan) of each column."""
 
 OUTCOMES: Final = ("pass", "own", "refused", "wrong", "crash", "hang")
+
+
+class CrashError(Exception):
+    """What a rank raised that is not meshplan's."""
 
 
 class Cell(NamedTuple):
@@ -97,21 +100,24 @@ class Alone:
     def sgd(self, model: nn.Module, params: Any = None) -> torch.optim.SGD:
         named = list(model.named_parameters() if params is None else params)
         groups = [{"params": [p], "lr": self.rates.get(plain(n), RATE)} for n, p in named]
-        return torch.optim.SGD(groups, lr=RATE)
+        # A stage may hold none of them.
+        return torch.optim.SGD(groups or [torch.zeros(1)], lr=RATE)
 
     def step(self, model: nn.Module, optimizer: Any, x: Any, y: Any, loss: Any) -> None:
         total = 0.0
         xs, ys = chunked(x, self.parts), chunked(y, self.parts)
+        begun = {n: b.clone() for n, b in model.named_buffers()}
+        first: dict[str, Tensor] = {}
         for number in range(self.parts):
-            kept = {n: b.clone() for n, b in model.named_buffers()} if number else {}
+            if number and not self.is_pipeline:
+                _set_buffers(model, begun)  # Each rank starts from what the first one had.
             args, kwargs = as_arguments(xs[number])
             value = loss(model(*args, **kwargs), ys[number]) / self.parts
             value.backward()
             total += value.item()
-            if number and not self.is_pipeline:  # Each rank writes its own; the first one's count.
-                with torch.no_grad():
-                    for name, buffer in model.named_buffers():
-                        buffer.copy_(kept[name])
+            first = first or {n: b.clone() for n, b in model.named_buffers()}
+        if self.parts > 1 and not self.is_pipeline:
+            _set_buffers(model, first)
         self.losses.append(total)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -157,19 +163,14 @@ class Spread(Alone):
     def clip(self, model: nn.Module, norm: float) -> None:
         meshplan.clip_grad_norm_(model, norm)
 
-    def evaluate(self, model: nn.Module, inputs: Any) -> Any:
-        if not isinstance(model, PipelinedModule):
-            return super().evaluate(model, inputs)
-        was_training = model.training
-        model.eval()
-        output = model.eval_step(inputs)
-        model.train(was_training)
-        told = [output]
-        dist.broadcast_object_list(told, src=dist.get_world_size() - 1)
-        return told[0]
-
     def state(self, model: nn.Module) -> dict[str, Tensor]:
         return meshplan.full_state_dict(model)
+
+
+@torch.no_grad()
+def _set_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(values[name])
 
 
 def plain(name: str) -> str:
@@ -368,7 +369,8 @@ def _train(name: str, layout: str) -> tuple[str, float, str, str, bool]:
         first = (str(error).strip() or repr(error)).splitlines()[0]
         if layout == "bf16" and type(rounding(name, parts)) is type(error):
             return "own", 0.0, f"{type(error).__name__}: {first[:260]}", "", True
-        return "crash", 0.0, f"{type(error).__name__}: {first[:260]} [{where}]", "", True
+        # It ends the job, as it would end the process of this rank.
+        raise CrashError(f"{type(error).__name__}: {first[:260]} [{where}]") from None
     is_first = rank == 0
     if parts > 1 and not is_first and layout != "pp":
         result = result._replace(outputs=expected.result.outputs)  # Statistics of its own.
@@ -416,15 +418,12 @@ def run_cell(pool: Pool, name: str, layout: str, timeout_s: float = TIMEOUT_S) -
         failed = re.findall(r"^(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$", story, re.M)
         is_hung = "hung, killed" in story and not failed
         where = re.search(r"^ *File .*$", story, re.M)  # The innermost frame comes first.
+        failed = [line.partition("CrashError: ")[2] for line in failed if "CrashError" in line] or failed
         why = failed[0] if failed else where[0].strip() if where else story.split("\n")[-1]
         return Cell(name, layout, "hang" if is_hung else "crash", 0.0, why[:300])
     if any(result[4] for result in results):
         pool.close()
-    crashed = next((result for result in results if result[0] == "crash"), None)
     outcomes = {result[0] for result in results}
-    if crashed is not None:
-        others = next((r[2] for r in results if r[0] != "crash"), "")
-        return Cell(name, layout, "crash", 0.0, crashed[2] + (f" | {others}" if others else ""))
     if "refused" in outcomes and len(outcomes) > 1:
         why = next(result[2] for result in results if result[0] == "refused")
         return Cell(name, layout, "crash", 0.0, f"refused on some ranks only: {why}")

@@ -228,8 +228,8 @@ def fpn() -> Wild:
 
 
 @package("segmentation_models_pytorch")
-def pan() -> Wild:
-    return segmented("PAN", "tu-resnet10t")
+def manet() -> Wild:
+    return segmented("MAnet", decoder_channels=(16, 8, 8, 8, 8))
 
 
 # diffusers

@@ -100,7 +100,7 @@ class Moco(nn.Module):
 
 @wild
 def moco_in_forward() -> Wild:
-    return Wild(Moco(), (rows(12), rows(12, seed=5)), torch.zeros(24).long(), F.cross_entropy)
+    return Wild(Moco(), (rows(12), rows(12, seed=5)), torch.zeros(24).long(), F.cross_entropy, coupled=True)
 
 
 class VqVae(nn.Module):
@@ -130,7 +130,7 @@ class VqVae(nn.Module):
 @wild
 def vq_vae_ema() -> Wild:
     x = rows(12)
-    return Wild(VqVae(), x, x, lambda o, t: F.mse_loss(o[0], t) + 0.25 * o[1])
+    return Wild(VqVae(), x, x, lambda o, t: F.mse_loss(o[0], t) + 0.25 * o[1], coupled=True)
 
 
 class Convex(nn.Module):
