@@ -186,3 +186,28 @@ def test_what_is_allowed_is_exact(pool, name, plan):
     what, apart = pool(2).run(train, name, plan)[0]
     assert what == ""
     assert apart <= 1e-6
+
+
+def slope(plan: dict[str, Any]) -> str:
+    """What a loop of one's own is told that differentiates the gradient of the input."""
+    torch.manual_seed(0)
+    x = batch()[0].requires_grad_()
+    model = meshplan.parallelize(Plain(), {"version": 1, **plan}, example_inputs=batch()[0])
+    torch.autograd.grad(model(x).sum(), x, retain_graph=True)  # A first derivative is right.
+    with pytest.raises(meshplan.ApplyError) as caught:
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return caught.value.problems[0].what
+
+
+@pytest.mark.parametrize("plan", [SHARD, {"mesh": {"tp": 2}, "tp_plan": "auto"}])
+def test_second_derivatives_are_refused_where_they_would_be_wrong(pool, plan):
+    for what in pool(2).run(slope, plan):
+        assert what.startswith("a gradient of the model's output is taken with create_graph=True")
+
+
+def test_a_forward_that_differentiates_is_refused_under_tp(pool):
+    for what, _ in pool(2).run(train, "Forces", {"mesh": {"tp": 2}, "rules": TP_RULES}):
+        assert what.startswith("the forward or the loss calls 'grad' itself")
+
+
+TP_RULES = [{"match": "layers.*.linear", "place": {"tp": "colwise_gather_output"}}]

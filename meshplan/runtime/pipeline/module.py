@@ -116,9 +116,7 @@ class PipelinedModule(nn.Module):
             self._form(inputs).program.answer,
             self.group,
             is_source=self.has_output,
-            source=dist.get_global_rank(
-                self.group, self._stages.rank_of(self._stages.num - 1)
-            ),
+            source=dist.get_global_rank(self.group, self._stages.rank_of(self._stages.num - 1)),
         )
 
     def __getattr__(self, name: str) -> Any:
