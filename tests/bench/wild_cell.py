@@ -308,7 +308,9 @@ def difference(result: Result, told: Result, *, is_first: bool) -> tuple[float, 
     pairs = {}
     if is_first:
         if list(result.state) != list(told.state) and result.state.keys() != told.state.keys():
-            return float("inf"), f"other keys: {sorted(result.state.keys() ^ told.state.keys())[:4]}"
+            return float(
+                "inf"
+            ), f"other keys: {sorted(result.state.keys() ^ told.state.keys())[:4]}"
         pairs = {key: (result.state[key], value) for key, value in told.state.items()}
     if len(result.outputs) != len(told.outputs):
         return float("inf"), f"{len(result.outputs)} outputs instead of {len(told.outputs)}"
@@ -339,7 +341,13 @@ def train(name: str, layout: str) -> tuple[str, float, str, str, bool]:
             torch.set_default_dtype(torch.float64)
             again = _train(name, layout)
             if again[0] == "pass" and again[1] <= DOUBLE:
-                return "pass", out[1], f"{out[2]}, but {again[1]:.1e} in double precision", "", False
+                return (
+                    "pass",
+                    out[1],
+                    f"{out[2]}, but {again[1]:.1e} in double precision",
+                    "",
+                    False,
+                )
             return out[0], out[1], f"{out[2]}; in double precision {again[1]:.1e}", "", again[4]
         return out
 
@@ -418,7 +426,9 @@ def run_cell(pool: Pool, name: str, layout: str, timeout_s: float = TIMEOUT_S) -
         failed = re.findall(r"^(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$", story, re.M)
         is_hung = "hung, killed" in story and not failed
         where = re.search(r"^ *File .*$", story, re.M)  # The innermost frame comes first.
-        failed = [line.partition("CrashError: ")[2] for line in failed if "CrashError" in line] or failed
+        failed = [
+            line.partition("CrashError: ")[2] for line in failed if "CrashError" in line
+        ] or failed
         why = failed[0] if failed else where[0].strip() if where else story.split("\n")[-1]
         return Cell(name, layout, "hang" if is_hung else "crash", 0.0, why[:300])
     if any(result[4] for result in results):

@@ -187,8 +187,12 @@ def torch_transformer() -> Wild:
             self.out = nn.Linear(16, VOCAB)
 
         def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
-            mask = nn.Transformer.generate_square_subsequent_mask(tgt.shape[1]).to(torch.get_default_dtype())
-            return self.out(self.net(self.embed(src), self.embed(tgt), tgt_mask=mask, tgt_is_causal=True))
+            mask = nn.Transformer.generate_square_subsequent_mask(tgt.shape[1]).to(
+                torch.get_default_dtype()
+            )
+            return self.out(
+                self.net(self.embed(src), self.embed(tgt), tgt_mask=mask, tgt_is_causal=True)
+            )
 
     given = (whole(VOCAB, 6), whole(VOCAB, 8, seed=7))
     return Wild(Seq2Seq(), given, whole(VOCAB, 8, seed=5), ce)

@@ -265,7 +265,13 @@ def loop_deepcopy_teacher() -> Wild:
         for x, y in env.batches(made.inputs, made.targets):
             with torch.no_grad():
                 wanted = teacher(x).softmax(-1)
-            env.step(model, sgd, x, (y, wanted), lambda o, t: F.cross_entropy(o, t[0]) + F.cross_entropy(o, t[1]))
+            env.step(
+                model,
+                sgd,
+                x,
+                (y, wanted),
+                lambda o, t: F.cross_entropy(o, t[0]) + F.cross_entropy(o, t[1]),
+            )
         return {"": model}
 
     return looped(loop)

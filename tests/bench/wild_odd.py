@@ -10,7 +10,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.bench.wild_cases import Attend, Block, Wild, ce, images, mlp, mse, noise, rows, whole, wild
+from tests.bench.wild_cases import (
+    Attend,
+    Block,
+    Wild,
+    ce,
+    images,
+    mlp,
+    mse,
+    noise,
+    rows,
+    whole,
+    wild,
+)
 
 
 def classes(model: nn.Module) -> Wild:
@@ -38,7 +50,9 @@ def tied_autoencoder_transposed() -> Wild:
 
 @wild
 def tied_bias_across_modules() -> Wild:
-    model = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 5))
+    model = nn.Sequential(
+        nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 5)
+    )
     model[2].bias = model[0].bias
     return classes(model)
 
@@ -121,7 +135,10 @@ class PerSample(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts, self.out = nn.ModuleList(nn.Linear(12, 12) for _ in range(2)), nn.Linear(12, 5)
+        self.experts, self.out = (
+            nn.ModuleList(nn.Linear(12, 12) for _ in range(2)),
+            nn.Linear(12, 5),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         found = [self.experts[int(row[0] > 0)](row) for row in x]
@@ -169,7 +186,9 @@ def used_in_odd_steps() -> Wild:
 
 @wild
 def frozen_half() -> Wild:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3)), nn.Linear(12, 5))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3)), nn.Linear(12, 5)
+    )
     model[0].requires_grad_(False)
     model[2][0].weight.requires_grad_(False)
     return classes(model)
@@ -223,7 +242,10 @@ def own_checkpointing() -> Wild:
     class Saved(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks, self.out = nn.ModuleList(mlp(12, 24, 12) for _ in range(3)), nn.Linear(12, 5)
+            self.blocks, self.out = (
+                nn.ModuleList(mlp(12, 24, 12) for _ in range(3)),
+                nn.Linear(12, 5),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
@@ -239,7 +261,10 @@ def own_checkpointing_reentrant() -> Wild:
         def __init__(self) -> None:
             super().__init__()
             self.first = nn.Linear(12, 12)
-            self.blocks, self.out = nn.ModuleList(mlp(12, 24, 12) for _ in range(3)), nn.Linear(12, 5)
+            self.blocks, self.out = (
+                nn.ModuleList(mlp(12, 24, 12) for _ in range(3)),
+                nn.Linear(12, 5),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.first(x)
@@ -255,7 +280,11 @@ class HyperNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.make, self.out = nn.Parameter(noise(4)), nn.Linear(4, 12 * 12), nn.Linear(12, 5)
+        self.embed, self.make, self.out = (
+            nn.Parameter(noise(4)),
+            nn.Linear(4, 12 * 12),
+            nn.Linear(12, 5),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         w = self.make(self.embed).view(12, 12)
@@ -408,7 +437,12 @@ class Topk(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.score, self.block, self.out = nn.Linear(6, 16), nn.Linear(6, 1), Block(16), nn.Linear(16, 5)
+        self.embed, self.score, self.block, self.out = (
+            nn.Linear(6, 16),
+            nn.Linear(6, 1),
+            Block(16),
+            nn.Linear(16, 5),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         s = self.score(x).squeeze(-1).sigmoid()
@@ -506,7 +540,10 @@ def log_determinant_flow() -> Wild:
     class Flow(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.w, self.nets = nn.Parameter(torch.eye(12) + 0.1 * noise(12, 12)), nn.ModuleList(mlp(6, 16, 12) for _ in range(2))
+            self.w, self.nets = (
+                nn.Parameter(torch.eye(12) + 0.1 * noise(12, 12)),
+                nn.ModuleList(mlp(6, 16, 12) for _ in range(2)),
+            )
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             x = x @ self.w
@@ -518,4 +555,9 @@ def log_determinant_flow() -> Wild:
                 total = total + s.tanh().sum(-1)
             return x, total
 
-    return Wild(Flow(), rows(12), rows(seed=3), lambda o, t: (0.5 * o[0].square().sum(-1) - o[1]).mean() / math.pi)
+    return Wild(
+        Flow(),
+        rows(12),
+        rows(seed=3),
+        lambda o, t: (0.5 * o[0].square().sum(-1) - o[1]).mean() / math.pi,
+    )

@@ -36,7 +36,12 @@ class AsDataclass(nn.Module):
 
 @wild
 def output_dataclass() -> Wild:
-    return Wild(AsDataclass(), rows(12), whole(5), lambda o, t: F.cross_entropy(o.logits, t) + o.hidden[0].square().mean())
+    return Wild(
+        AsDataclass(),
+        rows(12),
+        whole(5),
+        lambda o, t: F.cross_entropy(o.logits, t) + o.hidden[0].square().mean(),
+    )
 
 
 class Pair(NamedTuple):
@@ -56,7 +61,12 @@ class AsNamed(nn.Module):
 
 @wild
 def output_namedtuple() -> Wild:
-    return Wild(AsNamed(), rows(12), rows(3, seed=4), lambda o, t: F.gaussian_nll_loss(o.mean, t, o.logvar.exp()))
+    return Wild(
+        AsNamed(),
+        rows(12),
+        rows(3, seed=4),
+        lambda o, t: F.gaussian_nll_loss(o.mean, t, o.logvar.exp()),
+    )
 
 
 class Keywords(nn.Module):
@@ -66,14 +76,20 @@ class Keywords(nn.Module):
         super().__init__()
         self.a, self.b, self.out = nn.Linear(12, 16), nn.Linear(6, 16), nn.Linear(16, 5)
 
-    def forward(self, *, x: Tensor, extra: dict[str, Any], scale: float = 1.0) -> OrderedDict[str, Tensor]:
+    def forward(
+        self, *, x: Tensor, extra: dict[str, Any], scale: float = 1.0
+    ) -> OrderedDict[str, Tensor]:
         h = self.a(x) + self.b(extra["more"][0]) * extra["weight"][:, None] * scale
         return OrderedDict(logits=self.out(h.tanh()), hidden=h)
 
 
 @wild
 def input_keywords_nested() -> Wild:
-    given = {"x": rows(12), "extra": {"more": [rows(6, seed=3)], "weight": rows(seed=4)}, "scale": 0.5}
+    given = {
+        "x": rows(12),
+        "extra": {"more": [rows(6, seed=3)], "weight": rows(seed=4)},
+        "scale": 0.5,
+    }
     return Wild(Keywords(), given, whole(5), lambda o, t: F.cross_entropy(o["logits"], t))
 
 
@@ -109,7 +125,9 @@ def input_none_and_flag() -> Wild:
             super().__init__()
             self.block, self.out = Block(16), nn.Linear(16, 5)
 
-        def forward(self, x: Tensor, mask: Tensor | None = None, return_hidden: bool = False) -> Any:
+        def forward(
+            self, x: Tensor, mask: Tensor | None = None, return_hidden: bool = False
+        ) -> Any:
             h = self.block(x, mask=mask)
             y = self.out(h.mean(1))
             return (y, h) if return_hidden else y
@@ -171,7 +189,9 @@ class AuxLoss(nn.Module):
 
 @wild
 def moe_balance_loss() -> Wild:
-    return Wild(AuxLoss(), whole(20, 8), whole(20, 8, seed=4), lambda o, t: ce(o[0], t) + 0.1 * o[1])
+    return Wild(
+        AuxLoss(), whole(20, 8), whole(20, 8, seed=4), lambda o, t: ce(o[0], t) + 0.1 * o[1]
+    )
 
 
 @wild
@@ -186,7 +206,9 @@ def output_reshaped_to_batch_of_tokens() -> Wild:
         def forward(self, ids: Tensor) -> Tensor:
             return self.out(self.block(self.embed(ids))).view(-1, 20)
 
-    return Wild(Flat(), whole(20, 8), whole(20, 8, seed=4), lambda o, t: F.cross_entropy(o, t.flatten()))
+    return Wild(
+        Flat(), whole(20, 8), whole(20, 8, seed=4), lambda o, t: F.cross_entropy(o, t.flatten())
+    )
 
 
 @wild
@@ -201,7 +223,12 @@ def time_first_output() -> Wild:
         def forward(self, ids: Tensor) -> Tensor:
             return self.out(self.rnn(self.embed(ids).transpose(0, 1))[0])
 
-    return Wild(TimeFirst(), whole(20, 8), whole(20, 8, seed=4), lambda o, t: F.cross_entropy(o.flatten(0, 1), t.T.flatten()))
+    return Wild(
+        TimeFirst(),
+        whole(20, 8),
+        whole(20, 8, seed=4),
+        lambda o, t: F.cross_entropy(o.flatten(0, 1), t.T.flatten()),
+    )
 
 
 @wild
@@ -218,6 +245,8 @@ def output_list_of_unequal() -> Wild:
             return [row[: int(n)] for row, n in zip(y, lengths, strict=True)]
 
     def loss(o: list[Tensor], t: Tensor) -> Tensor:
-        return torch.stack([F.cross_entropy(a, b[: len(a)]) for a, b in zip(o, t, strict=True)]).mean()
+        return torch.stack(
+            [F.cross_entropy(a, b[: len(a)]) for a, b in zip(o, t, strict=True)]
+        ).mean()
 
     return Wild(PerToken(), (whole(20, 8), whole(7, seed=3) + 1), whole(20, 8, seed=4), loss)

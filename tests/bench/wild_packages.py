@@ -60,56 +60,154 @@ def classify(model: nn.Module, size: int = 32, *, coupled: bool = False) -> Wild
 def vit() -> Wild:
     from vit_pytorch import ViT
 
-    return classify(ViT(image_size=32, patch_size=8, num_classes=5, dim=16, depth=2, heads=2, mlp_dim=32, dim_head=8))
+    return classify(
+        ViT(
+            image_size=32,
+            patch_size=8,
+            num_classes=5,
+            dim=16,
+            depth=2,
+            heads=2,
+            mlp_dim=32,
+            dim_head=8,
+        )
+    )
 
 
 @package("vit_pytorch")
 def simple_vit() -> Wild:
     from vit_pytorch import SimpleViT
 
-    return classify(SimpleViT(image_size=32, patch_size=8, num_classes=5, dim=16, depth=2, heads=2, mlp_dim=32, dim_head=8))
+    return classify(
+        SimpleViT(
+            image_size=32,
+            patch_size=8,
+            num_classes=5,
+            dim=16,
+            depth=2,
+            heads=2,
+            mlp_dim=32,
+            dim_head=8,
+        )
+    )
 
 
 @package("vit_pytorch")
 def cait() -> Wild:
     from vit_pytorch.cait import CaiT
 
-    return classify(CaiT(image_size=32, patch_size=8, num_classes=5, dim=16, depth=2, cls_depth=1, heads=2, mlp_dim=32, dim_head=8))
+    return classify(
+        CaiT(
+            image_size=32,
+            patch_size=8,
+            num_classes=5,
+            dim=16,
+            depth=2,
+            cls_depth=1,
+            heads=2,
+            mlp_dim=32,
+            dim_head=8,
+        )
+    )
 
 
 @package("vit_pytorch")
 def cct() -> Wild:
     from vit_pytorch.cct import CCT
 
-    return classify(CCT(img_size=32, embedding_dim=16, n_conv_layers=1, num_layers=2, num_heads=2, mlp_ratio=2.0, num_classes=5, stochastic_depth=0.0))
+    return classify(
+        CCT(
+            img_size=32,
+            embedding_dim=16,
+            n_conv_layers=1,
+            num_layers=2,
+            num_heads=2,
+            mlp_ratio=2.0,
+            num_classes=5,
+            stochastic_depth=0.0,
+        )
+    )
 
 
 @package("vit_pytorch")
 def cross_vit() -> Wild:
     from vit_pytorch.cross_vit import CrossViT
 
-    return classify(CrossViT(image_size=32, num_classes=5, depth=1, sm_dim=16, sm_patch_size=8, sm_enc_depth=1, sm_enc_heads=2, sm_enc_mlp_dim=32, sm_enc_dim_head=8, lg_dim=32, lg_patch_size=16, lg_enc_depth=1, lg_enc_heads=2, lg_enc_mlp_dim=32, lg_enc_dim_head=8, cross_attn_depth=1, cross_attn_heads=2, cross_attn_dim_head=8))
+    return classify(
+        CrossViT(
+            image_size=32,
+            num_classes=5,
+            depth=1,
+            sm_dim=16,
+            sm_patch_size=8,
+            sm_enc_depth=1,
+            sm_enc_heads=2,
+            sm_enc_mlp_dim=32,
+            sm_enc_dim_head=8,
+            lg_dim=32,
+            lg_patch_size=16,
+            lg_enc_depth=1,
+            lg_enc_heads=2,
+            lg_enc_mlp_dim=32,
+            lg_enc_dim_head=8,
+            cross_attn_depth=1,
+            cross_attn_heads=2,
+            cross_attn_dim_head=8,
+        )
+    )
 
 
 @package("vit_pytorch")
 def pit() -> Wild:
     from vit_pytorch.pit import PiT
 
-    return classify(PiT(image_size=32, patch_size=8, dim=16, num_classes=5, depth=(1, 1), heads=2, mlp_dim=32, dim_head=8))
+    return classify(
+        PiT(
+            image_size=32,
+            patch_size=8,
+            dim=16,
+            num_classes=5,
+            depth=(1, 1),
+            heads=2,
+            mlp_dim=32,
+            dim_head=8,
+        )
+    )
 
 
 @package("vit_pytorch")
 def max_vit() -> Wild:
     from vit_pytorch.max_vit import MaxViT
 
-    return classify(MaxViT(num_classes=5, dim=16, depth=(1,), dim_head=8, dim_conv_stem=8, window_size=8, mbconv_expansion_rate=2, mbconv_shrinkage_rate=0.5), coupled=True)
+    return classify(
+        MaxViT(
+            num_classes=5,
+            dim=16,
+            depth=(1,),
+            dim_head=8,
+            dim_conv_stem=8,
+            window_size=8,
+            mbconv_expansion_rate=2,
+            mbconv_shrinkage_rate=0.5,
+        ),
+        coupled=True,
+    )
 
 
 @package("vit_pytorch")
 def mobile_vit() -> Wild:
     from vit_pytorch.mobile_vit import MobileViT
 
-    return classify(MobileViT(image_size=(64, 64), dims=[16, 20, 24], channels=[8, 8, 12, 12, 16, 16, 20, 20, 24, 24, 32], num_classes=5), 64, coupled=True)
+    return classify(
+        MobileViT(
+            image_size=(64, 64),
+            dims=[16, 20, 24],
+            channels=[8, 8, 12, 12, 16, 16, 20, 20, 24, 24, 32],
+            num_classes=5,
+        ),
+        64,
+        coupled=True,
+    )
 
 
 @package("vit_pytorch")
@@ -117,8 +215,15 @@ def vit_for_mae() -> Wild:
     from vit_pytorch import SimpleViT
     from vit_pytorch.extractor import Extractor
 
-    inner = SimpleViT(image_size=32, patch_size=8, num_classes=5, dim=16, depth=2, heads=2, mlp_dim=32, dim_head=8)
-    return Wild(still(Extractor(inner, return_embeddings_only=True, detach=False)), images(3, 32), rows(17, 16), lambda o, t: o.square().mean())
+    inner = SimpleViT(
+        image_size=32, patch_size=8, num_classes=5, dim=16, depth=2, heads=2, mlp_dim=32, dim_head=8
+    )
+    return Wild(
+        still(Extractor(inner, return_embeddings_only=True, detach=False)),
+        images(3, 32),
+        rows(17, 16),
+        lambda o, t: o.square().mean(),
+    )
 
 
 # x-transformers
@@ -166,7 +271,14 @@ def decoder_t5_bias_shift() -> Wild:
 def encoder_image() -> Wild:
     from x_transformers import Encoder, ViTransformerWrapper
 
-    return classify(ViTransformerWrapper(image_size=32, patch_size=8, num_classes=5, attn_layers=Encoder(dim=16, depth=2, heads=2, attn_dim_head=8)))
+    return classify(
+        ViTransformerWrapper(
+            image_size=32,
+            patch_size=8,
+            num_classes=5,
+            attn_layers=Encoder(dim=16, depth=2, heads=2, attn_dim_head=8),
+        )
+    )
 
 
 @package("x_transformers")
@@ -204,7 +316,13 @@ def clip_resnet() -> Wild:
     def loss(o: Any, t: Tensor) -> Tensor:
         return F.mse_loss((o[0] * o[1]).sum(-1), t)
 
-    return Wild(still(CLIP(16, vision, text)), {"image": images(3, 32), "text": whole(24, 8)}, rows(seed=4), loss, coupled=True)
+    return Wild(
+        still(CLIP(16, vision, text)),
+        {"image": images(3, 32), "text": whole(24, 8)},
+        rows(seed=4),
+        loss,
+        coupled=True,
+    )
 
 
 # segmentation_models_pytorch
@@ -224,7 +342,9 @@ def unet() -> Wild:
 
 @package("segmentation_models_pytorch")
 def fpn() -> Wild:
-    return segmented("FPN", decoder_pyramid_channels=16, decoder_segmentation_channels=32, decoder_dropout=0.0)
+    return segmented(
+        "FPN", decoder_pyramid_channels=16, decoder_segmentation_channels=32, decoder_dropout=0.0
+    )
 
 
 @package("segmentation_models_pytorch")
@@ -239,15 +359,37 @@ def manet() -> Wild:
 def unet_2d() -> Wild:
     from diffusers import UNet2DModel
 
-    model = UNet2DModel(sample_size=8, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4, attention_head_dim=8, down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"))
-    return Wild(still(model), {"sample": images(3, 8), "timestep": whole(100)}, images(3, 8), lambda o, t: F.mse_loss(o.sample, t))
+    model = UNet2DModel(
+        sample_size=8,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        norm_num_groups=4,
+        attention_head_dim=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+    return Wild(
+        still(model),
+        {"sample": images(3, 8), "timestep": whole(100)},
+        images(3, 8),
+        lambda o, t: F.mse_loss(o.sample, t),
+    )
 
 
 @package("diffusers")
 def unet_2d_condition() -> Wild:
     from diffusers import UNet2DConditionModel
 
-    model = UNet2DConditionModel(sample_size=8, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4, attention_head_dim=4, cross_attention_dim=16, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"))
+    model = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        norm_num_groups=4,
+        attention_head_dim=4,
+        cross_attention_dim=16,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    )
     given = {"sample": rows(4, 8, 8), "timestep": whole(100), "encoder_hidden_states": rows(5, 16)}
     return Wild(still(model), given, rows(4, 8, 8, seed=6), lambda o, t: F.mse_loss(o.sample, t))
 
@@ -256,28 +398,63 @@ def unet_2d_condition() -> Wild:
 def autoencoder_kl() -> Wild:
     from diffusers import AutoencoderKL
 
-    model = AutoencoderKL(block_out_channels=(16,), down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",), norm_num_groups=4, latent_channels=2)
-    return Wild(still(model), {"sample": images(3, 8), "sample_posterior": False}, images(3, 8), lambda o, t: F.mse_loss(o.sample, t))
+    model = AutoencoderKL(
+        block_out_channels=(16,),
+        down_block_types=("DownEncoderBlock2D",),
+        up_block_types=("UpDecoderBlock2D",),
+        norm_num_groups=4,
+        latent_channels=2,
+    )
+    return Wild(
+        still(model),
+        {"sample": images(3, 8), "sample_posterior": False},
+        images(3, 8),
+        lambda o, t: F.mse_loss(o.sample, t),
+    )
 
 
 @package("diffusers")
 def dit() -> Wild:
     from diffusers import DiTTransformer2DModel
 
-    model = DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=2, sample_size=8, patch_size=2, num_embeds_ada_norm=10, norm_num_groups=4, dropout=0.0)
+    model = DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        num_layers=2,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=10,
+        norm_num_groups=4,
+        dropout=0.0,
+    )
     given = {"hidden_states": rows(4, 8, 8), "timestep": whole(10), "class_labels": whole(5)}
     for module in model.modules():
         if hasattr(module, "dropout_prob"):
             module.dropout_prob = 0.0
-    return Wild(still(model), given, rows(4, 8, 8, seed=6), lambda o, t: F.mse_loss(o.sample[:, :4], t))
+    return Wild(
+        still(model), given, rows(4, 8, 8, seed=6), lambda o, t: F.mse_loss(o.sample[:, :4], t)
+    )
 
 
 @package("diffusers")
 def vq_model() -> Wild:
     from diffusers import VQModel
 
-    model = VQModel(block_out_channels=(16,), down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",), norm_num_groups=4, num_vq_embeddings=8, latent_channels=3)
-    return Wild(still(model), images(3, 8), images(3, 8), lambda o, t: F.mse_loss(o.sample, t) + o.commit_loss.mean())
+    model = VQModel(
+        block_out_channels=(16,),
+        down_block_types=("DownEncoderBlock2D",),
+        up_block_types=("UpDecoderBlock2D",),
+        norm_num_groups=4,
+        num_vq_embeddings=8,
+        latent_channels=3,
+    )
+    return Wild(
+        still(model),
+        images(3, 8),
+        images(3, 8),
+        lambda o, t: F.mse_loss(o.sample, t) + o.commit_loss.mean(),
+    )
 
 
 # peft
@@ -287,10 +464,24 @@ def tuned(**more: Any) -> Wild:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(vocab_size=24, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, attn_implementation="sdpa", use_cache=False)
+    config = LlamaConfig(
+        vocab_size=24,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     settings = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False} | more
     model = get_peft_model(LlamaForCausalLM(config), LoraConfig(**settings))
-    return Wild(still(model), {"input_ids": whole(24, 8)}, whole(24, 8, seed=5), lambda o, t: ce(o.logits, t))
+    return Wild(
+        still(model),
+        {"input_ids": whole(24, 8)},
+        whole(24, 8, seed=5),
+        lambda o, t: ce(o.logits, t),
+    )
 
 
 @package("peft")
@@ -318,9 +509,31 @@ def ia3() -> Wild:
     from peft import IA3Config, get_peft_model
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    base = GPT2LMHeadModel(GPT2Config(vocab_size=24, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False))
-    model = get_peft_model(base, IA3Config(target_modules=["c_attn", "c_fc"], feedforward_modules=["c_fc"], fan_in_fan_out=True))
-    return Wild(still(model), {"input_ids": whole(24, 8)}, whole(24, 8, seed=5), lambda o, t: ce(o.logits, t))
+    base = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=24,
+            n_positions=16,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+        )
+    )
+    model = get_peft_model(
+        base,
+        IA3Config(
+            target_modules=["c_attn", "c_fc"], feedforward_modules=["c_fc"], fan_in_fan_out=True
+        ),
+    )
+    return Wild(
+        still(model),
+        {"input_ids": whole(24, 8)},
+        whole(24, 8, seed=5),
+        lambda o, t: ce(o.logits, t),
+    )
 
 
 # timm
@@ -339,7 +552,9 @@ def resnet10t() -> Wild:
 
 @package("timm")
 def vit_tiny_registers() -> Wild:
-    return from_timm("vit_tiny_patch16_224", 32, img_size=32, embed_dim=24, depth=2, num_heads=2, reg_tokens=2)
+    return from_timm(
+        "vit_tiny_patch16_224", 32, img_size=32, embed_dim=24, depth=2, num_heads=2, reg_tokens=2
+    )
 
 
 @package("timm")
@@ -350,5 +565,3 @@ def mobilenet_v3() -> Wild:
 @package("timm")
 def convnext_atto() -> Wild:
     return from_timm("convnext_atto", 32, dims=(8, 8, 16, 16), depths=(1, 1, 1, 1))
-
-

@@ -122,7 +122,9 @@ def vicreg_covariance_loss() -> Wild:
 class SimSiam(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 8))
+        self.encoder = nn.Sequential(
+            nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 8)
+        )
         self.predictor = mlp(8, 8, 8)
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
@@ -156,7 +158,9 @@ class Distilled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.teacher = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
+        self.teacher = nn.Sequential(
+            nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5)
+        )
         self.teacher.requires_grad_(False).eval()
         self.student = mlp(12, 16, 5)
 
@@ -203,7 +207,9 @@ class FeatureHooks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 5))
+        self.net = nn.Sequential(
+            nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 5)
+        )
         self.seen: dict[int, Tensor] = {}
         for i in (1, 3):
             self.net[i].register_forward_hook(lambda m, a, out, i=i: self.seen.update({i: out}))
@@ -216,7 +222,12 @@ class FeatureHooks(nn.Module):
 
 @wild
 def features_by_hooks() -> Wild:
-    return Wild(FeatureHooks(), rows(12), whole(5), lambda o, t: F.cross_entropy(o[0], t) + o[1].square().mean())
+    return Wild(
+        FeatureHooks(),
+        rows(12),
+        whole(5),
+        lambda o, t: F.cross_entropy(o[0], t) + o[1].square().mean(),
+    )
 
 
 class Perceptual(nn.Module):
@@ -224,8 +235,12 @@ class Perceptual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gen = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 3, 3, padding=1))
-        self.vgg = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 8, 3)).requires_grad_(False)
+        self.gen = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 3, 3, padding=1)
+        )
+        self.vgg = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 8, 3)).requires_grad_(
+            False
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return (self.vgg(self.gen(x)) - self.vgg(y)).square().flatten(1).mean(1)
@@ -233,7 +248,9 @@ class Perceptual(nn.Module):
 
 @wild
 def perceptual_loss_inside() -> Wild:
-    return Wild(Perceptual(), (images(3, 8), images(3, 8).flip(0)), rows(seed=4), lambda o, t: o.mean())
+    return Wild(
+        Perceptual(), (images(3, 8), images(3, 8).flip(0)), rows(seed=4), lambda o, t: o.mean()
+    )
 
 
 class Jepa(nn.Module):
@@ -282,7 +299,12 @@ class Prototypes(nn.Module):
 
 @wild
 def swav_sinkhorn() -> Wild:
-    return Wild(Prototypes(), rows(12), rows(seed=4), lambda o, t: -(o[1] * o[0].log_softmax(1)).sum(1).mean())
+    return Wild(
+        Prototypes(),
+        rows(12),
+        rows(seed=4),
+        lambda o, t: -(o[1] * o[0].log_softmax(1)).sum(1).mean(),
+    )
 
 
 @wild

@@ -7,7 +7,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.bench.wild_cases import TOTAL, Attend, Block, Wild, ce, mlp, mse, noise, rows, whole, wild
+from tests.bench.wild_cases import (
+    TOTAL,
+    Attend,
+    Block,
+    Wild,
+    ce,
+    mlp,
+    mse,
+    noise,
+    rows,
+    whole,
+    wild,
+)
 
 
 class Conformer(nn.Module):
@@ -50,7 +62,9 @@ def conformer_batchnorm() -> Wild:
 def conformer_ctc() -> Wild:
     def loss(o: Tensor, t: Tensor) -> Tensor:
         lengths = torch.full((len(o),), o.shape[1])
-        return F.ctc_loss(o.log_softmax(-1).transpose(0, 1), t, lengths, torch.full_like(lengths, 3))
+        return F.ctc_loss(
+            o.log_softmax(-1).transpose(0, 1), t, lengths, torch.full_like(lengths, 3)
+        )
 
     return Wild(Speech(False), rows(12, 16), whole(5, 3) + 1, loss)
 
@@ -93,7 +107,10 @@ class Tacotron(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.encoder = nn.Embedding(20, 16), nn.LSTM(16, 8, batch_first=True, bidirectional=True)
+        self.embed, self.encoder = (
+            nn.Embedding(20, 16),
+            nn.LSTM(16, 8, batch_first=True, bidirectional=True),
+        )
         self.cell, self.query = nn.LSTMCell(16 + 6, 16), nn.Linear(16, 16)
         self.out, self.stop = nn.Linear(32, 6), nn.Linear(32, 1)
 
@@ -174,7 +191,11 @@ class Stateful(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.rnn, self.out = nn.Embedding(20, 12), nn.GRU(12, 16, batch_first=True), nn.Linear(16, 20)
+        self.embed, self.rnn, self.out = (
+            nn.Embedding(20, 12),
+            nn.GRU(12, 16, batch_first=True),
+            nn.Linear(16, 20),
+        )
         self.state: Tensor | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -215,7 +236,9 @@ class Stft(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("window", torch.hann_window(16))
-        self.net = nn.Sequential(nn.Conv1d(9, 16, 3, padding=1), nn.ReLU(), nn.Conv1d(16, 9, 3, padding=1))
+        self.net = nn.Sequential(
+            nn.Conv1d(9, 16, 3, padding=1), nn.ReLU(), nn.Conv1d(16, 9, 3, padding=1)
+        )
 
     def forward(self, wave: Tensor) -> Tensor:
         z = torch.stft(wave, 16, 4, window=self.window, return_complex=True)
@@ -233,7 +256,20 @@ class Fno(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lift, self.out = nn.Linear(1, 8), nn.Linear(8, 1)
-        self.spectral = nn.ParameterList(nn.Parameter(0.2 * torch.randn(8, 8, 5, dtype=torch.complex64 if torch.get_default_dtype() == torch.float32 else torch.complex128)) for _ in range(2))
+        self.spectral = nn.ParameterList(
+            nn.Parameter(
+                0.2
+                * torch.randn(
+                    8,
+                    8,
+                    5,
+                    dtype=torch.complex64
+                    if torch.get_default_dtype() == torch.float32
+                    else torch.complex128,
+                )
+            )
+            for _ in range(2)
+        )
         self.local = nn.ModuleList(nn.Conv1d(8, 8, 1) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -266,7 +302,9 @@ class S4d(nn.Module):
         a = torch.complex(-self.log_a.exp(), self.im)
         kernel = 2 * (self.c[..., None] * torch.exp(a[..., None] * torch.arange(n))).sum(1).real
         u = self.inp(x[..., None]).mT
-        y = torch.fft.irfft(torch.fft.rfft(u, 2 * n) * torch.fft.rfft(kernel, 2 * n), 2 * n)[..., :n]
+        y = torch.fft.irfft(torch.fft.rfft(u, 2 * n) * torch.fft.rfft(kernel, 2 * n), 2 * n)[
+            ..., :n
+        ]
         return self.mix(y.mean(-1))
 
 

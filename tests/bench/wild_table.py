@@ -12,7 +12,14 @@ import torch
 
 from tests.bench.wild_cell import OUTCOMES, Cell
 
-SHORT: Final = {"pass": "ok", "own": "own", "refused": "no", "wrong": "WRONG", "crash": "CRASH", "hang": "HANG"}
+SHORT: Final = {
+    "pass": "ok",
+    "own": "own",
+    "refused": "no",
+    "wrong": "WRONG",
+    "crash": "CRASH",
+    "hang": "HANG",
+}
 TABLE: Final = Path(__file__).with_name("wild.md")
 
 

@@ -39,7 +39,9 @@ class Dlrm(nn.Module):
     def __init__(self, sparse: bool = False) -> None:
         super().__init__()
         self.bottom = mlp(4, 16, 8)
-        self.bags = nn.ModuleList(nn.EmbeddingBag(12, 8, mode="sum", sparse=sparse) for _ in range(3))
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(12, 8, mode="sum", sparse=sparse) for _ in range(3)
+        )
         self.top = mlp(8 + 6, 16, 1)
 
     def forward(self, dense: Tensor, bags: Tensor) -> Tensor:
@@ -109,12 +111,17 @@ class DeepFm(nn.Module):
         at = fields + self.offsets
         e = self.table(at)
         cross = 0.5 * (e.sum(1).square() - e.square().sum(1)).sum(1)
-        return (self.first(at).sum((1, 2)) + cross + self.deep(e.flatten(1))[:, 0] + self.bias)
+        return self.first(at).sum((1, 2)) + cross + self.deep(e.flatten(1))[:, 0] + self.bias
 
 
 @wild
 def deepfm() -> Wild:
-    return Wild(DeepFm(), whole(3, 3), rows(seed=5).sigmoid(), lambda o, t: F.binary_cross_entropy_with_logits(o, t))
+    return Wild(
+        DeepFm(),
+        whole(3, 3),
+        rows(seed=5).sigmoid(),
+        lambda o, t: F.binary_cross_entropy_with_logits(o, t),
+    )
 
 
 class TwoTower(nn.Module):

@@ -122,7 +122,11 @@ def gan_gradient_penalty() -> Wild:
 class ActorCritic(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.trunk, self.actor, self.critic = mlp(8, 16, 16, act=nn.Tanh), nn.Linear(16, 4), nn.Linear(16, 1)
+        self.trunk, self.actor, self.critic = (
+            mlp(8, 16, 16, act=nn.Tanh),
+            nn.Linear(16, 4),
+            nn.Linear(16, 1),
+        )
         self.log_std = nn.Parameter(torch.zeros(4))
 
     def forward(self, obs: Tensor) -> dict[str, Tensor]:
@@ -139,7 +143,12 @@ def ppo_returns_std_of_parameter() -> Wild:
         policy = -torch.minimum(ratio * t["advantage"], clipped).mean()
         return policy + 0.5 * F.mse_loss(o["value"], t["return"]) - 0.01 * dist.entropy().mean()
 
-    targets = {"action": rows(4, seed=4), "old": rows(seed=5) - 6, "advantage": rows(seed=6), "return": rows(seed=7)}
+    targets = {
+        "action": rows(4, seed=4),
+        "old": rows(seed=5) - 6,
+        "advantage": rows(seed=6),
+        "return": rows(seed=7),
+    }
     return Wild(ActorCritic(), rows(8), targets, loss)
 
 
@@ -307,7 +316,9 @@ class CenterLoss(nn.Module):
 @wild
 def center_loss() -> Wild:
     y = whole(5)
-    return Wild(CenterLoss(), (rows(12), y), y, lambda o, t: F.cross_entropy(o[0], t) + 0.1 * o[1].mean())
+    return Wild(
+        CenterLoss(), (rows(12), y), y, lambda o, t: F.cross_entropy(o[0], t) + 0.1 * o[1].mean()
+    )
 
 
 class Crf(nn.Module):
@@ -320,7 +331,9 @@ class Crf(nn.Module):
 
     def forward(self, ids: Tensor, tags: Tensor) -> Tensor:
         e = self.emit(self.embed(ids))
-        score = e.gather(2, tags[..., None])[..., 0].sum(1) + self.trans[tags[:, :-1], tags[:, 1:]].sum(1)
+        score = e.gather(2, tags[..., None])[..., 0].sum(1) + self.trans[
+            tags[:, :-1], tags[:, 1:]
+        ].sum(1)
         a = e[:, 0]
         for t in range(1, e.shape[1]):
             a = (a[:, :, None] + self.trans).logsumexp(1) + e[:, t]
@@ -372,11 +385,19 @@ def mean_teacher_by_loop() -> Wild:
             env.step(model, sgd, x, y, made.loss)
             inner: Any = getattr(model, "module", model)
             with torch.no_grad():
-                for t, s in zip(inner.teacher.parameters(), inner.student.parameters(), strict=True):
+                for t, s in zip(
+                    inner.teacher.parameters(), inner.student.parameters(), strict=True
+                ):
                     t.lerp_(s, 0.3)
         return {"": model}
 
-    return Wild(Both(), rows(12), whole(5), lambda o, t: F.cross_entropy(o[0], t) + F.mse_loss(o[0], o[1]), loop)
+    return Wild(
+        Both(),
+        rows(12),
+        whole(5),
+        lambda o, t: F.cross_entropy(o[0], t) + F.mse_loss(o[0], o[1]),
+        loop,
+    )
 
 
 @wild
@@ -422,7 +443,9 @@ def focal_loss_batch_weighted() -> Wild:
 def class_weights_in_loss() -> Wild:
     """`weight=` of cross_entropy divides by the weights of the batch."""
     weight = torch.tensor([0.2, 1.0, 3.0, 0.5, 2.0])
-    return Wild(mlp(12, 16, 5), rows(12), whole(5), lambda o, t: F.cross_entropy(o, t, weight=weight))
+    return Wild(
+        mlp(12, 16, 5), rows(12), whole(5), lambda o, t: F.cross_entropy(o, t, weight=weight)
+    )
 
 
 @wild

@@ -133,9 +133,7 @@ class Aspp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.branches = nn.ModuleList(
-            nn.Conv2d(8, 8, 3, padding=d, dilation=d) for d in (1, 2, 4)
-        )
+        self.branches = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=d, dilation=d) for d in (1, 2, 4))
         self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 8, 1))
         self.project = nn.Conv2d(32, 4, 1)
 

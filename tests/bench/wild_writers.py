@@ -100,7 +100,9 @@ class Moco(nn.Module):
 
 @wild
 def moco_in_forward() -> Wild:
-    return Wild(Moco(), (rows(12), rows(12, seed=5)), torch.zeros(24).long(), F.cross_entropy, coupled=True)
+    return Wild(
+        Moco(), (rows(12), rows(12, seed=5)), torch.zeros(24).long(), F.cross_entropy, coupled=True
+    )
 
 
 class VqVae(nn.Module):
@@ -183,7 +185,9 @@ def ngpt() -> Wild:
 
 
 def normed(how: Any) -> nn.Module:
-    return nn.Sequential(how(nn.Linear(12, 16)), nn.ReLU(), how(nn.Linear(16, 16)), nn.Linear(16, 5))
+    return nn.Sequential(
+        how(nn.Linear(12, 16)), nn.ReLU(), how(nn.Linear(16, 16)), nn.Linear(16, 5)
+    )
 
 
 @wild
@@ -278,7 +282,10 @@ class Shadow(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
-            params = {n: getattr(self, "ema_" + n.replace(".", "_")) for n, _ in self.net.named_parameters()}
+            params = {
+                n: getattr(self, "ema_" + n.replace(".", "_"))
+                for n, _ in self.net.named_parameters()
+            }
             return torch.func.functional_call(self.net, params, (x,))
         with torch.no_grad():
             for name, p in self.net.named_parameters():
