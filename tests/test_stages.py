@@ -212,7 +212,7 @@ def test_balance_is_best_among_all_cuts():
 
 
 def test_a_size_that_depends_on_numbers_crosses_no_cut():
-    """Each expert is given as many tokens as chose it: they stay with what gathers their results."""
+    """Each expert is given as many tokens as chose it, and stays with what adds them up."""
     made = wild_cases.make("moe_dropless")
     ids = made.inputs[: wild_cases.BATCH]
     graph = graph_of(made.model, record(made.model, ids))

@@ -107,7 +107,7 @@ def gan_gradient_penalty() -> Wild:
         real = made.inputs
         model = env.spread(made.model, real[:BATCH])
         sgd = env.sgd(model)
-        for real, y in env.batches(made.inputs, made.targets):
+        for real, _ in env.batches(made.inputs, made.targets):
             x = real.clone().requires_grad_(True)
             score = model(x)
             slope = torch.autograd.grad(score.sum(), x, create_graph=True)[0]
@@ -192,11 +192,8 @@ def dqn_target_copied_in_loop() -> Wild:
         for number, (x, y) in enumerate(env.batches(made.inputs, made.targets)):
             env.step(model, sgd, x, y, made.loss)
             if number % 2 == 0:
-                params = {n.removeprefix("module."): p for n, p in model.named_parameters()}
-                with torch.no_grad():
-                    for n, p in params.items():
-                        if n.startswith("target"):
-                            p.copy_(params["online" + n.removeprefix("target")])
+                inner: Any = getattr(model, "module", model)
+                inner.target.load_state_dict(inner.online.state_dict())
         return {"": model}
 
     targets = {"action": whole(4), "reward": rows(seed=4)}

@@ -96,8 +96,8 @@ def derive(
     choice = choose(places, size, may_cut, rehearsals)
     whole = _whole(places, choice, may_cut)
     if not choice.regions and not choice.gathered:
-        found = [] if spec.sequence_parallel else projections(places, size, may_cut)
-        return _by_themselves(found, whole, size, origin)
+        alone = [] if spec.sequence_parallel else projections(places, size, may_cut)
+        return _by_themselves(alone, whole, size, origin)
     preset = _preset(places, choice, size)
     reasons = {fqn: Preset("R", Reason(f"auto: whole, {why}")) for fqn, why in whole.items()}
     out = Derived(
