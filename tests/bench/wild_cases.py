@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -120,7 +121,7 @@ def ce(output: Tensor, target: Tensor) -> Tensor:
 
 def mlp(*widths: int, act: type[nn.Module] = nn.GELU) -> nn.Sequential:
     parts: list[nn.Module] = []
-    for a, b in zip(widths[:-1], widths[1:], strict=True):
+    for a, b in itertools.pairwise(widths):
         parts += [nn.Linear(a, b), act()]
     return nn.Sequential(*parts[:-1])
 
