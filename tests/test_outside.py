@@ -210,4 +210,31 @@ def test_a_forward_that_differentiates_is_refused_under_tp(pool):
         assert what.startswith("the forward or the loss calls 'grad' itself")
 
 
+def returned() -> float:
+    """The second step of a model that returns a parameter."""
+    model = meshplan.parallelize(Scaled(), {"version": 1, **SHARD})
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = meshplan.local_batch(model, batch())
+    for _ in range(2):
+        loss = meshplan.train_step(model, sgd, x, y, lambda o, t: (o[0] * o[1] - t).square().mean())
+    return loss
+
+
+class Scaled(Plain):
+    """Returns its temperature, as CLIP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(x), self.scale
+
+
+def test_a_model_may_return_a_parameter(pool):
+    """A hook on what it returns would be one on the parameter, which is refused."""
+    losses = pool(2).run(returned)
+    assert losses[0] == losses[1]
+
+
 TP_RULES = [{"match": "layers.*.linear", "place": {"tp": "colwise_gather_output"}}]

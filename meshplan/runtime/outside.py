@@ -113,7 +113,7 @@ def refuse_second_derivatives(model: nn.Module, plan: Plan) -> None:
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
         for _, tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # A parameter that the model returns keeps its hooks.
                 tensor.register_hook(look)
 
     model.register_forward_hook(watch)

@@ -36,6 +36,8 @@ from tests.pool import Pool, PoolError
 
 TOLERANCE: Final = 1e-5
 DOUBLE: Final = 1e-8
+HALF: Final = 1e-2
+"""Of models that hold half precision themselves, beyond which rounding says nothing."""
 UPDATE: Final = 1e-2
 SMALL: Final = 1e-3
 RATE: Final = 0.05
@@ -397,7 +399,17 @@ def _train(name: str, layout: str) -> tuple[str, float, str, str, bool]:
     dist.all_gather_object(verdicts, (apart, worst))
     apart, worst = max(verdicts, key=lambda v: v[0])
     limit = DOUBLE if dtype == torch.float64 else TOLERANCE
+    if apart > limit and _is_half(cases.make(name).model):
+        # Whose rounding it is: one process that adds up two halves gets as far from itself.
+        own = reference(name, 2, False, dtype).result if is_first else None
+        noise = [difference(own, expected.result, is_first=True)[0] if own is not None else 0.0]
+        dist.broadcast_object_list(noise, src=0)
+        limit = max(limit, min(4 * noise[0], HALF))
     return ("pass" if apart <= limit else "wrong"), apart, worst if apart > limit else "", "", False
+
+
+def _is_half(model: nn.Module) -> bool:
+    return any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
 
 
 def _judge_half(
