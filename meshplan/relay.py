@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from meshplan.flow import Call, Change, Flow
 
@@ -100,6 +101,12 @@ def stages_of(calls: Iterable[Call], planned: Iterable[tuple[str, int]]) -> list
 
 def _is_inside(fqn: str, module: str) -> bool:
     return fqn == module or fqn.startswith(f"{module}.")
+
+
+_OPEN: Final = frozenset(
+    ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
+)
+"""Operators that give as many elements as the numbers they are given say."""
 
 
 class Cut:
@@ -241,7 +248,39 @@ class Cut:
             yield Bond(0, maker, self._leak(value, maker))
         if control.random:
             yield Bond(0, last, "the model's control flow depends on random numbers")
+        yield from self._size_bonds(consumers)
         yield from self._state_bonds()
+
+    def _size_bonds(self, consumers: Iterable[tuple[int, Need]]) -> Iterator[Bond]:
+        """Stages agree once on the shapes of what they send one another."""
+        open_sizes = self._open_sizes()
+        for number, need in consumers:
+            for value, maker in sorted(need.values.items()) if open_sizes else ():
+                if value in open_sizes and maker != number:
+                    first, behind = sorted((maker, number))
+                    yield Bond(
+                        first,
+                        behind,
+                        f"'{self._name(maker)}' gives a tensor whose size depends on numbers",
+                    )
+
+    def _open_sizes(self) -> dict[int, set[int]]:
+        """By value, the sizes in its shape that depend on numbers, and so on the batch.
+
+        Another dim of the same size counts as well: a bond too many costs a cut, no number.
+        """
+        out: dict[int, set[int]] = {}
+        for op in self.flow.ops:
+            masks = [v for v in op.inputs[1:] if self.flow.values[v].dtype == "bool"]
+            selects = bool(masks) and op.name == "aten.index.Tensor"
+            if selects or op.name.split(".")[1] in _OPEN:
+                found = set(self.flow.values[op.outputs[0]].shape[:1])
+            else:
+                found = set[int]().union(*(out.get(value, ()) for value in op.inputs))
+            for value in op.outputs if found else ():
+                if kept := found & {*self.flow.values[value].shape}:
+                    out[value] = kept
+        return out
 
     def _state_bonds(self) -> Iterator[Bond]:
         """Buffers and attributes that a forward writes must be written where they are read."""

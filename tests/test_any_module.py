@@ -196,7 +196,7 @@ def train(case: str, layout: str) -> tuple[float, float]:
     return apart, max((live[n] - state[n]).abs().max().item() for n in state)
 
 
-WITHOUT_BLOCKS = {"recomputed": "no repeated blocks", "tp x full_shard": "no tp pair"}
+WITHOUT_BLOCKS = {"tp x full_shard": "no tp pair"}
 CELLS = [(c, x) for c in CASES for x in LAYOUTS if c != "shared" or x not in WITHOUT_BLOCKS]
 
 

@@ -158,10 +158,26 @@ def test_recomputing_inside_what_is_recomputed() -> None:
 
 def test_nothing_to_recompute() -> None:
     plan = SHARD | {"activation_checkpointing": "full"}
-    assert refusal(plan, on=graph({"a": "linear"}, {"a.weight": (4, 4)})) == (
-        "activation_checkpointing: Model has no repeated blocks, so nothing says what to "
-        "recompute\n    fix: state it by a rule on the modules to recompute"
+    assert refusal(plan, on=graph({}, {"weight": (4, 4)})) == (
+        "activation_checkpointing: Model has neither repeated blocks nor a module to recompute\n"
+        "    fix: remove it, or move what is to be recomputed into a module of its own"
     )
+
+
+def test_without_repeated_blocks_the_largest_modules_recompute() -> None:
+    """One that holds most is opened, and a layer by itself or a small module is left out."""
+    modules = {"net": "other", "net.a": "other", "net.a.lin": "linear", "net.b": "other"}
+    modules |= {"net.b.lin": "linear", "tiny": "other", "tiny.lin": "linear", "head": "linear"}
+    shapes = {"net.a.lin.weight": (40, 40), "net.b.lin.weight": (40, 30)}
+    on = graph(modules, shapes | {"tiny.lin.weight": (4, 4), "head.weight": (10, 40)})
+    plan = SHARD | {"activation_checkpointing": "full"}
+    assert list(decide(plan, on=on).recompute) == ["net.a", "net.b"]
+    ruled = rule("net.b", activation_checkpointing="selective")
+    found = decide(plan, ruled, on=on).recompute
+    assert {fqn: each.policy.mode for fqn, each in found.items()} == {
+        "net.a": "full",
+        "net.b": "selective",
+    }
 
 
 # Not yet

@@ -30,7 +30,7 @@ def two_blocks() -> nn.Module:
 
 def half_blocks() -> nn.Module:
     model = two_blocks()
-    model[1].down.bfloat16()
+    model[1].thin = nn.Parameter(model[1].thin.data.bfloat16())
     return model
 
 
@@ -76,10 +76,10 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
         TP | rule({"param": "0.thin"}, place={"tp": "S(0)"}),
         "0.thin: its dim 0 of size 3 leaves the last rank of tp 4 nothing",
     ),
-    "two dtypes in one unit": (
+    "two dtypes in one unit by rule": (
         half_blocks,
-        SHARD,
-        "1.thin is float32 and 1.down.weight is bfloat16, but one unit ('1') reduces their "
+        SHARD | rule({"param": "1.thin"}, place="shard"),
+        "1.thin is bfloat16 and 1.up.weight is float32, but one unit ('1') reduces their "
         "gradients together",
     ),
     "a projection that is never called": (

@@ -146,13 +146,33 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("kind", WHOLE)
+BY_THEMSELVES = [kind for kind in WHOLE if kind != "TiedBackwards"]
+
+
+@pytest.mark.parametrize("kind", BY_THEMSELVES)
 def test_what_cannot_be_proved_stays_whole_and_says_why(kind):
-    with pytest.raises(PlanError) as caught:
-        decided(kind)
-    (problem,) = caught.value.problems
-    assert "auto finds nothing that tp 2 can cut" in problem.what
+    """Projections that no pair is proved for are cut by themselves, where they hold the most."""
+    found = decided(kind)
+    (problem,) = (w for w in found.assignment.warnings if "auto finds" in w.what)
+    assert "auto finds nothing that tp 2 can cut in pairs" in problem.what
     assert WHOLE[kind] in problem.what
+    assert problem.fix == "use those 2 ranks for dp_shard instead of tp"
+    used = {use.style.name for use in found.assignment.styles.values()}
+    assert used == {"colwise_gather_output"}
+
+
+@pytest.mark.parametrize("kind", leaving(BY_THEMSELVES, lambda number, _: number % 4 > 0))
+def test_projections_cut_by_themselves_train_as_in_one_process(pool, kind):
+    apart, where = pool(4).run(train, kind, MIXED)[0]
+    assert apart <= parity.TOLERANCE, where
+
+
+def test_projections_by_themselves_that_hold_little_are_not_worth_ranks():
+    with pytest.raises(PlanError) as caught:
+        decided("TiedBackwards")
+    (problem,) = caught.value.problems
+    assert "auto finds nothing that tp 2 can cut in pairs" in problem.what
+    assert WHOLE["TiedBackwards"] in problem.what
     assert problem.fix == "use those 2 ranks for dp_shard instead of tp"
 
 

@@ -114,7 +114,7 @@ def test_a_config_gives_what_the_data_flow_gives(case: str) -> None:
         (
             LLAMA | {"num_key_value_heads": 3, "num_attention_heads": 3, "vocab_size": 40,
                      "intermediate_size": 111},
-            "auto finds nothing that tp 2 can cut",
+            "auto finds nothing that tp 2 can cut in pairs",
         ),
     ],
 )  # fmt: skip

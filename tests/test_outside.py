@@ -186,3 +186,55 @@ def test_what_is_allowed_is_exact(pool, name, plan):
     what, apart = pool(2).run(train, name, plan)[0]
     assert what == ""
     assert apart <= 1e-6
+
+
+def slope(plan: dict[str, Any]) -> str:
+    """What a loop of one's own is told that differentiates the gradient of the input."""
+    torch.manual_seed(0)
+    x = batch()[0].requires_grad_()
+    model = meshplan.parallelize(Plain(), {"version": 1, **plan}, example_inputs=batch()[0])
+    torch.autograd.grad(model(x).sum(), x, retain_graph=True)  # A first derivative is right.
+    with pytest.raises(meshplan.ApplyError) as caught:
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return caught.value.problems[0].what
+
+
+@pytest.mark.parametrize("plan", [SHARD, {"mesh": {"tp": 2}, "tp_plan": "auto"}])
+def test_second_derivatives_are_refused_where_they_would_be_wrong(pool, plan):
+    for what in pool(2).run(slope, plan):
+        assert what.startswith("a gradient of the model's output is taken with create_graph=True")
+
+
+def test_a_forward_that_differentiates_is_refused_under_tp(pool):
+    for what, _ in pool(2).run(train, "Forces", {"mesh": {"tp": 2}, "rules": TP_RULES}):
+        assert what.startswith("the forward or the loss calls 'grad' itself")
+
+
+def returned() -> float:
+    """The second step of a model that returns a parameter."""
+    model = meshplan.parallelize(Scaled(), {"version": 1, **SHARD})
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = meshplan.local_batch(model, batch())
+    for _ in range(2):
+        loss = meshplan.train_step(model, sgd, x, y, lambda o, t: (o[0] * o[1] - t).square().mean())
+    return loss
+
+
+class Scaled(Plain):
+    """Returns its temperature, as CLIP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(x), self.scale
+
+
+def test_a_model_may_return_a_parameter(pool):
+    """A hook on what it returns would be one on the parameter, which is refused."""
+    losses = pool(2).run(returned)
+    assert losses[0] == losses[1]
+
+
+TP_RULES = [{"match": "layers.*.linear", "place": {"tp": "colwise_gather_output"}}]

@@ -290,3 +290,19 @@ def told(norm: nn.Module) -> str:
         warnings.simplefilter("always")
         meshplan.parallelize(model, {"version": 1, "strategy": "ddp"})
     return "".join(str(w.message) for w in caught)
+
+
+def sparse(strategy: str) -> str:
+    model = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True), nn.Linear(4, 2))
+    try:
+        meshplan.parallelize(model, {"version": 1, "strategy": strategy})
+    except meshplan.PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_sparse_gradients_are_refused_where_units_reduce_them(pool):
+    for text in pool(2).run(sparse, "full_shard"):
+        assert "'0' says sparse=True, and FSDP2 does not reduce sparse gradients" in text
+        assert "fix: say sparse=False, or use strategy: ddp" in text
+    assert pool(2).run(sparse, "ddp") == ["", ""]

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from meshplan import api
-from meshplan.cli import main
 from meshplan.planner.asking import question_of_file
 from meshplan.planner.costed import Costed
 from meshplan.planner.difference import _fields
@@ -44,13 +43,14 @@ def test_a_model_of_one_layer_is_planned(job: Any, more: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("more", [{}, EXPERTS])
-def test_what_nobody_can_recompute_is_named(job: Any, more: dict[str, Any], capsys: Any) -> None:
+def test_the_one_block_recomputes_where_the_plan_says_so(job: Any, more: dict[str, Any]) -> None:
     path = job(LLAMA | more | {"num_hidden_layers": 1}, activation_checkpointing="full")
-    assert main(["plan", "-f", str(path), "-q"]) == 1
-    out = " ".join(capsys.readouterr().out.split())
-    assert "has no repeated blocks, so nothing says what to recompute" in out
-    assert "without it something does activation_checkpointing: full" in out
-    assert "activation_checkpointing: full -> none" in out
+    chosen = search_plan(path).chosen
+    assert chosen is not None
+    recomputed = api.estimate_memory(path, overrides(chosen.stated)).worst
+    assert recomputed.band == chosen.memory.worst.band
+    kept = overrides(chosen.stated | {"activation_checkpointing": "none"})
+    assert api.estimate_memory(path, kept).worst.band[0] > recomputed.band[0]
 
 
 ONE: dict[str, Any] = {

@@ -71,3 +71,26 @@ def test_record_runs_for_real_what_reads_numbers() -> None:
 def test_record_tells_inputs_that_do_not_fit() -> None:
     with pytest.raises(ApplyError, match="cannot be recorded on the example inputs"):
         record(nn.Linear(4, 4), torch.ones(2, 3))
+
+
+class Picks(nn.Module):
+    """How many rows its layer gets depends on numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.out = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keep = x[:, 0] > 0
+        y = torch.zeros_like(x)
+        y[keep] = self.linear(x[keep])
+        return self.out(y)
+
+
+def test_record_leaves_open_the_sizes_that_depend_on_numbers() -> None:
+    """Without numbers, as the copy that a pipeline records with."""
+    flow = record(Picks().to("meta"), torch.ones(4, 3))
+    (picked,) = (dict(c.inputs)["0"] for c in flow.calls if c.module == "linear")
+    (output,) = (value for _, value in flow.outputs)
+    assert flow.values[picked].shape == (0, 3)
+    assert flow.values[output].shape == (4, 2)

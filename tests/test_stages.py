@@ -16,6 +16,7 @@ from meshplan.relay import Cut, unit_calls
 from meshplan.runtime.record import record
 from meshplan.runtime.trace import graph_of
 from tests import models
+from tests.bench import wild_cases
 from tests.test_pipeline import UNet
 
 
@@ -208,3 +209,18 @@ def test_balance_is_best_among_all_cuts():
     assert balance([1, 1, 1, 1], [True, False, True], 2) == [0, 1, 1, 1]
     assert balance([1, 1, 1, 1], [False, False, False], 2) is None
     assert balance([1, 2], [True], 3) is None
+
+
+def test_a_size_that_depends_on_numbers_crosses_no_cut():
+    """Each expert is given as many tokens as chose it, and stays with what adds them up."""
+    made = wild_cases.make("moe_dropless")
+    ids = made.inputs[: wild_cases.BATCH]
+    graph = graph_of(made.model, record(made.model, ids))
+    spec = load_spec({"version": 1, "mesh": {"pp": 2}})
+    stages = make_plan(spec, graph, world_size=2).assignment.stages
+    assert stages is not None
+    held = {place for name, place in stages.units if "moe.experts" in name or name == "moe"}
+    assert len(held) == 1
+    assert len({place for _, place in stages.units}) == 2
+    why = {bond.why for bond in Cut(graph.flow, unit_calls(graph.flow, ("", "moe"))).bonds()}
+    assert any("gives a tensor whose size depends on numbers" in text for text in why)

@@ -12,6 +12,7 @@ from meshplan.assign.batchnorm import assign_batchnorm
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.chunked_loss import assign_chunked_loss
 from meshplan.assign.context import assign_context
+from meshplan.assign.dtypes import FLOATS, stored_dtype
 from meshplan.assign.expert_parallel import ExpertParallel, assign_ep
 from meshplan.assign.loss import assign_loss
 from meshplan.assign.not_yet import not_yet
@@ -204,12 +205,16 @@ def _place(
     unit = units.by_fqn[units.of(tensor.fqn, graph)]
     cut = tp.cuts.get(tensor.fqn)
     used = ep.layouts.get(tensor.fqn, cut.layout if cut else whole)
+    is_float, dtype = tensor.dtype in FLOATS, stored_dtype(tensor, unit.precision)
     is_alone, dim, reason = _data_cut(spec, cascade, mesh, tensor, used, unit, units)
+    main = units.dtypes.get(unit.fqn, dtype)
+    if dtype != main and tensor.trainable and cascade.param(tensor, PLACE) is None:
+        # FSDP2 reduces the gradients of a unit as one tensor, so they must be of one dtype.
+        is_alone = is_alone or bool(mesh.present(GRADIENT_AXES))
+        dim, reason = None, Reason(f"{dtype} beside {main}, so it is reduced by itself")
     stored = used
     for axis in unit.shard_axes if dim is not None else ():
         stored = stored.cut(axis, dim or 0)
-    is_float = tensor.dtype in ("float32", "bfloat16", "float16", "float64")
-    dtype = (unit.precision.master or tensor.dtype) if is_float else tensor.dtype
     compute = (unit.precision.param or dtype) if is_float and not is_alone else dtype
     return Placed(
         info=tensor,

@@ -16,21 +16,29 @@ def assign_recompute(
 ) -> tuple[dict[str, Recompute], list[Problem]]:
     """The policy of every module that recomputes, by fqn.
 
-    A policy reaches the repeated blocks below where it is stated. Stated on a module inside a
-    block, or around no block at all, it is that module's own.
+    A policy reaches the repeated blocks below where it is stated; of a model without any, its
+    largest modules. Stated on a module inside a block, or around no block at all, it is that
+    module's own.
     """
     out: dict[str, Recompute] = {}
     problems: list[Problem] = []
     blocks = graph.blocks()
     stated_at = dict(cascade.modules_with(_FIELD))
     if spec.activation_checkpointing.mode != "none" and not blocks:
-        problems.append(
-            Problem(
-                f"{graph.name} has no repeated blocks, so nothing says what to recompute",
-                spec.origin(_FIELD),
-                "state it by a rule on the modules to recompute",
-            )
+        own = tuple(fqn for fqn, stated in stated_at.items() if stated.value.mode != "none")
+        blocks = tuple(
+            fqn
+            for fqn in largest_modules(graph)
+            if not any(is_inside(fqn, other) or is_inside(other, fqn) for other in own)
         )
+        if not blocks and not own:
+            problems.append(
+                Problem(
+                    f"{graph.name} has neither repeated blocks nor a module to recompute",
+                    spec.origin(_FIELD),
+                    "remove it, or move what is to be recomputed into a module of its own",
+                )
+            )
     for container in dict.fromkeys(b.rpartition(".")[0] for b in blocks):
         siblings = [b for b in blocks if b.rpartition(".")[0] == container]
         for number, fqn in enumerate(siblings):
@@ -70,3 +78,41 @@ def assign_recompute(
         out[fqn] = Recompute(stated.value, Reason(f"{_FIELD}: {stated.value.mode}", origin))
     by_origin = {problem.origin: problem for problem in reversed(problems)}
     return out, list(reversed(by_origin.values()))
+
+
+def largest_modules(graph: ModelGraph) -> tuple[str, ...]:
+    """The modules that a model without repeated blocks recomputes, in definition order.
+
+    They are the outermost ones that are called and hold between a twentieth and a half of the
+    parameters: recomputing one that holds more would keep nearly everything at once after all.
+    Single layers are among them only where there is nothing else, since recomputing them keeps
+    their inputs and so hardly less.
+    """
+    total = sum(t.numel for t in graph.parameters)
+    with_params = graph.with_params()
+    out: list[str] = []
+
+    def size(fqn: str) -> int:
+        return sum(t.numel for t in graph.inside(fqn) if not t.is_buffer)
+
+    def visit(fqn: str) -> None:
+        for child in graph.children(fqn):
+            if child.fqn not in with_params:
+                continue
+            # The only one of a list is a block, whatever it holds.
+            is_large = 2 * size(child.fqn) > total and graph.modules[fqn].has_forward
+            if not child.has_forward or (is_large and _is_divided(graph, child.fqn)):
+                visit(child.fqn)
+            elif 20 * size(child.fqn) >= total:
+                out.append(child.fqn)
+
+    visit("")
+    divided = tuple(fqn for fqn in out if _is_divided(graph, fqn))
+    return divided or tuple(out)
+
+
+def _is_divided(graph: ModelGraph, fqn: str) -> bool:
+    """Return whether a module is made of others that hold parameters and are called."""
+    with_params = graph.with_params()
+    inside = [m for f, m in graph.modules.items() if f != fqn and is_inside(f, fqn)]
+    return any(m.has_forward and m.fqn in with_params for m in inside)

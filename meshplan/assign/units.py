@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshplan.assign.cascade import Cascade, Stated
+from meshplan.assign.dtypes import UNIFIED, Dtypes, main_dtype
 from meshplan.assign.expert_parallel import ExpertParallel
 from meshplan.assign.offload import params_on_host
 from meshplan.assign.types import Placed, Reason, Unit
@@ -29,9 +30,13 @@ _STATED = (PLACE, _RESHARD, "precision", "offload.params", "offload.optimizer")
 
 @dataclass(slots=True)
 class Units:
-    """The units by fqn, inner ones first, and what went wrong on the way."""
+    """The units by fqn, inner ones first, and what went wrong on the way.
+
+    `dtypes` has the dtype of most elements of each unit at rest, for units of several dtypes.
+    """
 
     by_fqn: dict[str, Unit] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[Problem] = field(default_factory=list)
 
@@ -74,6 +79,11 @@ def assign_units(
     inner_first = sorted(out.by_fqn, key=lambda fqn: -_depth(graph, fqn))
     out.by_fqn = {fqn: out.by_fqn[fqn] for fqn in inner_first}
     _merge_tied(spec, graph, out)
+    if builder.dtypes.is_mixed:
+        owned: dict[str, list[TensorInfo]] = {}
+        for tensor in graph.parameters:
+            owned.setdefault(out.of(tensor.fqn, graph), []).append(tensor)
+        out.dtypes = {u: main_dtype(t, out.by_fqn[u].precision) for u, t in owned.items()}
     return out
 
 
@@ -92,6 +102,7 @@ class _Mode:
     precision: Precision
     reshard: bool | int | None
     on_host: bool = False
+    dtype: str = ""
 
     @property
     def holds_experts(self) -> bool:
@@ -112,6 +123,7 @@ class _Builder:
         self.spec, self.graph, self.cascade = spec, graph, cascade
         self.mesh, self.strategy, self.experts, self.out = mesh, strategy, experts, out
         self.as_stored: list[str] = []
+        self.dtypes = Dtypes(graph)
         self.blocks = set(graph.blocks())
         self.with_params = graph.with_params()
         self._modes: dict[tuple[int, ...], tuple[_Mode, Reason]] = {}
@@ -175,10 +187,15 @@ class _Builder:
         """What is stated for a module, and whether experts are in it, tell all."""
         holds_experts = self.experts.around(fqn) is not None
         stated = (id(self.cascade.inherited(fqn, field)) for field in _STATED)
-        computes_as_stored = self.graph.tracks_statistics(fqn)
-        key = (holds_experts, computes_as_stored, *stated)
+        computes_as_stored, dtype = self.graph.tracks_statistics(fqn), self.dtypes.other(fqn)
+        key = (holds_experts, computes_as_stored, hash(dtype), *stated)
         if key not in self._modes:
             mode, reason = self._find_mode(fqn, holds_experts)
+            # FSDP2 reduces the gradients of a unit as one tensor, and a model that says float64 or
+            # complex of a module means it, whatever the precision of the others is.
+            if dtype and not (mode.precision.master and dtype in UNIFIED):
+                reason = replace(reason, text=f"{reason.text}, {dtype} by itself")
+                mode = replace(mode, precision=Precision(), dtype=dtype)
             # Kernels of such norms take parameters and statistics in one dtype, and statistics in
             # half precision would stop moving. FSDP's first version left these modules out too.
             if computes_as_stored and mode.precision.is_mixed:

@@ -136,6 +136,8 @@ class Job:
             return _OF_MODULES
         if self._traced is not None and trial.offload != Offload():
             return _NOT_COMPOSED
+        if trial.activation_checkpointing.mode != "none" and not self._few.blocks():
+            return f"{self._few.name} has no repeated blocks, and others are not planned"
         if self._traced is not None and (why := self._traced.refuses(trial)):
             return why
         try:

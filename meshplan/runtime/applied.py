@@ -35,7 +35,7 @@ from meshplan.runtime.materialize import Values
 from meshplan.runtime.max_norm import share_looked_up_rows
 from meshplan.runtime.mesh import device
 from meshplan.runtime.offload import apply_host_activations
-from meshplan.runtime.outside import watch_first_forward
+from meshplan.runtime.outside import refuse_second_derivatives, watch_first_forward
 from meshplan.runtime.pipeline.apply import apply_pipeline
 from meshplan.runtime.pretend import is_pretending
 from meshplan.runtime.proof import prove_first_forward
@@ -104,6 +104,7 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -
     if plan.assignment.stages is None:
         wrapped = _wrap(model, plan, mesh, values)
         watch_first_forward(wrapped, plan)
+        refuse_second_derivatives(wrapped, plan)
     else:
         wrapped = apply_pipeline(model, plan, mesh, values, _wrap)
     needs_scale = plan.spec.precision.scales_loss

@@ -140,12 +140,18 @@ def _take_over(name: str, hooks: _Hooks) -> None:
     placed = hooks.plan.assignment.tensors[name]
     is_sharded = placed.unit is not None and hooks.plan.assignment.wrapper == "units"
     for param in hooks.params[name]:
-        found = param._backward_hooks or {}
+        # FSDP2 hooks what a unit returns, to gather in backward: that may be a parameter.
+        hooked = (param._backward_hooks or {}).items()
+        found = {key: hook for key, hook in hooked if not _is_of_fsdp(hook)}
         if is_sharded:
             hooks.by_name.setdefault(name, OrderedDict()).update(found)
             param._backward_hooks = None
         elif len(found) > hasattr(param, LAYS_GRADIENTS) and hooks.plan.num_parts > 1:
             raise ApplyError(_partial_problem(name))
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
 def _hooks_of(model: nn.Module) -> _Hooks:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
+from meshplan.runtime.nest import tensors_in
 
 _FACTS: Final = frozenset((
     "shape", "dtype", "device", "requires_grad", "requires_grad_", "ndim", "dim", "is_leaf",
@@ -38,6 +39,7 @@ class OutsideUse(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         super().__init__()
+        self.has_units = plan.assignment.wrapper == "units"
         # Gathered parameters are other objects, so these are met only where nothing gathers them.
         # Of a pipeline, a rank holds some.
         live = dict(model.named_parameters(remove_duplicate=False))
@@ -49,7 +51,7 @@ class OutsideUse(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DIFFERENTIATE:
+        if func in _DIFFERENTIATE and (self.has_units or kwargs.get("create_graph")):
             raise ApplyError(_problem_of_gradients(func.__name__))
         if _name(func) not in _FACTS:
             for value in (*args, *kwargs.values()):
@@ -83,10 +85,41 @@ def _problem(fqn: str, unit: str, operation: str) -> Problem:
 def _problem_of_gradients(operation: str) -> Problem:
     return Problem(
         f"the forward or the loss calls '{operation}' itself, but units free their parameters "
-        "after their forward and reduce gradients in every backward, so derivatives of "
-        "derivatives are lost",
-        fix="use strategy: ddp",
+        "after their forward and reduce gradients in every backward, and what ranks of tp send one "
+        "another has one derivative only: derivatives of derivatives are lost",
+        fix=_OTHER_STRATEGY,
     )
+
+
+def refuse_second_derivatives(model: nn.Module, plan: Plan) -> None:
+    """Raise where a loop of one's own differentiates with `create_graph`, in every step.
+
+    What ranks of tp send one another counts as constant in the gradient's own graph, so the
+    second derivative would be wrong without a word.
+    """
+    if plan.assignment.wrapper != "units" and plan.mesh.size("tp") == 1:
+        return
+
+    def look(gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise ApplyError(
+                Problem(
+                    "a gradient of the model's output is taken with create_graph=True, and its own "
+                    "derivative would be wrong or fail: units have freed their parameters by "
+                    "then, and what ranks of tp send one another has one derivative only",
+                    fix=_OTHER_STRATEGY,
+                )
+            )
+
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        for _, tensor in tensors_in(output):
+            if tensor.grad_fn is not None:  # A parameter that the model returns keeps its hooks.
+                tensor.register_hook(look)
+
+    model.register_forward_hook(watch)
+
+
+_OTHER_STRATEGY: Final = "use strategy: ddp, without tp"
 
 
 def _problem_of_others(fqn: str) -> Problem:
@@ -105,7 +138,8 @@ def guard_loss(model: nn.Module, plan: Plan) -> AbstractContextManager[object]:
 
 def watch_first_forward(model: nn.Module, plan: Plan) -> None:
     """Refuse the first forward that uses a parameter in parts, before anything is updated."""
-    if plan.assignment.wrapper != "units" or plan.spec.compile:
+    has_units = plan.assignment.wrapper == "units"
+    if not (has_units or plan.mesh.size("tp") > 1) or plan.spec.compile:
         return  # A mode that is active would be compiled into the blocks.
     watch = OutsideUse(model, plan)
     begun: list[bool] = []  # Hooks cannot be removed while they run.

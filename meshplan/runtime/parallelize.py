@@ -178,6 +178,13 @@ def _state_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     """What a live model brings along that wrapping would lose without a word."""
     by_storage: dict[int, str] = {}
     keeps_parameters = plan.assignment.wrapper == "ddp"
+    for fqn, module in model.named_modules():
+        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if is_sparse and module.weight.requires_grad and plan.assignment.wrapper == "units":
+            yield Problem(
+                f"'{fqn}' says sparse=True, and FSDP2 does not reduce sparse gradients",
+                fix="say sparse=False, or use strategy: ddp",
+            )
     for name, parameter in model.named_parameters():
         if isinstance(parameter.data, DTensor):
             yield Problem(

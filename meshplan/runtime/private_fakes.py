@@ -17,14 +17,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def fake_mode() -> AbstractContextManager[object]:
+def fake_mode(*, leaves_open: bool = False) -> AbstractContextManager[object]:
     """Tensors made inside have shapes and dtypes, but neither numbers nor memory.
 
     Private, yet what `torch.export` and `torch.compile` rest on; there is no public name.
+
+    Args:
+        leaves_open: Whether sizes that depend on numbers, as those of `nonzero`, are left open;
+            else an operator that gives such a size raises.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    shapes = ShapeEnv(allow_scalar_outputs=False) if leaves_open else None
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
 
 
 def fake_like(mode: Any, tensor: torch.Tensor) -> torch.Tensor:

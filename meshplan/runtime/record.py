@@ -7,6 +7,7 @@ torch's operator schemas. Refuses to know what the record is read for.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import weakref
@@ -47,7 +48,8 @@ def record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None = None) -
         ApplyError: The model cannot be copied, or its forward fails on these inputs.
 
     A model whose control flow reads numbers cannot run without them: it is run a second time as
-    a real copy, if it has numbers and is small.
+    a real copy, if it has numbers and is small. Else one some of whose shapes depend on numbers
+    is run a second time with those sizes left open, which are 0 in the record.
     """
     try:
         return _record(model, inputs, forms, is_fake=True)
@@ -55,7 +57,7 @@ def record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None = None) -
         raise
     except Exception as error:  # The user's forward may raise anything.
         if not _is_small_and_real(model):
-            raise ApplyError(_problem(model, error)) from error
+            return _record_open(model, inputs, forms, error)
     try:
         with torch.random.fork_rng(devices=[]):
             return _record(model, inputs, forms, is_fake=False)
@@ -63,6 +65,16 @@ def record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None = None) -
         raise
     except Exception as error:
         raise ApplyError(_problem(model, error)) from error
+
+
+def _record_open(
+    model: nn.Module, inputs: Any, forms: dict[int, Any] | None, error: Exception
+) -> Flow:
+    """One forward pass without numbers that leaves open the sizes that depend on them."""
+    if (untraceable(error) or ("", ""))[1] == "shape":
+        with contextlib.suppress(Exception):  # What went wrong at first is the better message.
+            return _record(model, inputs, forms, is_fake=True, leaves_open=True)
+    raise ApplyError(_problem(model, error)) from error
 
 
 def _problem(model: nn.Module, error: Exception) -> Problem:
@@ -87,15 +99,28 @@ def _is_small_and_real(model: nn.Module) -> bool:
     )
 
 
-def _record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None, *, is_fake: bool) -> Flow:
+def _record(
+    model: nn.Module,
+    inputs: Any,
+    forms: dict[int, Any] | None,
+    *,
+    is_fake: bool,
+    leaves_open: bool = False,
+) -> Flow:
+    mode = fake_mode(leaves_open=leaves_open) if is_fake else nullcontext()
     with nothing_left(model) as trace:
-        return _run_copy(model, inputs, forms, trace, is_fake=is_fake)
+        return _run_copy(model, inputs, forms, trace, mode, is_fake=is_fake)
 
 
 def _run_copy(
-    model: nn.Module, inputs: Any, forms: dict[int, Any] | None, trace: Trace, *, is_fake: bool
+    model: nn.Module,
+    inputs: Any,
+    forms: dict[int, Any] | None,
+    trace: Trace,
+    mode: AbstractContextManager[object],
+    *,
+    is_fake: bool,
 ) -> Flow:
-    mode: AbstractContextManager[object] = fake_mode() if is_fake else nullcontext()
     with torch.no_grad():
         twin, args, kwargs = twin_of(model, inputs, mode, is_fake=is_fake)
         recorder = Recorder(twin, trace)
@@ -305,7 +330,8 @@ class Recorder(TorchDispatchMode):
     def _new(self, tensor: torch.Tensor, origin: Any, name: str = "") -> int:
         value = Value(
             id=len(self._values),
-            shape=tuple(tensor.shape),
+            # A size that is left open says nothing.
+            shape=tuple(n if isinstance(n, int) else 0 for n in tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
             origin=origin,
             name=name,

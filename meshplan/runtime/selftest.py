@@ -161,7 +161,7 @@ def coarsest_dtype(plan: Plan) -> torch.dtype:
     floats = [
         dtype for dtype in (getattr(torch, word) for word in words) if dtype.is_floating_point
     ]
-    return max(floats, key=lambda dtype: torch.finfo(dtype).eps)
+    return max(floats, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 def _tolerance(plan: Plan) -> float:

@@ -64,6 +64,11 @@ class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _AnyAttribute(name, (nn.Module,), {})
 
 
+def stand_in_for_torchvision() -> None:
+    """Let packages be imported that want torchvision for their data loaders alone."""
+    sys.meta_path.append(_StandIn())
+
+
 def is_there() -> bool:
     """Whether timm is installed."""
     return importlib.util.find_spec("timm") is not None
@@ -102,7 +107,7 @@ def _create(name: str, more: dict[str, int], device: str) -> nn.Module:
 
 def _timm() -> Any:
     if "timm" not in sys.modules and importlib.util.find_spec("torchvision") is None:
-        sys.meta_path.append(_StandIn())
+        stand_in_for_torchvision()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import timm

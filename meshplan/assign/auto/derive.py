@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from meshplan.assign.auto.alone import projections
 from meshplan.assign.auto.choose import Choice, choose, pattern
 from meshplan.assign.auto.known import SUMMED, Known, known, listed
 from meshplan.assign.auto.known_stream import known_stream
@@ -95,7 +96,8 @@ def derive(
     choice = choose(places, size, may_cut, rehearsals)
     whole = _whole(places, choice, may_cut)
     if not choice.regions and not choice.gathered:
-        return Derived(problems=(_nothing(whole, size, origin),))
+        alone = [] if spec.sequence_parallel else projections(places, size, may_cut)
+        return _by_themselves(alone, whole, size, origin)
     preset = _preset(places, choice, size)
     reasons = {fqn: Preset("R", Reason(f"auto: whole, {why}")) for fqn, why in whole.items()}
     out = Derived(
@@ -189,10 +191,30 @@ def _nothing(whole: Mapping[str, str], size: int, origin: Origin) -> Problem:
     folded = _folded(whole)
     shown = "; ".join(f"{where} stays whole: {why}" for where, why in folded[:3])
     return Problem(
-        f"auto finds nothing that tp {size} can cut{': ' + shown if shown else ''}",
+        f"auto finds nothing that tp {size} can cut in pairs{': ' + shown if shown else ''}",
         origin,
         f"use those {size} ranks for dp_shard instead of tp",
     )
+
+
+def _by_themselves(
+    found: Sequence[str], whole: Mapping[str, str], size: int, origin: Origin
+) -> Derived:
+    """What is left where nothing pairs up: projections that gather their output."""
+    nothing = _nothing(whole, size, origin)
+    if not found:
+        return Derived(problems=(nothing,))
+    others = {fqn: why for fqn, why in whole.items() if fqn not in found}
+    reason = Reason("auto: it pairs with nothing, so its output is gathered")
+    preset = {fqn: Preset("R", Reason(f"auto: whole, {why}")) for fqn, why in others.items()}
+    preset |= {fqn: Preset("colwise_gather_output", reason, is_proved=True) for fqn in found}
+    names = listed(dict.fromkeys(map(pattern, found)))
+    note = Problem(
+        f"{nothing.what}; {names} are cut by themselves and gather their outputs",
+        origin,
+        nothing.fix,
+    )
+    return Derived(preset=MappingProxyType(preset), notes=(note,))
 
 
 def _pieces(places: Places, region: Region, fqn: str, size: int) -> tuple[Piece, ...]:

@@ -19,6 +19,7 @@ from meshplan.runtime.data import set_gradient_sync
 from meshplan.runtime.guard import guarded
 from meshplan.runtime.mesh import device, submesh
 from meshplan.runtime.nest import tensors_in
+from meshplan.runtime.pipeline.answer import as_inputs, told_to_all
 from meshplan.runtime.pipeline.program import make_program
 from meshplan.runtime.pipeline.run import Form, Part, Run, Told, end_split_backward
 from meshplan.runtime.pipeline.shared import SharedTensors
@@ -32,8 +33,8 @@ class PipelinedModule(nn.Module):
 
     Its parameters, buffers and state dict are those that the rank holds, under the model's own
     names. A tensor that two stages of this rank share is there twice: the second time as
-    "NAME@stage3", and not in the state dict. It trains by `meshplan.train_step` or `step`, and
-    answers by `eval_step`; a call of it raises.
+    "NAME@stage3", and not in the state dict. It trains by `meshplan.train_step` or `step`. Without
+    gradients a call of it answers on every rank, and `eval_step` on those of the last stage.
 
     Args:
         skeleton: The model without numbers, to record forwards with.
@@ -91,13 +92,31 @@ class PipelinedModule(nn.Module):
         """The modules of this rank's stages, each with the names of the whole model."""
         return [part.module for part in self._parts.values()]
 
+    @guarded()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise ApplyError(
-            Problem(
-                "a pipelined model has no forward of its own: this rank holds some stages only",
-                fix="call meshplan.train_step(model, ...) or model.step(inputs, targets, loss_fn) "
-                "to train, and model.eval_step(inputs) for the output",
+        """The output for a whole batch on every rank along pp, without gradients.
+
+        Raises:
+            ApplyError: Gradients are enabled: a step of a pipeline is forward and backward of
+                many microbatches in turn.
+        """
+        if torch.is_grad_enabled():
+            raise ApplyError(
+                Problem(
+                    "a pipelined model is called with gradients enabled, but its forward and "
+                    "backward run in turns, microbatch by microbatch",
+                    fix="call meshplan.train_step(model, ...) or model.step(inputs, targets, "
+                    "loss_fn) to train, and model(inputs) inside torch.no_grad() for the output",
+                )
             )
+        inputs = as_inputs(self._hidden[0], args, kwargs)
+        output = self.eval_step(inputs)
+        return told_to_all(
+            output,
+            self._form(inputs).program.answer,
+            self.group,
+            is_source=self.has_output,
+            source=dist.get_global_rank(self.group, self._stages.rank_of(self._stages.num - 1)),
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -182,9 +201,8 @@ class PipelinedModule(nn.Module):
         """The output for a whole batch, without gradients, in the mode that the model is in.
 
         Returns:
-            The model's output on the ranks of the last stage (`has_output`), None on others:
-            send it where it is wanted with `torch.distributed.broadcast` along
-            `model.meshplan.mesh["pp"]`.
+            The model's output on the ranks of the last stage (`has_output`), None on others. To
+            have it everywhere call the model itself.
         """
         outputs: list[Any] = []
 

@@ -43,6 +43,7 @@ def make_program(skeleton: nn.Module, stages: Stages, inputs: Any) -> Program:
         written=frozenset(cut.written),
         keeps_state=cut.keeps_state(),
         last=stages.num - 1,
+        answer=forms[flow.calls[0].id],
     )
 
 

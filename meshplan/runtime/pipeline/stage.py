@@ -48,6 +48,7 @@ class Program:
         written: Values that something writes over.
         keeps_state: What stands between units leaves something for the next forward.
         last: The last stage.
+        answer: The form of what the model returns.
     """
 
     flow: Flow
@@ -58,6 +59,7 @@ class Program:
     written: frozenset[int]
     keeps_state: bool
     last: int
+    answer: Any
 
     def sent(self, stage: int) -> tuple[int, ...]:
         """What a stage hands to the next."""

@@ -1,0 +1,34 @@
+"""Projections that are cut by themselves, where nothing pairs up: each gathers its output.
+
+What such a module takes and leaves is whole, so the rest of the forward is that of one process,
+whatever it does: shapes that depend on numbers, operations that nobody knows, squares in a
+residual stream. It costs an all-gather where a pair would cost an all-reduce for two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from meshplan.assign.auto.regions import Places
+
+_SHARE = 2
+"""One in this many trainable elements must lie in them, or tp is not worth its ranks."""
+
+
+def projections(places: Places, size: int, may_cut: Callable[[str], bool]) -> list[str]:
+    """The projections that can be cut by their output features; [] where they hold too little."""
+    graph = places.graph
+    found = [fqn for fqn in graph.modules if _can_be_cut(places, fqn, size) and may_cut(fqn)]
+    cut = sum(t.numel for fqn in found for t in graph.owned(fqn) if t.trainable)
+    total = sum(t.numel for t in graph.parameters if t.trainable)
+    return found if found and _SHARE * cut >= total else []
+
+
+def _can_be_cut(places: Places, fqn: str, size: int) -> bool:
+    info, tensors = places.graph.modules[fqn], places.graph.owned(fqn)
+    if info.kind not in ("linear", "conv1d") or fqn not in places.calls:
+        return False
+    weight = next((t for t in tensors if t.fqn == f"{fqn}.weight" and "out" in t.dims), None)
+    if weight is None or weight.shape[weight.dims.index("out")] % size or places.does_more(info):
+        return False
+    return not any(len(t.names) > 1 or places.used_outside(t, {fqn}) for t in tensors)

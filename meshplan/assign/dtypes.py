@@ -1,0 +1,68 @@
+"""Dtypes side by side in one model: which modules stand out, and which parameters of a unit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from meshplan.graph import ModelGraph, TensorInfo
+from meshplan.spec import Precision
+
+FLOATS: Final = frozenset(("float32", "bfloat16", "float16", "float64"))
+"""The dtypes that a precision of the plan replaces."""
+UNIFIED: Final = frozenset(("float32", "bfloat16", "float16"))
+"""Dtypes that a precision with a master makes one."""
+
+
+class Dtypes:
+    """The dtypes of a model's trainable parameters."""
+
+    def __init__(self, graph: ModelGraph) -> None:
+        self._graph = graph
+        self._inside: dict[str, Counter[str]] = {}
+        words = {tensor.dtype for tensor in _trainable(graph.parameters)}
+        self.is_mixed, self._is_complex = len(words) > 1, bool(words - FLOATS)
+        main = _most(self._of("")) if self.is_mixed else ""
+        self._main = main if main in FLOATS else ""
+
+    def other(self, fqn: str) -> str:
+        """Return the one dtype inside a module that no precision is about there, else "".
+
+        It is another one than the model's main one, or complex.
+        """
+        found = self._of(fqn) if self.is_mixed or self._is_complex else {}
+        return next(iter(found)) if len(found) == 1 and self._main not in found else ""
+
+    def _of(self, fqn: str) -> Counter[str]:
+        if fqn not in self._inside:
+            self._inside[fqn] = _count(_trainable(self._graph.inside(fqn)))
+        return self._inside[fqn]
+
+
+def stored_dtype(tensor: TensorInfo, precision: Precision) -> str:
+    """The dtype of a parameter at rest."""
+    return (precision.master if tensor.dtype in FLOATS else None) or tensor.dtype
+
+
+def main_dtype(tensors: Iterable[TensorInfo], precision: Precision) -> str:
+    """The dtype at rest of most elements among the trainable parameters of a unit."""
+    found: Counter[str] = Counter()
+    for tensor in _trainable(tensors):
+        found[stored_dtype(tensor, precision)] += tensor.numel
+    return _most(found)
+
+
+def _count(tensors: Iterable[TensorInfo]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for tensor in tensors:
+        found[tensor.dtype] += tensor.numel
+    return found
+
+
+def _most(found: Counter[str]) -> str:
+    return max(found, key=lambda dtype: found[dtype], default="")
+
+
+def _trainable(tensors: Iterable[TensorInfo]) -> Iterator[TensorInfo]:
+    return (t for t in tensors if t.trainable and not t.is_buffer and t.numel)
