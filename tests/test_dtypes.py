@@ -97,3 +97,11 @@ def test_modules_of_another_dtype_are_units_and_parameters_are_reduced_alone():
     assert computed["phase"] == "complex64"
     assert computed["lift.weight"] == "bfloat16"
     assert "float64 by itself" in str(found.tensors["head.weight"].data_reason)
+
+
+def test_half_precision_beside_float32_is_told_where_ranks_add_up():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).to(torch.bfloat16), nn.Linear(8, 8))
+    spec = load_spec({"version": 1, "strategy": "ddp"})
+    told = [w.what for w in make_plan(spec, graph_of(model), world_size=2).assignment.warnings]
+    assert [text[:40] for text in told] == ["1.weight and others are bfloat16 beside "]
+    assert make_plan(spec, graph_of(model), world_size=1).assignment.warnings == ()

@@ -303,6 +303,6 @@ def sparse(strategy: str) -> str:
 
 def test_sparse_gradients_are_refused_where_units_reduce_them(pool):
     for text in pool(2).run(sparse, "full_shard"):
-        assert "'0' says sparse=True, and FSDP2 does not reduce sparse gradients" in text
-        assert "fix: say sparse=False, or use strategy: ddp" in text
+        assert "gives sparse gradients, and a unit of sharding reduces dense ones" in text
+        assert "fix: build it with sparse=False, or use strategy: ddp" in text
     assert pool(2).run(sparse, "ddp") == ["", ""]

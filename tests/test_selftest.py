@@ -255,10 +255,6 @@ def with_alias() -> nn.Module:
     return model
 
 
-def with_sparse_gradients() -> nn.Module:
-    return nn.Sequential(nn.EmbeddingBag(8, 8, sparse=True), nn.Linear(8, 8))
-
-
 def refused(make: Any) -> str:
     try:
         meshplan.parallelize(make(), {"version": 1, "strategy": "full_shard"})
@@ -274,7 +270,6 @@ def refused(make: Any) -> str:
         (with_gradient, "a.weight has a gradient already"),
         (with_hook, "a.weight has a gradient hook, which would be lost"),
         (with_alias, "kept holds a.weight, which is cut and replaced"),
-        (with_sparse_gradients, "0 (EmbeddingBag) gives sparse gradients"),
     ],
 )
 def test_what_wrapping_would_lose_is_refused(pool, make, text):

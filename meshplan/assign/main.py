@@ -20,6 +20,7 @@ from meshplan.assign.offload import assign_host_activations, shared_on_host
 from meshplan.assign.pieces import pieces_cut_twice
 from meshplan.assign.presets import presets_of
 from meshplan.assign.recompute import assign_recompute
+from meshplan.assign.rounding import rounding_warnings
 from meshplan.assign.split import gathered_throughout, split_problems
 from meshplan.assign.stages import assign_stages, idle_warnings, order_warnings
 from meshplan.assign.tensor_cuts import TensorParallel
@@ -143,6 +144,7 @@ def assign(
             *units.notes,
             *_other_size(spec, world_size),
             *batchnorm.warnings,
+            *rounding_warnings(spec, graph, mesh),
             *order_warnings(spec, graph, stages),
             *idle_warnings(spec, graph, stages),
         ),

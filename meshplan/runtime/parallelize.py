@@ -178,13 +178,6 @@ def _state_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     """What a live model brings along that wrapping would lose without a word."""
     by_storage: dict[int, str] = {}
     keeps_parameters = plan.assignment.wrapper == "ddp"
-    for fqn, module in model.named_modules():
-        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        if is_sparse and module.weight.requires_grad and plan.assignment.wrapper == "units":
-            yield Problem(
-                f"'{fqn}' says sparse=True, and FSDP2 does not reduce sparse gradients",
-                fix="say sparse=False, or use strategy: ddp",
-            )
     for name, parameter in model.named_parameters():
         if isinstance(parameter.data, DTensor):
             yield Problem(
@@ -221,7 +214,8 @@ def _sparse_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     for fqn, module in model.named_modules():
         placed = plan.assignment.tensors.get(f"{fqn}.weight" if fqn else "weight")
         is_reduced = placed is not None and placed.unit in plan.assignment.units
-        if is_reduced and plan.assignment.wrapper == "units" and getattr(module, "sparse", False):
+        is_trained = placed is not None and placed.info.trainable and is_reduced
+        if is_trained and plan.assignment.wrapper == "units" and getattr(module, "sparse", False):
             yield Problem(
                 f"{fqn} ({type(module).__name__}) gives sparse gradients, and a unit of sharding "
                 "reduces dense ones",

@@ -1,0 +1,28 @@
+"""Rounding that a plan adds to what the model has: told where it shows beside one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshplan.errors import Problem
+from meshplan.graph import ModelGraph
+from meshplan.mesh import GRADIENT_AXES, Mesh
+from meshplan.spec import Spec
+
+
+def rounding_warnings(spec: Spec, graph: ModelGraph, mesh: Mesh) -> Iterator[Problem]:
+    """Say whose rounding it is where one part of a model is in half precision."""
+    half = {"bfloat16": "0.4%", "float16": "0.05%"}
+    trained = [t for t in graph.parameters if t.trainable]
+    found = next((t for t in trained if t.dtype in half), None)
+    is_mixture = any(t.dtype == "float32" for t in trained)
+    states = spec.precision.master or spec.precision.reduce
+    if found is None or not is_mixture or states or mesh.size(*GRADIENT_AXES, "pp", "tp") == 1:
+        return
+    yield Problem(
+        f"{found.fqn} and others are {found.dtype} beside float32 ones: sums over ranks and "
+        f"microbatches are rounded to {found.dtype}, so numbers differ from those of one process "
+        f"by up to {half[found.dtype]} of each gradient",
+        None,
+        "state precision: {master: fp32, reduce: fp32}, or ignore it",
+    )
