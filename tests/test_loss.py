@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -32,8 +33,10 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 def divided(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean of one who divides by hand: not a number where nothing is left, nor its gradient."""
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.sum() / (targets != IGNORED).sum()
+    is_kept = (targets != IGNORED).flatten()
+    classes = targets.flatten().clamp(min=0)
+    losses = F.cross_entropy(logits.flatten(0, 1), classes, reduction="none")
+    return (losses * is_kept).sum() / is_kept.sum()
 
 
 def sum_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -97,8 +100,10 @@ def train(plan: dict[str, Any], kind: str, clip: float | None = None) -> tuple[f
         sgd[1].zero_grad()
         mine = meshplan.local_batch(model, (tokens, targets))
         found = meshplan.train_step(model, sgd[0], *mine, loss_fn)
+        assert math.isfinite(found)
         apart = max(apart, abs(found - expected.item()))
     live, state = meshplan.full_state_dict(model), alone.state_dict()
+    assert all(tensor.isfinite().all() for tensor in live.values())
     return apart, max([0.0, *((live[n] - state[n]).abs().max().item() for n in live)])
 
 
