@@ -20,6 +20,7 @@ from torch import nn
 import meshplan
 from meshplan.runtime import guard
 from meshplan.runtime.mesh import local_of
+from meshplan.runtime.watch import job
 from tests import models, parity
 from tests.pool import PoolError
 
@@ -204,12 +205,11 @@ def test_the_end_of_a_process_is_told_to_all(pool, how, words):
 
 
 def watched() -> tuple[float, str]:
-    """What a thread that watches the store sees of a failure that no connection shows."""
+    """What a rank's watchdog hears of a failure that no connection shows."""
     guard.GRACE_S = 0.2
     with meshplan.guarded():
         dist.barrier()
-    guard.watch(guard._job)
-    guard.close_between_ranks = lambda tables, spared_port: 0
+    job.close_between_ranks = lambda tables, spared_port: 0
     began = time.monotonic()
     try:
         with meshplan.guarded():
@@ -222,7 +222,7 @@ def watched() -> tuple[float, str]:
     return 0.0, "nothing was raised"
 
 
-def test_a_watcher_finds_the_failure(pool):
+def test_a_watchdog_hears_of_the_failure(pool):
     results = pool(4).run(watched, timeout=SECONDS)
     pool(4).close()
     for rank, (seconds, text) in enumerate(results):

@@ -24,7 +24,7 @@ _SCALE_WINDOW: Final = 2000
 """Steps without overflow after which the fp16 loss scale doubles (torch.amp.GradScaler's)."""
 
 
-@guarded()
+@guarded("clip_grad_norm_")
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`.
 

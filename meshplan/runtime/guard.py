@@ -8,6 +8,7 @@ place, as in a mistake of the model's own code, nothing is ended and each raises
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -15,82 +16,72 @@ import re
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from types import TracebackType
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from meshplan.errors import ApplyError, MeshplanError, Problem
+from meshplan.mesh import DATA_AXES
+from meshplan.plan import Plan
 from meshplan.runtime.pretend import is_pretending
-from meshplan.runtime.private import (
-    abort_groups,
-    group_sequences,
-    group_store,
-    num_groups,
-    store_port,
+from meshplan.runtime.private import group_sequences, group_store
+from meshplan.runtime.watch.job import (
+    ALIVE,
+    DEAD,
+    RESTART,
+    Job,
+    bury,
+    claim,
+    publish_ends,
+    tables,
+    wait_for_readers,
 )
-from meshplan.runtime.sockets import close_between_ranks, own_ends, spell
+from meshplan.runtime.watch.meeting import enter_forward, meet, missed
+from meshplan.runtime.watch.watchdog import Watchdog
 
 GRACE_S: Final = 3.0
 """How long a rank that failed waits for the others to fail alike before it ends the group."""
 _POLL_S: Final = 0.02
-_WATCH_S: Final = 0.5
+LEAVE_S: Final = 0.7
+"""How long a rank that lost its connection to another waits to be told that it has left."""
 _LOST: Final = ("connection", "socket", "broken pipe", "timed out")
 """Words in the errors of gloo when another rank has gone."""
-_TEXT_LIMIT: Final = 2000
-_ALIVE, _DEAD = "alive", "dead"
 
 
-@dataclass(slots=True)
-class _Job:
-    """What this rank knows about the process group it is in.
-
-    Attributes:
-        world: The group; another one is another job.
-        epoch: How many times all ranks failed together, and went on.
-        cause: Why the group is dead; "" while it lives.
-        groups: How many groups there were when the connections were last published.
-        partings: By ranks, how often they were asked whether they fail together.
-        store: A connection to the store of the group.
-    """
-
-    world: object
-    store: dist.Store
-    epoch: int = 0
-    cause: str = ""
-    groups: int = -1
-    partings: Counter[str] = field(default_factory=Counter)
-
-    def key(self, name: str) -> str:
-        return f"meshplan/{self.epoch}/{name}"
-
-
-_job: _Job | None = None
+_job: Job | None = None
+_dog: Watchdog | None = None
 
 
 @contextlib.contextmanager
-def guarded() -> Iterator[None]:
+def guarded(verb: str = "") -> Iterator[None]:
     """A block that every rank runs, and in which no rank is left waiting for one that failed.
 
     `train_step` and the other verbs that talk to other ranks run inside one already. Around a
     whole loop it also covers what happens between the steps, such as reading data.
 
+    Args:
+        verb: The name under which other ranks are told of the block.
+
     Raises:
-        ApplyError: Another rank failed; the message names it and its cause. On the rank that
-            failed its own exception goes on as it is. Afterwards the process group cannot be
-            used any more, and every later guard says so.
+        ApplyError: Another rank failed, or the ranks wait for each other in vain; the message
+            names it and its cause. On the rank that failed its own exception goes on as it is.
+            Afterwards the process group cannot be used any more, and every later guard says so.
     """
     job = _current()
     if job is None:
         yield
         return
     if job.cause:
-        raise ApplyError(Problem(f"the process group is dead since {job.cause}", fix=_RESTART))
-    _publish(job)
+        what = f"the process group is dead since {job.cause}"
+        raise ApplyError(Problem(what, fix=job.fix or RESTART))
+    publish_ends(job, job.store)
     before = group_sequences()
+    is_outermost = bool(verb) and _enter(job, verb)
     try:
         yield
     except BaseException as error:
@@ -101,12 +92,32 @@ def guarded() -> Iterator[None]:
         if told is None:
             raise
         raise told from error
-    if job.cause:  # A watcher gave up a collective, which returned without a result.
-        raise ApplyError(_failed(job.cause))
-    _publish(job)
+    finally:
+        if is_outermost:
+            job.progress.last, job.progress.verb = job.progress.running, ""
+    if job.cause:  # A watchdog gave up a collective, which returned without a result.
+        raise ApplyError(job.failed())
+    publish_ends(job, job.store)
 
 
-_RESTART: Final = "start the job again"
+def come_together(name: str) -> None:
+    """Wait until every rank is here, where a rank that comes alone meets no other's collective."""
+    job = _current()
+    if job is not None:
+        meet(job, name, tuple(range(job.size)))
+
+
+def _enter(job: Job, verb: str) -> bool:
+    """Note that a verb begins; returns whether it is not part of another one."""
+    progress = job.progress
+    if progress.verb:
+        return False
+    progress.thread = threading.get_ident(), threading.get_native_id()
+    progress.counts[verb] += 1
+    progress.verb = verb
+    return True
+
+
 _SETTLED: Final = "_meshplan_settled"
 """Marks an exception that a guard has dealt with, so that those around it let it pass."""
 _ALONE: Final = "_meshplan_alone"
@@ -114,37 +125,62 @@ _ALONE: Final = "_meshplan_alone"
 
 
 def _failed(cause: str) -> Problem:
-    return Problem(cause, fix=f"see the log of that rank; then {_RESTART}")
+    return Problem(cause, fix=f"see the log of that rank; then {RESTART}")
 
 
-def _current() -> _Job | None:
+def _current() -> Job | None:
     """The job of the present process group; None where there is nobody else."""
-    global _job
+    global _job, _dog
     if is_pretending() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     world = dist.group.WORLD
     if _job is None or _job.world is not world:
-        _job = _Job(world, group_store())
+        _job = Job(world, group_store(), number=0 if _job is None else _job.number + 1)
         _report_uncaught()
-        if dist.get_backend() != "gloo":
-            watch(_job)
+        _dog = Watchdog(_job)
+        _dog.start()
     return _job
+
+
+def ranks_of_forward(plan: Plan) -> tuple[int, ...]:
+    """The ranks that a forward on this rank cannot do without."""
+    axes = [axis for axis in plan.mesh.names if axis not in DATA_AXES]
+    if plan.assignment.wrapper != "ddp":
+        axes += ["dp_shard"]
+    others = [axis for axis in plan.mesh.names if axis not in axes]
+    own = plan.mesh.index(dist.get_rank(), others)
+    return tuple(rank for rank, at in enumerate(plan.mesh.indices(others)) if at == own)
+
+
+def note_forward(ranks: tuple[int, ...], is_training: bool) -> None:
+    """Count a forward of a parallelized model, and let ranks evaluate together.
+
+    Where a forward needs other ranks, they begin an evaluation together, and go back to training
+    together: a rank that evaluates alone would meet the training of the others.
+    """
+    if torch.compiler.is_compiling():
+        return
+    job = _current()
+    if job is not None and not job.cause:
+        enter_forward(job, is_training, ranks)
+
+
+def note_forwards(model: nn.Module, plan: Plan) -> None:
+    """Note every forward of a parallelized model that begins."""
+    ranks = ranks_of_forward(plan)
+
+    def note(module: nn.Module, *unused: Any) -> None:
+        note_forward(ranks, module.training and torch.is_grad_enabled())
+
+    # Before the hooks of the wrappers, which gather.
+    model.register_forward_pre_hook(note, prepend=True)
 
 
 def publish() -> None:
     """Tell the others this rank's connections now, after groups were made."""
     job = _current()
     if job is not None:
-        _publish(job)
-
-
-def _publish(job: _Job) -> None:
-    """Tell the others this rank's connections, when there are new groups."""
-    count = num_groups()
-    if count != job.groups:
-        job.groups = count
-        ends = own_ends()
-        job.store.set(f"meshplan/ends/{dist.get_rank()}", spell(ends.values()))
+        publish_ends(job, job.store)
 
 
 def fails_together(error: Exception, ranks: Sequence[int]) -> bool:
@@ -174,7 +210,7 @@ _Sequences: TypeAlias = dict[str, int] | None
 """How many collectives each group has begun on this rank, by the names of the groups."""
 
 
-def _settle(job: _Job, error: BaseException, before: _Sequences) -> ApplyError | None:
+def _settle(job: Job, error: BaseException, before: _Sequences) -> ApplyError | None:
     """Agree with the others on what the failure of this rank means.
 
     Args:
@@ -186,44 +222,51 @@ def _settle(job: _Job, error: BaseException, before: _Sequences) -> ApplyError |
         What to raise instead; None where the error is this rank's own.
     """
     is_lost = is_lost_connection(error)
-    own = f"rank {dist.get_rank()} failed: {_spell(error)}"
+    while _dog is not None and _dog.is_store_silent() and not job.cause:
+        _dog.is_asked = True
+        time.sleep(_POLL_S)
+    if job.cause:  # Found out by the watchdog.
+        return ApplyError(job.failed()) if is_lost else None
+    own = _failed(f"rank {job.rank} failed: {_spell(error)}")
     if is_lost:
-        own = _lost("another rank")
+        own = _lost(job, "the process that serves the store (rank 0, where no launcher does)")
     try:
         if is_lost:
-            own = _lost(_peer(job, str(error)))
+            own = _why_lost(job, str(error))
         cause = _claim(job, own, before)
         is_alone = is_lost or not isinstance(error, Exception) or hasattr(error, _ALONE)
         if is_alone or not _all_failed_alike(job):
-            _bury(job, cause)
-            _wait_for_readers(job, num_gone=int(is_lost))
+            bury(job, job.store, cause)
+            wait_for_readers(job, GRACE_S, num_gone=int(is_lost))
         else:
             job.epoch += 1
     except (RuntimeError, OSError):  # The store has gone with the process that held it.
-        job.cause = job.cause or own
-    return ApplyError(_failed(job.cause)) if is_lost else None
+        if not job.cause:
+            job.cause, job.fix = own.what, own.fix or ""
+    return ApplyError(job.failed()) if is_lost else None
 
 
-def _lost(peer: str) -> str:
-    return f"rank {dist.get_rank()} lost its connection to {peer}, which died or was ended"
+def _lost(job: Job, peer: str) -> Problem:
+    at = f" (in {job.progress.running})" if job.progress.running else ""
+    return _failed(f"rank {job.rank} lost its connection to {peer}, which died or was ended{at}")
 
 
-def _wait_for_readers(job: _Job, num_gone: int = 0) -> None:
-    """Stay until the others have read the cause, if the store goes with this process.
-
-    Rank 0 holds it, unless torchrun does.
-
-    Args:
-        num_gone: How many others are known to read no more.
-    """
-    key = "meshplan/readers"
-    job.store.add(key, 1)
-    if dist.get_rank() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return
-    deadline = time.monotonic() + GRACE_S
-    wanted = dist.get_world_size() - num_gone
-    while job.store.add(key, 0) < wanted and time.monotonic() < deadline:
+def _why_lost(job: Job, text: str) -> Problem:
+    """What became of the rank at the other end of a connection, by an error of gloo."""
+    rank = _peer(job, text)
+    if rank is None:
+        return _lost(job, "another rank")
+    deadline = time.monotonic() + LEAVE_S
+    key = job.lasting(f"left/{rank}")
+    while not job.store.check([key]) and time.monotonic() < deadline:
+        if job.store.check([job.key("first")]) or (_dog is not None and _dog.has_died(rank)):
+            break  # Another rank knows already, or it can say no more.
         time.sleep(_POLL_S)
+    if job.store.check([key]):
+        return missed(
+            job, json.loads(job.store.get(key)), job.progress.running or job.progress.last
+        )
+    return _lost(job, f"rank {rank}")
 
 
 def _spell(error: BaseException) -> str:
@@ -240,28 +283,22 @@ def is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or ("gloo" in text and any(w in text for w in _LOST))
 
 
-def _peer(job: _Job, text: str) -> str:
+def _peer(job: Job, text: str) -> int | None:
     """The rank at the other end of the connection that an error of gloo names."""
     found = re.search(r"\]:(\d+)", text)
     port = int(found[1]) if found else 0
     # gloo prints the port as it lies in memory, with its two bytes swapped on most machines.
     ports = tuple(f":{number:04X}" for number in (port, port >> 8 | (port & 255) << 8))
-    tables = _tables(job)
-    mine = json.loads(tables.get(dist.get_rank(), "[]"))
+    published = tables(job, job.store)
+    mine = json.loads(published.get(job.rank, "[]"))
     remote = {end for _, end in mine if port and end.endswith(ports)}
-    for rank, table in tables.items():
+    for rank, table in published.items():
         if remote & {end for end, _ in json.loads(table)}:
-            return f"rank {rank}"
-    return "another rank"
+            return rank
+    return None
 
 
-def _tables(job: _Job) -> dict[int, str]:
-    """The connections that each rank has published."""
-    keys = {rank: f"meshplan/ends/{rank}" for rank in range(dist.get_world_size())}
-    return {r: job.store.get(key).decode() for r, key in keys.items() if job.store.check([key])}
-
-
-def _claim(job: _Job, own: str, before: _Sequences = None) -> str:
+def _claim(job: Job, own: Problem, before: _Sequences = None) -> Problem:
     """Write this rank's failure; returns that of the rank that was first.
 
     The collectives are counted from the guard's beginning: a pipeline leaves other totals on
@@ -271,29 +308,27 @@ def _claim(job: _Job, own: str, before: _Sequences = None) -> str:
     since = None
     if now is not None and before is not None:
         since = {name: number - before.get(name, 0) for name, number in now.items()}
-    job.store.set(job.key(f"failed/{dist.get_rank()}"), json.dumps(since))
+    job.store.set(job.key(f"failed/{job.rank}"), json.dumps(since))
     job.store.add(job.key("count"), 1)
-    # Only the first writer finds the key empty.
-    first = job.store.compare_set(job.key("first"), "", own[:_TEXT_LIMIT])
-    return str(first.decode())
+    return claim(job, job.store, own)
 
 
-def _all_failed_alike(job: _Job) -> bool:
+def _all_failed_alike(job: Job) -> bool:
     """Whether every rank failed, all after the same collectives, so that the group lives on.
 
     All ranks come to the same answer: the first to know it writes it down.
     """
     world = dist.get_world_size()
     deadline = time.monotonic() + GRACE_S
-    verdict = _DEAD
+    verdict = DEAD
     while time.monotonic() < deadline and not job.store.check([job.key("verdict")]):
         if job.store.add(job.key("count"), 0) == world:
             keys = [job.key(f"failed/{rank}") for rank in range(world)]
             if _same([json.loads(text) for text in job.store.multi_get(keys)]):
-                verdict = _ALIVE
+                verdict = ALIVE
             break
         time.sleep(_POLL_S)
-    return bool(job.store.compare_set(job.key("verdict"), "", verdict).decode() == _ALIVE)
+    return bool(job.store.compare_set(job.key("verdict"), "", verdict).decode() == ALIVE)
 
 
 def _same(sequences: list[_Sequences]) -> bool:
@@ -307,38 +342,6 @@ def _same(sequences: list[_Sequences]) -> bool:
     return True
 
 
-def _bury(job: _Job, cause: str) -> None:
-    """The group is dead: make the collectives of the others raise."""
-    job.cause = cause
-    job.store.compare_set(job.key("verdict"), "", _DEAD)
-    if dist.get_backend() != "gloo":
-        abort_groups()
-        return
-    others = {rank: table for rank, table in _tables(job).items() if rank != dist.get_rank()}
-    close_between_ranks(others.values(), store_port(job.store))
-
-
-def watch(job: _Job) -> threading.Thread:
-    """Give up this rank's collectives when another rank has failed.
-
-    For backends whose collectives do not notice that the other end has gone, such as NCCL.
-    """
-
-    def look() -> None:
-        while _job is job and not job.cause:
-            try:
-                told = job.store.check([job.key("verdict")])
-                if told and job.store.get(job.key("verdict")).decode() == _DEAD:
-                    _bury(job, job.store.get(job.key("first")).decode())
-            except (RuntimeError, OSError):
-                return  # The store has gone, and with it the job.
-            time.sleep(_WATCH_S)
-
-    thread = threading.Thread(target=look, name="meshplan-guard", daemon=True)
-    thread.start()
-    return thread
-
-
 def _report_uncaught() -> None:
     """Tell the others what ends this process, also when it happens outside of every guard."""
     before = sys.excepthook
@@ -348,13 +351,44 @@ def _report_uncaught() -> None:
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        before(kind, error, trace)
-        job = _job
-        if job is None or job.cause or hasattr(error, _SETTLED) or not dist.is_initialized():
-            return
-        with contextlib.suppress(RuntimeError, OSError):  # Where the store has gone already.
-            _bury(job, _claim(job, f"rank {dist.get_rank()} failed: {_spell(error)}"))
-            _wait_for_readers(job)
+        if is_lost_connection(error):  # Another rank's failure, which is found out first.
+            error = _report(error) or error
+            before(type(error), error, error.__traceback__)
+        else:
+            before(kind, error, trace)
+            _report(error)
 
     report._is_meshplan = True  # type: ignore[attr-defined]
     sys.excepthook = report
+    atexit.register(_end)
+    # A process that multiprocessing started goes by this way only.
+    Finalize(None, _end, exitpriority=100)
+
+
+def _report(error: BaseException) -> ApplyError | None:
+    """Tell the others of an exception that ends this process; returns what to show in its place."""
+    job = _job
+    if job is None or hasattr(error, _SETTLED) or not dist.is_initialized():
+        return None
+    setattr(error, _ALONE, True)
+    told = _settle(job, error, None)
+    setattr(error, _SETTLED, True)
+    if told is not None:
+        told.__cause__ = error
+    return told
+
+
+def _end() -> None:
+    """Tell the others that this process ends; what ends it, where that is an exception."""
+    global _dog
+    job, dog = _job, _dog
+    if job is None or dog is None or job.process != os.getpid():
+        return
+    _dog = None
+    error = sys.exc_info()[1]
+    if error is not None and not isinstance(error, SystemExit):
+        _report(error)
+    dog.end()
+    if job.cause:
+        with contextlib.suppress(RuntimeError, OSError):  # Where the store has gone already.
+            wait_for_readers(job, GRACE_S)

@@ -32,7 +32,7 @@ from meshplan.runtime.chunked import chunked_loss_problems
 from meshplan.runtime.example import find_example
 from meshplan.runtime.expert_protocol import expert_problems
 from meshplan.runtime.grad_hooks import watch_torch_hooks
-from meshplan.runtime.guard import guarded, publish
+from meshplan.runtime.guard import come_together, guarded, note_forwards, publish
 from meshplan.runtime.materialize import agree_on_values
 from meshplan.runtime.mesh import device_mesh, ensure_process_group, ranks_per_node
 from meshplan.runtime.nest import tensors_in
@@ -83,7 +83,8 @@ def parallelize(
     Whatever raises, the model is as it was before.
     """
     ensure_process_group()
-    with guarded():
+    with guarded("parallelize"):
+        come_together("parallelize")
         return _parallelize(model, plan, example_inputs, allow_code)
 
 
@@ -106,6 +107,7 @@ def _parallelize(
         watch_batches(wrapped, decided, mesh)
         watch_drift(wrapped)
         watch_optimizers()
+        note_forwards(wrapped, decided)
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:
                 warnings.warn(str(warning), stacklevel=3)

@@ -213,12 +213,28 @@ def group_sequences() -> dict[str, int] | None:
     Private, because torch means them for its own desynchronisation reports.
     """
     out = {}
-    for group in dist.distributed_c10d._world.pg_map:
+    for group in list(dist.distributed_c10d._world.pg_map):
         try:
             out[group.group_name] = group._get_sequence_number_for_group()
         except RuntimeError:  # This backend does not count.
             return None
     return out
+
+
+def group_facts() -> list[tuple[tuple[int, ...], int, str]]:
+    """(ranks, collectives begun, backend) of each process group of this rank.
+
+    Private for the reasons above.
+    """
+    counts = group_sequences() or {}
+    return [
+        (
+            tuple(dist.get_process_group_ranks(group)),
+            counts.get(group.group_name, 0),
+            dist.get_backend(group),
+        )
+        for group in list(dist.distributed_c10d._world.pg_map)
+    ]
 
 
 def abort_groups() -> None:

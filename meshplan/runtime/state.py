@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from meshplan.errors import ApplyError, Problem
 from meshplan.runtime.applied import applied
 from meshplan.runtime.checks.drift import check_drift
-from meshplan.runtime.guard import guarded
+from meshplan.runtime.guard import come_together, guarded
 from meshplan.runtime.mesh import full
 from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.pipeline.state import gather_stages
 
 
-@guarded()
+@guarded("full_state_dict")
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and persistent buffer, whole, under its plain name.
 
@@ -32,6 +32,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         every other rank. All ranks must call it: each tensor is gathered in turn.
     """
     state = applied(model)
+    come_together("full_state_dict")
     check_drift(model, state.plan, state.mesh)
     if isinstance(model, PipelinedModule):
         return gather_stages(model)

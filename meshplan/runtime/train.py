@@ -66,7 +66,7 @@ def local_batch(model: nn.Module, batch: Any) -> Any:
     return mapped(batch, part)
 
 
-@guarded()
+@guarded("train_step")
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -16,7 +16,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
 from meshplan.runtime.batch import as_arguments, chunked
 from meshplan.runtime.data import set_gradient_sync
-from meshplan.runtime.guard import guarded
+from meshplan.runtime.guard import guarded, note_forward, ranks_of_forward
 from meshplan.runtime.mesh import device, submesh
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.pipeline.answer import as_inputs, told_to_all
@@ -69,6 +69,7 @@ class PipelinedModule(nn.Module):
         orders = actions(self._schedule, ranks, virtual, stages.microbatches)
         self._train, self._released = orders[self._place], released(orders, self._place)
         self._eval = forward_only(self._schedule, ranks, virtual)[self._place]
+        self._mates = ranks_of_forward(plan)
         self._forms: dict[Any, Form] = {}
         self.shared = SharedTensors(plan, mesh, {s: p.module for s, p in parts.items()})
 
@@ -137,7 +138,7 @@ class PipelinedModule(nn.Module):
         """The model without numbers, that forwards are recorded with."""
         return self._hidden[0]
 
-    @guarded()
+    @guarded("step")
     def step(
         self,
         inputs: Any,
@@ -161,6 +162,7 @@ class PipelinedModule(nn.Module):
         Returns:
             The mean loss over this batch in float64, the same on every rank along pp.
         """
+        note_forward(self._mates, is_training=True)
         self.watch_batch(inputs, targets)  # In loops by hand, now and then.
         count = self._stages.microbatches
         cut = chunked(inputs, count)
@@ -196,7 +198,7 @@ class PipelinedModule(nn.Module):
         dist.all_reduce(total, group=self.group)
         return total / count
 
-    @guarded()
+    @guarded("eval_step")
     def eval_step(self, inputs: Any) -> Any:
         """The output for a whole batch, without gradients, in the mode that the model is in.
 
@@ -204,6 +206,7 @@ class PipelinedModule(nn.Module):
             The model's output on the ranks of the last stage (`has_output`), None on others. To
             have it everywhere call the model itself.
         """
+        note_forward(self._mates, is_training=False)
         outputs: list[Any] = []
 
         def finish(output: Any, m: int) -> None:

@@ -1,0 +1,101 @@
+"""The processes of the ranks of this machine, which the kernel tells of when they cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from typing import Final
+
+import torch.distributed as dist
+
+from meshplan.runtime.sockets import own_ends, spell
+from meshplan.runtime.watch.job import Job
+from meshplan.runtime.watch.stack import process_state
+
+_LOOKS: Final = 20
+"""Looks after which every rank of this machine has introduced itself."""
+
+
+class Beside:
+    """Processes by rank, as each has introduced itself.
+
+    Args:
+        job: The job of this rank.
+        store: A connection to the store of the group.
+    """
+
+    def __init__(self, job: Job, store: dist.Store) -> None:
+        self._job, self._store = job, store
+        self._key = job.lasting(f"machine/{_machine()}")
+        self._processes: dict[int, tuple[int, int]] = {}
+        """By rank, the number of its process and when that began."""
+        self._num_looks = 0
+        self._stopped_since: dict[int, float] = {}
+
+    def introduce(self) -> None:
+        """Tell the ranks of this machine the process of this one."""
+        number = self._store.add(self._key, 1)
+        began = process_state(self._job.process)[1]
+        told = [self._job.rank, self._job.process, began]
+        self._store.set(f"{self._key}/{number}", json.dumps(told))
+
+    def meet(self) -> None:
+        """Read who has introduced itself."""
+        if self._num_looks > _LOOKS:
+            return
+        self._num_looks += 1
+        number = self._store.add(self._key, 0)
+        while (known := len(self._processes)) < number:
+            key = f"{self._key}/{known + 1}"
+            if not self._store.check([key]):
+                return  # It is being written.
+            rank, process, began = json.loads(self._store.get(key))
+            self._processes[rank] = process, began
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._processes)
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._processes
+
+    def process(self, rank: int) -> int:
+        """The number of a rank's process."""
+        return self._processes[rank][0]
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether a rank's process is stopped; not by a debugger, which will let it go on."""
+        process, began = self._processes[rank]
+        return process_state(process) == ("T", began)
+
+    def stopped_since(self, rank: int, now: float) -> float | None:
+        """When a rank was first seen stopped that has been so ever since; None where it runs."""
+        if not self.is_stopped(rank):
+            self._stopped_since.pop(rank, None)
+            return None
+        return self._stopped_since.setdefault(rank, now)
+
+    def forget_stops(self) -> None:
+        """Begin anew to count how long others are stopped: this process did not run itself."""
+        self._stopped_since.clear()
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether a rank's process has ended."""
+        process, began = self._processes[rank]
+        state, begun = process_state(process)
+        return begun != began or state in "ZX"
+
+    def tables(self) -> list[str]:
+        """The connections of the other ranks of this machine, without asking the store."""
+        others = [rank for rank in self if rank != self._job.rank]
+        return [spell(own_ends(self.process(rank)).values()) for rank in others]
+
+
+def _machine() -> str:
+    """A name that only processes share which can see each other's numbers."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,124 @@
+"""Meetings: what ranks must begin together, and where one that comes alone is safe to wait.
+
+A rank that waits in a collective may meet another one's collective there, which gives wrong
+numbers or ends the process. So what a program does rarely, and may do on some ranks only by
+mistake, begins with a meeting in the store. A rank that has waited a while tells the others for
+what, and these know whether they will ever come.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Final
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.runtime.watch.job import NEEDS_ALL, RESTART, Job, Meeting, door
+from meshplan.runtime.watch.stack import user_line
+
+_LONG: Final = timedelta(days=30)
+"""The watchdog ends a wait that is in vain, so the store need not."""
+TRAINING: Final = "training"
+EVALUATION: Final = "evaluation"
+_KINDS: Final = (TRAINING, EVALUATION)
+_FEW: Final = 8
+"""Switches between training and evaluation that are all met for; then fewer and fewer are."""
+
+
+def meet(job: Job, name: str, ranks: tuple[int, ...]) -> None:
+    """Wait until all of `ranks` have come here, in the store and not in a collective.
+
+    Raises:
+        ApplyError: They will not come.
+    """
+    label = f"{name}/{','.join(map(str, ranks))}"
+    job.meetings[label] += 1
+    key = job.key(f"meeting/{label}/{job.meetings[label]}")
+    if job.store.add(key, 1) == len(ranks):
+        job.store.set(door(key), "")
+        return
+    job.progress.meeting = Meeting(key, name, ranks, user_line())
+    try:
+        if not job.cause:  # Else nobody opens any more.
+            job.store.wait([door(key)], _LONG)
+    finally:
+        job.progress.meeting = None
+    if job.cause:
+        raise ApplyError(job.failed())
+
+
+def enter_forward(job: Job, is_training: bool, ranks: tuple[int, ...]) -> None:
+    """Note that a forward begins; `ranks` are those that it cannot do without."""
+    progress = job.progress
+    progress.num_forwards += 1
+    if not progress.verb:
+        progress.thread = threading.get_ident(), threading.get_native_id()
+    if len(ranks) > 1:
+        forwards = progress.forwards[ranks]
+        forwards.num += 1
+        if is_training != forwards.is_training:
+            forwards.is_training = is_training
+            forwards.switches += 1
+            number = forwards.switches
+            # Every rank has the same switches, so all leave out the same ones.
+            if number <= _FEW or number & (number - 1) == 0:
+                meet(job, TRAINING if is_training else EVALUATION, ranks)
+    if not progress.verb:
+        progress.last = f"forward {progress.num_forwards}"
+
+
+def says_of_meeting(job: Job, at: Meeting) -> dict[str, Any]:
+    """What a rank tells the others that waits in a meeting."""
+    forwards = job.progress.forwards[at.ranks]
+    return {
+        **job.progress.facts(),
+        "name": at.name,
+        "meeting": at.key,
+        "ranks": at.ranks,
+        "where": at.where,
+        "forwards": [forwards.num, forwards.switches],
+    }
+
+
+def will_not_come(job: Job, told: Mapping[str, Any]) -> str:
+    """Where this rank is, when it can be told that it will not come to a meeting; else "".
+
+    Args:
+        told: What a rank said that waits there, or that has left the group.
+    """
+    own, at = job.progress, job.progress.meeting
+    if told["kind"] == "waits":
+        if job.rank not in told["ranks"] or (at is not None and at.key == told["meeting"]):
+            return ""
+        forwards = own.forwards[tuple(told["ranks"])]
+        num, switches = told["forwards"]
+        # This rank has begun the same forward, and not as the other kind.
+        if told["name"] in _KINDS and forwards.num >= num and forwards.switches < switches:
+            return own.running or own.last
+    if at is not None and told["rank"] in at.ranks:
+        return own.running or at.name
+    if own.verb == NEEDS_ALL and own.counts[NEEDS_ALL] > told["counts"].get(NEEDS_ALL, 0):
+        return own.running
+    return ""
+
+
+def missed(job: Job, told: Mapping[str, Any], own_where: str) -> Problem:
+    """What went wrong when this rank will not come to a meeting, or needs one that has left."""
+    rank = told["rank"]
+    here = f"rank {job.rank} is in {own_where}"
+    if told["kind"] == "left":
+        what = f"rank {rank} has ended{_after(told['last'])}, and {here}"
+        return Problem(what, fix=f"give every rank equally many batches; then {RESTART}")
+    name = told["name"]
+    at = f" ({told['where']})" if told["where"] else ""
+    where = f"with its forward in {name}" if name in _KINDS else f"in {name}"
+    what = f"rank {rank} waits {where}{at}{_after(told['last'])}, and {here}"
+    doing = "run evaluation" if name in _KINDS else f"call {name}"
+    return Problem(
+        what, fix=f"{doing} on every rank, and give every rank equally many batches; then {RESTART}"
+    )
+
+
+def _after(last: str) -> str:
+    return f" after {last}" if last else ""

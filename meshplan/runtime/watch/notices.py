@@ -1,0 +1,91 @@
+"""Warnings about a rank that is waited for and may be busy, with the line where it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from meshplan.runtime.watch.job import Job, post
+from meshplan.runtime.watch.verdict import notice
+
+_logger = logging.getLogger("meshplan")
+
+
+class Notices:
+    """This rank's part in the warnings of all.
+
+    One of the ranks that wait asks, all say where they are, and those that wait log the same.
+
+    Args:
+        job: The job of this rank.
+        store: A connection to the store of the group.
+        says: Tells where this rank is.
+    """
+
+    def __init__(self, job: Job, store: dist.Store, says: Callable[[], dict[str, Any]]) -> None:
+        self._job, self._store, self._says = job, store, says
+        self._asked, self._asked_at = -1, 0.0
+        self._is_warned = False
+        self._reported: set[str] = set()
+
+    def begin_anew(self) -> None:
+        """Note that this rank has gone on."""
+        self._is_warned = False
+        if self._asked >= 0:  # Nobody needs an answer any more.
+            self._asked = -1
+            self._store.add(self._job.lasting("notices"), 1)
+
+    def ask(self, waited_s: float, patience_s: float) -> None:
+        """Find out which ranks are missing, once; called again and again while this rank waits.
+
+        Args:
+            waited_s: How long it has waited.
+            patience_s: How long to wait for the answers.
+        """
+        if self._is_warned:
+            return
+        if self._asked < 0:
+            self._begin()
+        elif time.monotonic() - self._asked_at >= patience_s:
+            self._end(waited_s)
+
+    def _begin(self) -> None:
+        number = self._store.add(self._job.lasting("notices"), 0)
+        own = str(self._job.rank)
+        won = self._store.compare_set(self._job.lasting(f"asker/{number}"), "", own).decode()
+        if won == own:  # Else the notice of another rank comes soon.
+            self._asked, self._asked_at = number, time.monotonic()
+            post(self._job, self._store, "ask", {"number": number})
+
+    def _end(self, waited_s: float) -> None:
+        told = {}
+        for rank in range(self._job.size):
+            key = self._job.lasting(f"state/{self._asked}/{rank}")
+            if self._store.check([key]):
+                told[rank] = json.loads(self._store.get(key))
+        missing = [[rank, *e["lines"][:1]] for rank, e in told.items() if not e["waits"]]
+        site = json.dumps(missing)
+        self._asked = -1
+        self._store.add(self._job.lasting("notices"), 1)
+        if site in self._reported:
+            self._is_warned = True
+            return
+        text = notice(told, self._job.size, waited_s)
+        post(self._job, self._store, "notice", {"site": site, "text": text})
+
+    def answer(self, number: int) -> None:
+        """Say where this rank is."""
+        key = self._job.lasting(f"state/{number}/{self._job.rank}")
+        self._store.set(key, json.dumps(self._says()))
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Log what was found out, if this rank waits as well."""
+        self._reported.add(event["site"])
+        if self._says()["waits"]:
+            self._is_warned = True
+            _logger.warning("%s", event["text"])

@@ -1,0 +1,157 @@
+"""Where a thread of this process stands, and whether that can only be a collective.
+
+A rank that computes, reads data or saves must never be taken for one that waits. So only places
+are known here in which torch does nothing but wait once the thread is off the processor.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+from dataclasses import dataclass
+from itertools import takewhile
+from types import FrameType
+from typing import Final, TypeAlias
+
+import torch
+
+Line: TypeAlias = tuple[str, int, str]
+"""File, line number, function."""
+
+_DEPTH: Final = 200
+_SHOWN: Final = 3
+_TORCH: Final = os.path.dirname(torch.__file__) + os.sep
+_OWN: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_STDLIB: Final = sysconfig.get_paths()["stdlib"] + os.sep
+_PACKAGES: Final = sysconfig.get_paths()["purelib"] + os.sep
+
+_PASSED: Final = tuple(_TORCH + n for n in ("_ops.py", "_library/", "autograd/function.py"))
+"""Files whose frames say only that an operator runs."""
+
+_COLLECTIVES: Final = _TORCH + "distributed/distributed_c10d.py"
+_WAITING: Final = tuple(
+    _TORCH + name
+    for name in (
+        "distributed/distributed_c10d.py",
+        "distributed/_functional_collectives.py",
+        "distributed/fsdp/",
+        "distributed/tensor/",
+        "distributed/_composable/",
+        "nn/parallel/distributed.py",
+    )
+) + (_OWN + "runtime/pipeline/", _OWN + "runtime/watch/meeting.py")
+"""Files in which a thread that does not run waits for other ranks."""
+
+_BACKWARD: Final = (_TORCH + "autograd/graph.py", "_engine_run_backward")
+"""A backward on the CPU that does not run waits for collectives that hooks in C++ began."""
+
+_SETUP: Final = frozenset(
+    {
+        "init_process_group", "new_group", "_new_group_with_tag", "_new_process_group_helper",
+        "split_group", "new_subgroups", "destroy_process_group", "_store_based_barrier",
+        "init_device_mesh", "monitored_barrier",
+    }
+)  # fmt: skip
+"""Functions that also look up hosts and open connections, as long as that takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look at the thread that runs the verbs.
+
+    Attributes:
+        lines: Its stack, innermost first.
+        state: The letter of the kernel for what it does, "" where there is no /proc.
+        ticks: The processor time that it has used, in the kernel's ticks.
+        wait: The function in which it can only be waiting for other ranks; "" where it may be
+            doing something.
+        is_shared: Whether another thread of this process is in a collective as well.
+    """
+
+    lines: tuple[Line, ...]
+    state: str
+    ticks: int
+    wait: str
+    is_shared: bool = False
+
+    @property
+    def user_lines(self) -> list[str]:
+        """The innermost lines of the user's own code."""
+        own = [line for line in self.lines if is_of_user(line[0])]
+        return [f"{os.path.basename(f)}:{n} in {name}" for f, n, name in own[:_SHOWN]]
+
+    @property
+    def where(self) -> str:
+        """The line of the user's code."""
+        return next(iter(self.user_lines), "")
+
+
+def look_at(ident: int, native: int) -> Look:
+    """Where a thread is now."""
+    frames = sys._current_frames()
+    lines = lines_of(frames.pop(ident, None))
+    frames.pop(threading.get_ident(), None)
+    state, ticks = _kernel_says(native)
+    in_others = any(
+        file.startswith(_COLLECTIVES) for frame in frames.values() for file, _, _ in lines_of(frame)
+    )
+    return Look(lines, state, ticks, wait_in(lines), in_others)
+
+
+def lines_of(frame: FrameType | None) -> tuple[Line, ...]:
+    """The stack of a frame, innermost first."""
+    out: list[Line] = []
+    while frame is not None and len(out) < _DEPTH:
+        out.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return tuple(out)
+
+
+def user_line() -> str:
+    """The line of the user's code that the caller was called from."""
+    return Look(lines_of(sys._getframe(1)), "", 0, "").where
+
+
+def wait_in(lines: tuple[Line, ...]) -> str:
+    """The function in which a thread that does not run can only wait for other ranks."""
+    inner = next((line for line in lines if not line[0].startswith(_PASSED)), None)
+    if inner is None or any(name in _SETUP for _, _, name in lines[:12]):
+        return ""
+    file = inner[0]
+    if (file, inner[2]) == _BACKWARD:
+        return "backward"
+    if not file.startswith(_WAITING):
+        return ""
+    inside = takewhile(lambda line: not is_of_user(line[0]), lines)
+    called = [line[2] for line in inside if line[0].startswith(_COLLECTIVES)]
+    # The outermost function of torch.distributed is the one that the user knows.
+    return called[-1] if called else "a collective"
+
+
+def is_of_user(file: str) -> bool:
+    """Whether a file is neither torch's, Python's nor meshplan's."""
+    if file.startswith((_TORCH, _OWN, "<")):
+        return False
+    return file.startswith(_PACKAGES) or not file.startswith(_STDLIB)
+
+
+def _kernel_says(native: int) -> tuple[str, int]:
+    return _stat(f"/proc/self/task/{native}/stat")[:2]
+
+
+def process_state(pid: int) -> tuple[str, int]:
+    """The kernel's letter for a process of this machine, and when it began; "" once it is gone."""
+    state, _, began = _stat(f"/proc/{pid}/stat")
+    return state, began
+
+
+def _stat(path: str) -> tuple[str, int, int]:
+    """(state, ticks used, tick of the beginning) by the kernel, ("", 0, 0) where it is silent."""
+    try:
+        with open(path) as file:
+            words = file.read().rpartition(")")[2].split()
+    except OSError:
+        return "", 0, 0
+    return words[0], int(words[11]) + int(words[12]), int(words[19])

@@ -1,0 +1,117 @@
+"""What is said of ranks that stand still, from what each of them has told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from meshplan.errors import Problem
+from meshplan.runtime.watch.job import NEEDS_ALL, RESTART
+
+_NAMED: Final = 8
+"""Ranks that are named one by one."""
+_BATCHES: Final = "give every rank equally many batches"
+
+
+def verdict(told: Mapping[int, Mapping[str, Any]]) -> Problem | None:
+    """Why ranks that all wait for one another wait in vain; None where nothing differs.
+
+    Args:
+        told: By rank, what each said of itself that has not left.
+    """
+    if _has_foreign_group(told):
+        return None
+    places = _by_place([_place(each) for each in told.values()], told)
+    if len(places) == 1:
+        words = [f"{_place(each)} with {_collectives(each)}" for each in told.values()]
+        places = _by_place(words, told)
+    if len(places) == 1:
+        return None
+    verbs = {str(each["running"]).partition(" ")[0] for each in told.values()}
+    rare = sorted(verbs - {"", NEEDS_ALL, "step", "eval_step"})
+    if len(verbs) > 1 and rare:
+        fix = f"call {rare[0]} on every rank, and {_BATCHES}"
+    else:
+        fix = f"{_BATCHES}, and let every rank call the same in the same order"
+    return Problem(
+        f"the ranks wait for each other in vain: {_tell(places)}", fix=f"{fix}; then {RESTART}"
+    )
+
+
+def notice(told: Mapping[int, Mapping[str, Any]], size: int, waited_s: float) -> str:
+    """Who is waited for, when it is not certain that it will never come.
+
+    Args:
+        told: By rank, what each rank said that answered.
+        size: How many ranks there are.
+        waited_s: How long the rank has waited that asked.
+    """
+    waiting = {rank: each for rank, each in told.items() if each["waits"]}
+    lines = [f"{len(waiting)} of {size} ranks have waited for {waited_s:.0f} s"]
+    lines.append("  they wait: " + _tell(_by_place([_place(e) for e in waiting.values()], waiting)))
+    missing = [rank for rank, each in told.items() if not each["waits"]]
+    lines += [f"  rank {rank} has not come: {_busy(told[rank])}" for rank in missing[:_NAMED]]
+    silent = [rank for rank in range(size) if rank not in told]
+    if silent:
+        what = "does not answer: it has ended, its process is stopped, or its interpreter is held"
+        lines.append(f"  {name_ranks(silent)} {what}")
+    return "\n".join(lines)
+
+
+def _busy(each: Mapping[str, Any]) -> str:
+    running = f"it is in {each['running']}" if each["running"] else "it is outside of every verb"
+    at = ", called from ".join(each["lines"]) or "code that has no Python lines"
+    return f"{running}{_after(each)}, at {at}"
+
+
+def _place(each: Mapping[str, Any]) -> str:
+    """Where a rank waits, in words that are the same for ranks that wait for the same."""
+    where = [each["where"]] if each["where"] else []
+    if each["running"]:
+        return each["running"] + (f" ({where[0]})" if where else "")
+    where += [each["last"]] if each["last"] else []
+    return each["waits"] + (f" ({', '.join(where)})" if where else "")
+
+
+def _after(each: Mapping[str, Any]) -> str:
+    return f" after {each['last']}" if each["last"] else ""
+
+
+def _collectives(each: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{count} collectives of {name_ranks(ranks)}" for ranks, count in each["groups"]
+    )
+
+
+def _has_foreign_group(told: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Whether a rank is in a group that others of its members do not know.
+
+    Processes outside of the job may be in it, such as servers that are sent new weights.
+    """
+    known = {rank: {tuple(r) for r, _ in each["groups"]} for rank, each in told.items()}
+    return any(
+        member >= told[rank]["size"] or (member in known and ranks not in known[member])
+        for rank, groups in known.items()
+        for ranks in groups
+        for member in ranks
+    )
+
+
+def _by_place(places: Sequence[str], ranks: Iterable[int]) -> dict[str, list[int]]:
+    out: dict[str, list[int]] = {}
+    for rank, place in zip(ranks, places, strict=True):
+        out.setdefault(place, []).append(rank)
+    return out
+
+
+def _tell(places: Mapping[str, list[int]]) -> str:
+    return ", ".join(f"{name_ranks(ranks)} in {place}" for place, ranks in places.items())
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks in a sentence: rank 1; ranks 0, 1 and 3; of many their number."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > _NAMED:
+        return f"{len(ranks)} ranks from {min(ranks)} to {max(ranks)}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
