@@ -341,13 +341,6 @@ def unet() -> Wild:
 
 
 @package("segmentation_models_pytorch")
-def fpn() -> Wild:
-    return segmented(
-        "FPN", decoder_pyramid_channels=16, decoder_segmentation_channels=32, decoder_dropout=0.0
-    )
-
-
-@package("segmentation_models_pytorch")
 def manet() -> Wild:
     return segmented("MAnet", decoder_channels=(16, 8, 8, 8, 8))
 
