@@ -19,7 +19,9 @@ from meshplan.runtime.trace import graph_of
 from tests.exact import least_of
 
 WIDTH, LENGTH = 24, 16
-PLAN: dict[str, Any] = {"version": 1, "strategy": "full_shard", "mesh": {"dp_shard": 2}}
+PLAN: dict[str, Any] = {
+    "version": 1, "strategy": "full_shard", "mesh": {"dp_shard": 2}, "batch": {"per_rank": True},
+}  # fmt: skip
 Phases = dict[str, tuple[int, int]]
 
 

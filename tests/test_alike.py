@@ -75,6 +75,7 @@ def test_other_samples_in_a_replica_are_refused_in_that_step(pool, plan, step, w
             name = "the batch given to local_batch" if plan == "cp" else what
             assert f"{name} of rank 0 and rank 1 hold other numbers" in words
             assert "num_replicas=plan.num_data_ranks" in words
+    pool(PLANS[plan][0]).close()  # Ranks of another replica went on: the group is dead.
 
 
 def by_hand(plan: str) -> str:

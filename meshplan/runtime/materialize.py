@@ -20,8 +20,8 @@ from meshplan.runtime.data import params_on_host
 from meshplan.runtime.initialise import initialise
 from meshplan.runtime.mesh import device, local_of
 
-_PIECE = 1 << 22
-"""Elements that a checksum looks at together: 32 MiB of int64."""
+_PIECE = 1 << 18
+"""Elements that a checksum looks at together: 2 MiB of int64, beside whatever a forward holds."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """Embeddings with `max_norm`, which scale the rows that they look up, on ranks that look up others.
 
 One process scales the rows of the whole batch. Here each rank scales the rows that any data rank
-looks up, so that all hold the same table afterwards.
+looks up, so that all hold the same table afterwards, to the last bit: the module itself scales
+none, or it would round the rows of its own rank once more.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ def share_looked_up_rows(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None
     if plan.mesh.size(*GRADIENT_AXES) == 1:
         return
     group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
+    limits: dict[nn.Module, float] = {}
 
     def scale(
         module: nn.Embedding | nn.EmbeddingBag, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        # A forward that runs again in backward finds its rows scaled.
-        if running_node() is not None or module.max_norm is None:
+        limit = limits[module]
+        module.max_norm = None
+        if running_node() is not None:  # A forward that runs again finds its rows scaled.
             return
         index = args[0] if args else kwargs["input"]
         is_used = torch.zeros(module.num_embeddings, dtype=torch.uint8, device=index.device)
@@ -42,10 +45,15 @@ def share_looked_up_rows(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None
         dist.all_reduce(is_used, op=dist.ReduceOp.MAX, group=group)
         rows = is_used.nonzero().flatten()
         with torch.no_grad():
-            torch.embedding_renorm_(module.weight, rows, module.max_norm, module.norm_type)
+            torch.embedding_renorm_(module.weight, rows, limit, module.norm_type)
+
+    def restore(module: nn.Embedding | nn.EmbeddingBag, *_: Any) -> None:
+        module.max_norm = limits[module]
 
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             weight = module._parameters.get("weight")
             if weight is not None and not isinstance(weight, DTensor):
+                limits[module] = module.max_norm
                 module.register_forward_pre_hook(scale, with_kwargs=True)
+                module.register_forward_hook(restore, always_call=True)

@@ -59,21 +59,23 @@ def check_peers(batch: Any, plan: Plan, mesh: DeviceMesh, step: int = 1) -> None
         both = torch.tensor([number, -number], device=device())
         reduce_along(both, mesh, axes, dist.ReduceOp.MAX)
         return
-    both = torch.zeros(2, dtype=torch.int64, device=device())
     alike = tuple(axis for axis in axes if axis != "cp")
+    high, low = number, -number
     if alike:
         here, there = digest(batch, is_whole=is_due(step))
-        own = torch.tensor([number + here], device=device())
-        own = own if there is None else own + there
-        both = torch.cat((own, -own))
+        both = torch.tensor([number + here, -number - here], device=device())
+        if there is not None:
+            both += torch.cat((there, -there))
         reduce_along(both, mesh, alike, dist.ReduceOp.MAX)
+        high, low = both.tolist()
+        del both
     if len(alike) < len(axes):
-        # What differed before is told along cp too, by a number that no other rank has.
+        # What differed before is told along cp too, by numbers that are not each other's negative.
         common = number + marks(batch) + 2
-        pair = torch.tensor([common, -common], device=device())
-        both = torch.where(both[0] == -both[1], pair, torch.ones_like(pair))
+        told = [common, -common] if high == -low else [1, 1]
+        both = torch.tensor(told, device=device())
         reduce_along(both, mesh, ("cp",), dist.ReduceOp.MAX)
-    high, low = both.tolist()
+        high, low = both.tolist()
     if high != -low:
         _explain(batch, words, axes, mesh)
 

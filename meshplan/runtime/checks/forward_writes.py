@@ -6,19 +6,17 @@ go wrong, and each has its cure here:
 
 - A unit of sharding computes on a gathered copy of its parameters and frees it after the forward.
   What was written is copied back into the shard before that.
-- Ranks see other samples. A parameter written from samples would part ways, so the ranks compare
-  what they wrote before the optimizer steps, and refuse by name what differs: a parameter, or a
-  buffer or attribute that the output was computed from, such as a codebook or a queue. Another
-  buffer that differs is a statistic for later: each forward starts from the first rank's, as in
-  DistributedDataParallel, and the user is told once.
-- A forward runs once for each microbatch, where one process runs it once a step. Every microbatch
-  finds what the first one found, and the step keeps what one forward leaves. Running statistics of
-  norms, and what differs between microbatches, go on from one to the next.
+- Ranks see other samples. They compare what they wrote before the optimizer steps, and refuse by
+  name a parameter that differs, or a buffer or attribute that the output was computed from, such as
+  a codebook. Another buffer that differs is a statistic: each forward starts from the first rank's,
+  as in DistributedDataParallel, and the user is told once.
+- A forward runs once for each microbatch, and in one process once a step. Every microbatch finds
+  what the first one found, but for statistics, which go on from one to the next.
 - A recomputed forward writes again: `runtime.recompute` puts buffers back, and parameters must be
   left as they are by a second run.
 
-Writes are found by version counters in every forward, and by contents in forwards of steps 1, 2,
-4, 8, ..., since a write through `.data` leaves no version behind.
+Version counters tell of writes in every forward; contents are compared in steps 1, 2, 4, 8, ...,
+since a write through `.data` leaves no version behind.
 """
 
 from __future__ import annotations
@@ -35,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from meshplan.errors import ApplyError
 from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
+from meshplan.runtime.checks import write_problems
 from meshplan.runtime.checks.originals import Originals
 from meshplan.runtime.checks.places import (
     Left,
@@ -49,14 +48,6 @@ from meshplan.runtime.checks.places import (
     sample_of,
 )  # fmt: skip
 from meshplan.runtime.checks.reach import Reach
-from meshplan.runtime.checks.write_problems import (
-    again_problem,
-    cast_problem,
-    microbatch_problem,
-    rank_problem,
-    statistic_problem,
-    warn,
-)  # fmt: skip
 from meshplan.runtime.materialize import checksum
 from meshplan.runtime.mesh import local_of, submesh
 from meshplan.runtime.private import running_node, set_version, store_gathered
@@ -72,9 +63,8 @@ class ForwardWrites:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-        self.microbatch = 0
         self._model, self._plan, self._mesh = weakref.ref(model), plan, mesh
-        self._steps = 0
+        self.microbatch = self._steps = 0
         self._is_first = True
         self._places = {place.name: place for place in places_of(model, plan)}
         self._written: dict[str, Left | None] = {}
@@ -91,14 +81,14 @@ class ForwardWrites:
         self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
         """By microbatch, written parameters, and their versions when its forward had ended."""
         self._attributes: dict[tuple[nn.Module, str], Any] = {}
+        self._leaves_attributes = False
         self._originals = Originals()
         self._reach = Reach()
         self._reached: set[str] = set()
-        """Names of buffers and attributes that what the forward returned was computed from."""
+        """Names of what the forward's output was computed from."""
         self._kept: dict[str, torch.Tensor] = {}
-        """Tensors in attributes, before a forward."""
+        self._plain: dict[tuple[nn.Module, str], Any] = {}
         self._kept_sums: dict[str, int] = {}
-        """Checksums of tensors that a forward put into attributes."""
         units = {place.unit for place in self._places.values() if place.unit is not None}
         for unit in (None, *sorted(units)):
             scope = [place for place in self._places.values() if place.unit == unit]
@@ -163,6 +153,7 @@ class ForwardWrites:
                 dist.broadcast(place.tensor, dist.get_global_rank(group, 0), group)
         if self._is_due() and self._plan.num_parts > 1:
             self._kept = tensor_attributes(self._own_model())
+            self._plain = plain_attributes(self._own_model())
             buffers = ((n, p.tensor) for n, p in self._places.items() if p.is_buffer and p.is_there)
             self._reach.begin((*buffers, *self._kept.items()))
         if not self._repeats():
@@ -232,7 +223,7 @@ class ForwardWrites:
         """Copy what a unit's gathered parameter now holds into this rank's shard."""
         placed = self._plan.assignment.tensors[place.name]
         if placed.dtype != placed.compute_dtype:
-            raise ApplyError(cast_problem(place, placed.compute_dtype))
+            raise ApplyError(write_problems.cast_problem(place, placed.compute_dtype))
         now = place.tensor
         assert isinstance(now, nn.Parameter)
         self._memory[place.name] = mark.data
@@ -258,9 +249,9 @@ class ForwardWrites:
         elif place.is_buffer:
             self._refuse_statistic(place.name, "microbatches")
             self._statistics.add(place.name)
-            warn([place.name], "microbatches")
+            write_problems.warn([place.name], "microbatches")
         else:
-            raise ApplyError(microbatch_problem(place))
+            raise ApplyError(write_problems.microbatch_problem(place))
 
     def _finish(self, output: Any) -> None:
         if self._is_due() and self._plan.num_parts > 1:
@@ -268,12 +259,20 @@ class ForwardWrites:
             for name, tensor in tensor_attributes(self._own_model()).items():
                 if self._kept.get(name) is not tensor:
                     self._kept_sums[name] = checksum(tensor)
-            self._kept = {}
+            now = plain_attributes(self._own_model())
+            self._leaves_attributes |= any(now.get(k, v) != v for k, v in self._plain.items())
+            self._kept, self._plain = {}, {}
         if self._is_first and self._repeats():
             self._is_first = False
             self._starts |= self._originals.end(self._written)
             now = plain_attributes(self._own_model())
             self._attributes = {k: v for k, v in self._attributes.items() if now.get(k, v) != v}
+
+    @property
+    def writes(self) -> bool:
+        """Whether a forward has left anything behind that another one may meet."""
+        written = self._written.keys() - self._statistics
+        return bool(written or self._kept_sums or self._leaves_attributes)
 
     def check_repeated(self, module: nn.Module) -> None:
         """Refuse a parameter inside `module` that a second run of its forward wrote otherwise.
@@ -290,7 +289,7 @@ class ForwardWrites:
             if left is None or not self._is_due():
                 continue
             if not is_close(sample_of(place.tensor), left.sample):
-                raise ApplyError(again_problem(place))
+                raise ApplyError(write_problems.again_problem(place))
 
     def _own_model(self) -> nn.Module:
         model = self._model()
@@ -322,7 +321,7 @@ class ForwardWrites:
         differ = [name for name in names if len({each.get(name) for each in every}) > 1]
         wrong = [n for n in differ if n in self._places and not self._places[n].is_buffer]
         if wrong:
-            raise ApplyError(rank_problem(self._places[wrong[0]], len(wrong)))
+            raise ApplyError(write_problems.rank_problem(self._places[wrong[0]], len(wrong)))
         for name in differ:
             self._refuse_statistic(name, "ranks")
         found = [self._places[name] for name in differ if name in self._places]
@@ -331,13 +330,13 @@ class ForwardWrites:
         told = [place.name for place in found if place.name not in self._statistics]
         self._statistics.update(told)
         if dist.get_rank() == 0:
-            warn(told, "ranks")
+            write_problems.warn(told, "ranks")
 
     def _refuse_statistic(self, name: str, between: str) -> None:
         """Refuse what samples have written and the output depends on, unless the plan allows it."""
         allowed = self._plan.spec.batch.per_rank
         if name in self._reached and name not in self._statistics and not allowed:
-            raise ApplyError(statistic_problem(name, between))
+            raise ApplyError(write_problems.statistic_problem(name, between))
 
     def _note(self, name: str) -> int | None:
         """A number that tells what was written from what another rank wrote."""
@@ -363,18 +362,27 @@ def watch_forward_writes(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None
         ForwardWrites(model, plan, mesh)
 
 
+def writes_in_forward(model: nn.Module) -> bool:
+    """Return whether a forward leaves anything behind, but for the running statistics of norms."""
+    writes = _of(model)
+    return writes is not None and writes.writes
+
+
+def _of(model: nn.Module) -> ForwardWrites | None:
+    found = _by_model.get(model)
+    return None if found is None else found()
+
+
 def begin_microbatch(model: nn.Module, number: int) -> None:
     """Say which microbatch of its step the next forward of this model runs."""
-    found = _by_model.get(model)
-    writes = found() if found is not None else None
+    writes = _of(model)
     if writes is not None:
         writes.microbatch = number
 
 
 def before_backward(model: nn.Module, number: int) -> None:
     """Say which microbatch's backward comes next, where several forwards went before."""
-    found = _by_model.get(model)
-    writes = found() if found is not None else None
+    writes = _of(model)
     if writes is not None:
         writes.before_backward(number)
 

@@ -19,8 +19,10 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime import gather
+from meshplan.runtime.applied import own_module
 from meshplan.runtime.aside import aside
 from meshplan.runtime.batch import chunked
+from meshplan.runtime.checks.forward_writes import writes_in_forward
 from meshplan.runtime.checks.halves import LossFn, lone_problem, loss_problem, three_of
 from meshplan.runtime.checks.independence import (
     Found,
@@ -33,6 +35,7 @@ from meshplan.runtime.checks.independence import (
 from meshplan.runtime.loss_weights import num_parts, tokens_by_sample
 from meshplan.runtime.mesh import device
 from meshplan.runtime.peers import num_samples
+from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.pretend import is_pretending
 from meshplan.runtime.steps import is_due
 
@@ -96,14 +99,14 @@ class StepCheck:
         """
         if not self._is_on:
             return
-        has_stages = self._plan.assignment.stages is not None
-        can_run = not has_stages and not self._plan.spec.compile
+        # A part of a sequence cannot be cut again, and one rank alone would find that out.
+        can_run = not self._plan.spec.compile and self._plan.assignment.context is None
         halves = halves_of(*self._first, self._samples) if can_run else None
         is_gathered = gather.num_gathered != self._gathered
         is_wrong, is_untold, cannot_run, would_be_wrong, most, least = _largest(
             self._problem is not None,
             self._has_seen and not self._is_told,
-            halves is None or is_gathered,
+            halves is None or is_gathered or self._leaves_traces(),
             self._if_uneven is not None,
             max(self._tokens),
             -min(self._tokens),
@@ -112,7 +115,9 @@ class StepCheck:
             _raise_first(self._problem)
         if would_be_wrong and most != -least:
             _raise_first(self._if_uneven)
-        if cannot_run or not (is_untold or self._step == 1):
+        # Stages run the model's code several times: they are asked only where nothing else tells.
+        is_asked = self._step == 1 and self._plan.assignment.stages is None
+        if cannot_run or not (is_untold or is_asked):
             return
         assert halves is not None
         with _kept(self._loss_fn):
@@ -126,6 +131,15 @@ class StepCheck:
         elif is_wrong:
             _raise_first(found.problem)
 
+    def _leaves_traces(self) -> bool:
+        """Return whether another forward would meet what this one has left behind.
+
+        What hooks of the user's own keep, in lists and closures, cannot be put back.
+        """
+        model = self._model
+        parts = model.stage_modules if isinstance(model, PipelinedModule) else [own_module(model)]
+        return any(writes_in_forward(part) or _has_own_hooks(part) for part in parts)
+
     def _refuse_mixing(self, found: Found, named: tuple[str, nn.Module] | None) -> None:
         if named is not None and follows_statistics(named[1]):
             if dist.get_rank() == 0 and self._step == 1:
@@ -138,6 +152,16 @@ class StepCheck:
             return
         if not self._plan.spec.batch.per_rank:
             _raise_first(mixing_problem(named, self._plan) if found.mixes else None)
+
+
+def _has_own_hooks(model: nn.Module) -> bool:
+    """Return whether a forward hook stands anywhere that neither meshplan nor torch put there."""
+    return any(
+        getattr(hook, "__module__", "").partition(".")[0] not in ("meshplan", "torch", "functools")
+        for module in model.modules()
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        for hook in hooks.values()
+    )
 
 
 def _largest(*values: float) -> list[float]:
