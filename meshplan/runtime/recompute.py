@@ -81,7 +81,7 @@ def _recomputed(module: nn.Module, context: dict[str, Any]) -> Callable[..., Any
 class _Moving:
     """What the forward of a module writes: running statistics, counters, averages.
 
-    In buffers, and in attributes that hold plain numbers, words or switches.
+    In buffers, and in attributes that hold numbers.
 
     A forward that runs again must find them as the first one did, or it computes something else,
     and must not write them a second time.

@@ -22,12 +22,15 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def plain_attributes(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
-    """By module and name: numbers, words and switches that the model's own code keeps."""
+    """By module and name: numbers that the model's own code keeps, such as counts of its calls.
+
+    Not switches: what sets one, as a preparation at the first call does, does more than that.
+    """
     return {
         (module, name): value
         for module in model.modules()
         for name, value in own_attributes(module).items()
-        if isinstance(value, _PLAIN)
+        if type(value) in (int, float, complex)
     }
 
 
