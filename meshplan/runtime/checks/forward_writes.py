@@ -56,7 +56,7 @@ from meshplan.runtime.steps import before_steps
 
 
 class ForwardWrites:
-    """What the forward of one model, or of one stage of a pipeline, writes on this rank.
+    """Watch of what the forward of one model, or of one pipeline stage, writes on this rank.
 
     Attributes:
         microbatch: Number of the microbatch that runs next; 0 in loops that know of none.
@@ -77,9 +77,9 @@ class ForwardWrites:
         self._ends: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         """(tensor, contents) that the first microbatch left, while another one runs."""
         self._memory: dict[str, torch.Tensor] = {}
-        """What units gather written parameters into; it may be freed now."""
+        """Memory that units gather written parameters into; it may be freed now."""
         self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
-        """By microbatch, written parameters, and their versions when its forward had ended."""
+        """Written parameters by microbatch, with their versions at the end of its forward."""
         self._attributes: dict[tuple[nn.Module, str], Any] = {}
         self._leaves_attributes = False
         self._originals = Originals()

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parallel import DistributedDataParallel
 
 from meshplan.errors import Problem
 from meshplan.plan import Plan
+from meshplan.runtime.applied import own_module
 from meshplan.runtime.aside import aside
 from meshplan.runtime.batch import as_arguments
 from meshplan.runtime.checks.halves import (
@@ -101,7 +101,7 @@ def compare_forwards(
     outputs: list[Any] = []
     values = []
     changed: list[bool] = []
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    inner = own_module(model)
     try:
         with _in_evaluation(inner), undisturbed(changed):
             for inputs, targets in zip(halves.inputs, halves.targets, strict=True):
@@ -178,7 +178,7 @@ def name_mixing(model: nn.Module, halves: Halves) -> tuple[str, nn.Module] | Non
 
     Collective, as `compare_forwards` is.
     """
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    inner = own_module(model)
     changed: list[bool] = []
     told: list[dict[tuple[str, int], tuple[Any, Any]]] = []
     for inputs in halves.inputs[:2]:
