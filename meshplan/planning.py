@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from meshplan.collecting import collecting_rarely
 from meshplan.cost.calibration import profile_from, read_profile, write_profile
 from meshplan.errors import Origin, Problem, SpecError
+from meshplan.memory.torch_version import installed, unlike
 from meshplan.plan import Plan
 from meshplan.planner import locking
 from meshplan.planner.asking import question_of_file, with_profile
@@ -126,6 +127,8 @@ def _question(
     told: Callable[[str], None],
 ) -> Question:
     """What is asked, of a model that its config tells of, or of one that has to be run."""
+    if why := unlike(installed()):
+        told(why)
     stated = load_spec(plan, overrides).model
     is_live = model is not None or (config is None and stated is not None and stated.entry)
     if not is_live:

@@ -302,7 +302,8 @@ def used_on_some_ranks(plan: dict[str, Any]) -> float:
     """Largest difference from one process, where no two ranks use the same scalars."""
     torch.manual_seed(1)
     alone = Optional()
-    model = meshplan.parallelize(copy.deepcopy(alone), {"version": 1, **plan})
+    words = {"version": 1, "batch": {"per_rank": True}, **plan}  # It looks at one sample for all.
+    model = meshplan.parallelize(copy.deepcopy(alone), words)
     whole = torch.randn(8, 8)
     whole[::2, 0] = torch.tensor([-1.0, 1.0, 3.0, -2.0])
 

@@ -15,6 +15,7 @@ from meshplan.memory.held import Figures, Held, Holding
 from meshplan.memory.hosts import host_of
 from meshplan.memory.log import EventLog
 from meshplan.memory.reconcile import reconcile
+from meshplan.memory.torch_version import installed, unlike
 from meshplan.plan import Plan
 
 _GPUS_PER_NODE: Final = 8
@@ -99,10 +100,11 @@ def assemble_figures(
             figures, groups, errors, least or [None] * len(groups), strict=True
         )
     ]
+    why = unlike(installed()) if tier == Tier.REPLAY else ""
     estimate = MemoryEstimate(
         groups=tuple(found),
         tier=tier,
-        certified=certified,
+        certified=f"{certified}; {why}" if why else certified,
         limit_bytes=limit_bytes,
         assumed=assumed,
         bound=BOUND if plan.assignment.compiled else "",

@@ -18,8 +18,8 @@ from meshplan.assign import Unit
 from meshplan.memory.log import Term
 from meshplan.memory.work import Mark, Moment
 from meshplan.runtime.ledger import Ledger
-from meshplan.runtime.private import (
-    at_end_of_backward,
+from meshplan.runtime.private import at_end_of_backward
+from meshplan.runtime.private_values import (
     tensors_with_gradient,
     with_floats_as,
     with_tensors_replaced,

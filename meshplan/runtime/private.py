@@ -68,7 +68,7 @@ def _param_groups(module: nn.Module) -> list[Any]:
 
     state: Any = _get_module_state(module)
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # Before torch 2.13 there was one.
+    if groups is None:  # Before torch 2.12 there was one.
         group = getattr(state, "_fsdp_param_group", None)
         groups = [group] if group else []
     return list(groups)
@@ -119,7 +119,7 @@ def _look_before_reduction(group: Any, fill: Callable[[nn.Parameter, bool], bool
             whole = param.unsharded_param
             waits = whole.grad is not None or param.unsharded_accumulated_grad is not None
             if fill(param.sharded_param, waits):
-                whole.grad = torch.zeros_like(whole)
+                whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
         reduce(*unused)
 
     group.post_backward = look_and_reduce
@@ -365,28 +365,3 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     Private: FSDP2 ends its own backward by the same way, and no public hook comes as late.
     """
     torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-def tensors_with_gradient(value: Any) -> tuple[torch.Tensor, ...]:
-    """What FSDP2 hangs its hooks on in what a module takes or gives.
-
-    Private: what it looks into, and what not, is its own business.
-    """
-    from torch.distributed.fsdp._common_utils import collect_grad_tensors
-
-    return tuple(collect_grad_tensors(value))
-
-
-def with_tensors_replaced(value: Any, others: Iterable[torch.Tensor]) -> Any:
-    """`value` with others in place of `tensors_with_gradient(value)`."""
-    from torch.distributed.fsdp._common_utils import replace_grad_tensors
-
-    return replace_grad_tensors(value, iter(others))
-
-
-def with_floats_as(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating tensors cast, as FSDP2 casts what a unit takes and gives."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
-    from torch.distributed.utils import _apply_to_tensors
-
-    return _apply_to_tensors(partial(_cast_fp_tensor, dtype), value)

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 
 def below_autograd() -> AbstractContextManager[Any]:
@@ -73,19 +77,79 @@ def optimizers_at_once() -> Iterator[None]:
             setattr(module, types, known)
 
 
+def as_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, lies: Placement, gradient: Placement
+) -> DTensor:
+    """A DTensor of what each rank holds, whose gradient comes back laid as `gradient` says.
+
+    torch 2.12 gave `DTensor.from_local` the argument for it. Private before only in that the
+    backward is written out; what 2.11 does itself adds up the ranks' gradients.
+    """
+    if "grad_placements" in signature(DTensor.from_local).parameters:
+        return DTensor.from_local(local, mesh, [lies], run_check=False, grad_placements=[gradient])
+    laid: DTensor = _Laid.apply(local, mesh, lies, gradient)
+    return laid
+
+
+def replicated(tensor: DTensor, axis: int) -> DTensor:
+    """The tensor whole along one dim of its mesh.
+
+    torch 2.11 raises where each piece of a packed dim is cut by itself: it takes such a placement
+    for the later of two cuts of one dim. No public name tells how one is cut.
+    """
+    placements = list(tensor.placements)
+    cut: Any = placements[axis]
+    placements[axis] = Replicate()
+    try:
+        return tensor.redistribute(placements=placements)
+    except ValueError:
+        pieces, ranks = getattr(cut, "split_factor", 0), tensor.device_mesh.size(axis)
+        if not pieces or tensor.shape[cut.dim] % (pieces * ranks):
+            raise
+    mesh, local = tensor.device_mesh, tensor.to_local().contiguous()
+    parts = [torch.empty_like(local) for _ in range(ranks)]
+    dist.all_gather(parts, local, group=mesh.get_group(axis))
+    cuts = zip(*(part.chunk(pieces, cut.dim) for part in parts), strict=True)
+    whole = torch.cat([part for piece in cuts for part in piece], cut.dim)
+    return DTensor.from_local(
+        whole, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+class _Laid(torch.autograd.Function):
+    """`DTensor.from_local` with the layout of the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, mesh: DeviceMesh, lies: Placement, gradient: Placement
+    ) -> DTensor:
+        ctx.laid = mesh, gradient
+        return DTensor.from_local(local.view_as(local), mesh, [lies], run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, given: DTensor) -> tuple[torch.Tensor, None, None, None]:
+        mesh, gradient = ctx.laid
+        return given.redistribute(mesh, [gradient]).to_local(), None, None, None
+
+
 @contextmanager
 def around_propagation(context: AbstractContextManager[Any]) -> Iterator[None]:
     """Let DTensor open a context wherever it computes with tensors as large as all ranks' together.
 
     It does so once for each operator, on tensors without memory, to learn the shape of a result.
-    Private: torch means the name for a lock of its own tests.
+    Private: no public name lies between an operator of DTensors and those that it stands for.
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     propagator: Any = ShardingPropagator
-    before = propagator._fake_mode_lock
-    propagator._fake_mode_lock = context
+    before = propagator._propagate_tensor_meta_non_cached
+
+    def within(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with context:
+            return before(self, *args, **kwargs)
+
+    propagator._propagate_tensor_meta_non_cached = within
     try:
         yield
     finally:
-        propagator._fake_mode_lock = before
+        propagator._propagate_tensor_meta_non_cached = before

@@ -22,7 +22,7 @@ from meshplan.graph import is_inside
 from meshplan.memory.stretch import KEPT, NotAlikeError, Run
 from meshplan.plan import Plan
 from meshplan.runtime.ledger import Ledger
-from meshplan.runtime.private import tensors_with_gradient
+from meshplan.runtime.private_values import tensors_with_gradient
 
 _LEAST: Final = KEPT + 2
 """Periods from which on leaving some out is worth it."""

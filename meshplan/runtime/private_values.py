@@ -1,0 +1,47 @@
+"""Private torch names of what modules take and give, each behind a function with the reason.
+
+As `private`, for the tensors in nests of values that FSDP2's hooks look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import _common_utils
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+def tensors_with_gradient(value: Any) -> tuple[torch.Tensor, ...]:
+    """What FSDP2 hangs its hooks on in what a module takes or gives.
+
+    Private: what it looks into, and what not, is its own business. torch 2.11 looks into what is
+    registered as a nest, later ones into dataclasses too.
+    """
+    collect = getattr(_common_utils, "collect_grad_tensors", None)
+    if collect is not None:
+        return tuple(collect(value))
+    return tuple(leaf for leaf in tree_flatten(value)[0] if _has_gradient(leaf))
+
+
+def with_tensors_replaced(value: Any, others: Iterable[torch.Tensor]) -> Any:
+    """`value` with others in place of `tensors_with_gradient(value)`."""
+    replace, rest = getattr(_common_utils, "replace_grad_tensors", None), iter(others)
+    if replace is not None:
+        return replace(value, rest)
+    leaves, spec = tree_flatten(value)
+    return tree_unflatten([next(rest) if _has_gradient(leaf) else leaf for leaf in leaves], spec)
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def with_floats_as(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its floating tensors cast, as FSDP2 casts what a unit takes and gives."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
+    from torch.distributed.utils import _apply_to_tensors
+
+    return _apply_to_tensors(partial(_cast_fp_tensor, dtype), value)
