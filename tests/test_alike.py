@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -244,99 +243,3 @@ def two_models() -> str:
 
 def test_one_optimizer_may_hold_two_models(pool):
     assert pool(2).run(two_models) == ["", ""]
-
-
-# Samples that look at one another.
-
-
-class Mixing(nn.Module):
-    """Takes the mean over the batch away from every sample, somewhere inside."""
-
-    def __init__(self, inner: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.inner, self.last = nn.Linear(8, 8), inner(), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.inner(self.first(x)))
-
-
-class Centered(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(0)
-
-
-class Halting(nn.Module):
-    """Goes on until all samples have had enough."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(20):
-            if bool((x.norm(dim=1) < 1.0).all()):
-                break
-            x = x * 0.7
-        return x
-
-
-class BatchNormed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.norm(x))
-
-
-INNER: dict[str, Callable[[], nn.Module]] = {
-    "centered": Centered, "halting": Halting, "norm": BatchNormed, "plain": nn.Tanh,
-}  # fmt: skip
-
-
-def mixing(kind: str, plan: dict[str, Any]) -> str:
-    model = meshplan.parallelize(Mixing(INNER[kind]), {"version": 1, **plan})
-    sgd = torch.optim.SGD(model.parameters(), 0.1)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(16, 8, generator=generator) * torch.logspace(-1, 2, 16)[:, None]
-    batch = meshplan.local_batch(model, (x, torch.zeros(16, 4)))
-    norms = [b.clone() for n, b in model.named_buffers() if "running" in n]
-    assert not [b for b in norms if b.abs().sum() != b.numel() and b.abs().sum()]
-    try:
-        meshplan.train_step(model, sgd, *batch, F.mse_loss)
-    except meshplan.ApplyError as error:
-        return str(error)
-    if kind == "norm":  # Counted once: what looks on leaves no trace.
-        counted = [b for n, b in model.named_buffers() if "num_batches" in n]
-        assert [int(b) for b in counted] == [plan.get("batch", {}).get("accumulate", 1)]
-    return ""
-
-
-@pytest.mark.filterwarnings("ignore:.*own rank")
-@pytest.mark.parametrize(
-    ("plan", "kind"),
-    [
-        ("ddp", "centered"),
-        ("accumulate", "halting"),
-        ("full_shard", "norm"),
-        ("accumulate", "norm"),
-        *(
-            pytest.param(plan, kind, marks=pytest.mark.wide)
-            for plan, kind in (
-                ("full_shard", "centered"), ("full_shard", "halting"), ("ddp", "plain"),
-                ("ddp", "norm"),
-            )
-        ),
-    ],
-)  # fmt: skip
-def test_samples_that_look_at_one_another_are_refused_by_name(pool, plan, kind):
-    for told in pool(2).run(mixing, kind, CRITERIA[plan]):
-        if kind in ("norm", "plain"):
-            assert told == ""
-        else:
-            assert f"'inner' ({INNER[kind].__name__}) gives a sample another output" in told
-            assert "meshplan.gather_batch" in told
-
-
-@pytest.mark.parametrize("kind", ["centered", "halting"])
-def test_a_batch_that_stands_alone_is_left_alone(pool, kind):
-    plan = {"strategy": "ddp", "batch": {"per_rank": True}}
-    assert pool(2).run(mixing, kind, plan) == ["", ""]

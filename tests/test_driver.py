@@ -130,3 +130,26 @@ def test_workspaces_lie_in_the_allocator_all_the_time() -> None:
         assert whole.terms_at_peak[Term.WORKSPACES] == 2 * size
         assert len({event.storage for event in whole.events}) == 3, "one for each thread"
         assert reserve(whole).allocated_bytes == 100 * MIB + 2 * size
+
+
+@pytest.mark.parametrize("device", [*devices(), "a device of my own"])
+def test_a_group_takes_what_its_connections_take(device: str) -> None:
+    """Beside what collectives of as many ranks take: of two, or of more."""
+
+    def more(first: Communicator, second: Communicator) -> Band:
+        one, other = (driver_bytes(device, [each]) for each in (first, second))
+        return Band(*(a - b for a, b in zip(one, other, strict=True)))
+
+    pair, three = more(group(2, 2, P), group(2, 2)), more(group(3, 3, P), group(3, 3))
+    assert 0 < pair.low <= pair.expected
+    # A neighbour to each side, however many there are; who is alone on its node has none there.
+    assert (three.low, three.expected) == (2 * pair.low, 2 * pair.expected)
+    assert more(group(5, 5, P), group(5, 5)) == three
+    over_nodes = more(group(8, 1, Use.EXCHANGE), group(8, 1))
+    assert over_nodes.low > 0
+    assert more(group(2, 1, P), group(2, 1)).low == over_nodes.low
+    assert more(group(4, 3, P), group(3, 3, P)) == over_nodes
+    # All to all has every other rank of its node.
+    every = more(group(8, 8, Use.EXCHANGE), group(8, 8))
+    assert (every.low, every.expected) == (7 * pair.low, 7 * pair.expected)
+    assert driver_bytes(device, [group(2, 1, Use.SHARED)]).low == driver_bytes(device).low

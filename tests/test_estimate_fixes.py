@@ -9,7 +9,7 @@ import pytest
 
 from meshplan.errors import Origin
 from meshplan.reader import load_spec
-from meshplan.runtime.fixes import _Change, _first_blocks, _least, _times
+from meshplan.runtime.fixes import _batches, _Change, _first_blocks, _least, _times
 from meshplan.runtime.question import decided
 from meshplan.runtime.shrink import Source
 from tests.test_estimate_memory import PLAN, result_of, run
@@ -108,3 +108,20 @@ def test_gpus_are_added_by_whole_nodes(more, parts):
     if parts and more:
         assert change.part(3).spec.hardware.nodes == 3
     assert change.further().spec.mesh["dp_shard"] == 16
+
+
+@pytest.mark.parametrize(
+    ("micro", "halves"), [(12, [(6, 2), (3, 4)]), (2, [(1, 2)]), (1, []), (7, [])]
+)
+def test_a_batch_is_halved_as_long_as_it_can_be(micro, halves):
+    source = Source(entry="tests.estimated:tower", origin=Origin("<test>"))
+    _, plan = decided(load_spec(PLAN | {"batch": {"micro": micro, "seq_len": 64}}), source)
+    found, change = [], next(_batches(plan), None)
+    while change is not None:
+        found.append((change.spec.batch.micro, change.spec.batch.accumulate))
+        assert (
+            change.text
+            == f"micro batch {micro} to {found[-1][0]}, accumulated {found[-1][1]} times"
+        )
+        change = change.further() if change.further is not None else None
+    assert found == halves

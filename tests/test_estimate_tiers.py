@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
 
 from meshplan.errors import Origin
 from meshplan.memory import EventLog, Term, reserve
 from meshplan.memory.extrapolate import Blocks, NotRepeatingError, extrapolate, is_same
 from meshplan.memory.log import Event, Storage
+from meshplan.plan import make_plan
 from meshplan.reader import load_spec
 from meshplan.runtime.apart import run_apart
 from meshplan.runtime.foretell import _imagine, _worth_cutting
 from meshplan.runtime.question import Question, decided
-from meshplan.runtime.repeats import Repeats
+from meshplan.runtime.repeats import Repeats, is_alike
 from meshplan.runtime.shrink import Source
+from meshplan.runtime.trace import graph_of
 from tests.test_estimate_memory import PLAN, check_modules, result_of, run
 
 __all__ = ["run"]
@@ -150,3 +153,22 @@ def test_nothing_recomputed_lives_on(run):
     tp = {"mesh": {"tp": 2}, "tp_plan": "auto"}
     again = whole_log(PLAN | tp | {"activation_checkpointing": "full"}, "tower")
     assert again.by_phase["step"][1] == whole_log(PLAN | tp, "tower").by_phase["step"][1]
+
+
+@pytest.mark.parametrize(
+    ("more", "is_same"),
+    [
+        ({}, True),
+        ({"strategy": "zero1"}, False),
+        ({"batch": {"micro": 2, "accumulate": 4}}, False),
+        ({"rules": [{"match": "0", "activation_checkpointing": "full"}]}, False),
+        ({"rules": [{"match": "3", "activation_checkpointing": "full"}]}, True),  # It is not left.
+    ],
+)
+def test_a_small_model_stands_for_the_whole_where_all_that_is_left_is_decided_alike(more, is_same):
+    def plan_of(num: int, **fields):
+        blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(num)))
+        plan = {"version": 1, "mesh": {"dp_shard": 2}, "batch": {"micro": 2, "accumulate": 2}}
+        return make_plan(load_spec(plan | fields), graph_of(blocks))
+
+    assert is_alike(plan_of(4, **more), plan_of(2)) == is_same

@@ -65,6 +65,7 @@ class Forgets(Base):
 
     def one(self, expert: int, rows: Tensor) -> Tensor:
         rows = nn.functional.dropout(rows, 0.5, self.training)
+        rows = torch.dropout(input=rows, p=0.5, train=self.training)
         return self.drop(super().one(expert, rows))
 
 

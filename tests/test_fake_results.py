@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.nn import functional
 
 from meshplan.memory.log import EventLog
@@ -209,3 +210,11 @@ def test_most_operators_take_a_shorter_way() -> None:
     legs = list(private_legs._LEGS.values())
     assert len(legs) > 80
     assert legs.count(private_legs._Leg.LONG) < len(legs) / 10
+
+
+def test_a_size_that_depends_on_numbers_is_left_open_where_that_is_asked_for():
+    with fake_mode(leaves_open=True):
+        found = torch.empty(4).nonzero()
+    assert found.shape[1] == 1
+    with fake_mode(), pytest.raises(DynamicOutputShapeException):
+        torch.empty(4).nonzero()

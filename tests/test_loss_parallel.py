@@ -138,7 +138,8 @@ def penalty(keepdim: bool) -> tuple[float, float]:
     values = []
     for logits in (whole, cut):
         with LossParallel():
-            found = torch.logsumexp(logits * 3, dim=-1, keepdim=keepdim)
+            options = {"keepdim": True} if keepdim else {}
+            found = torch.logsumexp(logits * 3, dim=-1, **options)
         assert found.shape == ((2, 3, 1) if keepdim else (2, 3))
         assert not isinstance(found, DTensor)
         found.square().sum().backward()

@@ -6,18 +6,26 @@ a matrix, a scale forgotten.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from meshplan.errors import PlanError
+from meshplan.memory.log import Term
+from meshplan.memory.replay.optimizer import OPTIMIZERS as STEPS
 from meshplan.memory.replay.optimizer import Updated, states_of, step
 from meshplan.memory.replay.writer import Writer
 from meshplan.memory.states import STEP_COUNTERS
 from meshplan.optimizers import SHAPED_STATES
+from meshplan.plan import make_plan
 from meshplan.reader import load_spec
+from meshplan.runtime.assumed import _check_in_parts
+from meshplan.runtime.ledger import Ledger
 from meshplan.runtime.optimizers import OPTIMIZERS
+from meshplan.runtime.trace import graph_of
 from meshplan.spec import OPTIMIZER_STATES
 
 SHAPES = ((6, 10), (7,), (4, 3, 5, 2), ())
@@ -83,6 +91,26 @@ def test_a_fused_step_takes_nothing_and_its_counts_are_read_by_the_kernel() -> N
     assert states_of(params[0], "adamw", has_host=True) == [400, 400]
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("word", sorted(STEPS.keys() & OPTIMIZERS.keys()))
+def test_a_step_takes_at_most_what_torch_takes(word: str, foreach: bool) -> None:
+    """Beside what is kept from step to step."""
+    params = [nn.Parameter(torch.ones(n)) for n in (1000, 3000, 2000)]
+    optimizer = OPTIMIZERS[word][0](params)
+    if "fused" not in word:
+        optimizer.param_groups[0]["foreach"] = foreach
+    kept(optimizer)
+    states = (t for state in optimizer.state.values() for t in state.values())
+    old = [*params, *(param.grad for param in params), *states]
+    ledger, writer = Ledger({}), Writer()
+    with ledger:
+        ledger.note([t.detach() for t in old if isinstance(t, torch.Tensor)], Term.OPTIMIZER)
+        before = sum(event.delta for event in ledger.log().events)
+        optimizer.step()
+    step(writer, [Updated("", p.numel(), "float32") for p in params], word, foreach=foreach)
+    assert writer.log().peak.live_bytes == ledger.log().peak.live_bytes - before
+
+
 LION = [nn.Parameter(torch.tensor([[1.0, -2.0], [3.0, 0.5]]))]
 
 
@@ -110,3 +138,18 @@ def test_eight_bits_are_kept_as_separate_tensors() -> None:
     matrix = Updated("c", 60, "float32", shape=(6, 10))
     assert states_of(matrix, "adafactor", has_host=True) == [24, 40]
     assert states_of(matrix, "adafactor") == [24, 40, 4]
+
+
+@pytest.mark.parametrize(
+    ("plan", "is_refused"),
+    [
+        ({"strategy": "ddp", "mesh": {"dp_replicate": 2}}, False),
+        ({"strategy": "full_shard", "mesh": {"dp_shard": 2}}, True),
+        ({"strategy": "full_shard", "mesh": {"dp_shard": 1}}, True),  # FSDP2 makes DTensors too.
+    ],
+)
+def test_adafactor_is_traced_on_whole_parameters_alone(plan: Any, is_refused: bool) -> None:
+    spec = load_spec({"version": 1, "optimizer": "adafactor", **plan})
+    made = make_plan(spec, graph_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
+    with pytest.raises(PlanError, match="in parts") if is_refused else nullcontext():
+        _check_in_parts(made)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import meshplan
-from meshplan.errors import ApplyError
+from meshplan.errors import ApplyError, Problem
 
 
 class Answers(nn.Module):
@@ -62,3 +62,53 @@ def test_every_rank_gets_the_output(pool, ranks, plan):
         assert evaluated <= 1e-6
         assert trained <= 1e-6
         assert "inside torch.no_grad()" in text
+
+
+class Refuses(torch.optim.SGD):
+    """What the self-test of one stage does: the step of its rank is refused."""
+
+    def step(self, closure: Any = None) -> None:
+        if torch.distributed.get_rank() == 1:
+            raise ApplyError(Problem("this stage does not train"))
+        super().step()
+
+
+def first_step() -> str:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    plan = {"version": 1, "mesh": {"pp": 2}, "pipeline": {"microbatches": 2}}
+    model = meshplan.parallelize(Answers(), plan, example_inputs=x)
+    sgd = Refuses(model.parameters(), lr=0.1)
+    with pytest.raises(ApplyError) as caught:
+        meshplan.train_step(model, sgd, x, x, lambda out, y: (out["out"] - y).square().mean())
+    return str(caught.value)
+
+
+def test_what_one_stage_refuses_to_update_is_refused_in_all(pool):
+    first, second = pool(2).run(first_step, timeout=30)
+    assert "rank 1 refuses its first step" in first
+    assert "this stage does not train" in first
+    assert "this stage does not train" in second
+
+
+def poisoned() -> tuple[str, float]:
+    """(what the first step on numbers that are none is told, the loss of a later one)."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    plan = {"version": 1, "mesh": {"pp": 2}, "pipeline": {"microbatches": 2}}
+    said, losses = "", []
+    for batches in ([x * torch.nan], [x, x * torch.nan]):
+        model = meshplan.parallelize(Answers(), plan, example_inputs=x)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        for each in batches:
+            try:
+                args = model, sgd, each, x, lambda out, y: (out["out"] - y).square().mean()
+                losses.append(meshplan.train_step(*args))
+            except ApplyError as error:
+                said += str(error)
+    return said, losses[-1]
+
+
+def test_numbers_that_are_none_are_refused_the_first_time(pool):
+    """They may come of what was not sent; later they are the model's own."""
+    for said, loss in pool(2).run(poisoned, timeout=30):
+        assert said.count("the loss is not a number") == 1
+        assert loss != loss

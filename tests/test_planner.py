@@ -371,3 +371,16 @@ def test_names_are_folded_into_patterns():
     assert patterns(["a.0", "a.1", "a.2"]) == "a.{0..2}"
     assert patterns(["a.0", "a.2", "b.c", "a.3"]) == ["b.c", "a.0", "a.{2..3}"]
     assert Block("a.0", 0, 1).name == "a.0"
+
+
+def test_what_stages_hand_on_takes_its_time(job):
+    """As much longer as the network is slower, on the one cut that it crosses, there and back."""
+    once = {}
+    for speed in (50, 5):
+        at = job_of(job(hardware=PLAN["hardware"] | {"inter": f"{speed}GB/s"}))
+        grid = at.usual.grid
+        rows = (grid["pp"] == 2) & (grid["tp"] == 1) & (grid["micro"] == 4)
+        once[speed], flat = at.usual.once_s[rows], at.usual.once_s[grid["pp"] == 1]
+        assert not flat.any()
+    sent = 4 * 1024 * LLAMA["hidden_size"] * 2
+    assert (once[5] - once[50] >= 2 * sent * (1 / 5e9 - 1 / 50e9)).all()

@@ -9,8 +9,10 @@ import time
 import pytest
 
 from meshplan.cli import main
+from meshplan.planner.asking import question_of_file
 from meshplan.planner.decide import decide_job
-from meshplan.planner.explain import Shares
+from meshplan.planner.explain import Shares, _missing
+from meshplan.planner.job import Job
 from meshplan.planner.search import search
 from meshplan.planning import explain, search_plan
 from meshplan.render.explain import verdict
@@ -66,6 +68,16 @@ def test_what_does_not_fit_says_how_much_is_missing(job):
     assert answer.seconds is None
     assert answer.missing_bytes > 0
     assert "are missing at the least" in verdict(answer)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"time_limit_s": -1.0}, {"is_stopped": lambda: True}], ids=["late", "stopped"]
+)
+def test_nobody_waits_to_hear_how_much_is_missing(job, changed):
+    path = job(mesh={"dp_replicate": "auto", "dp_shard": "auto"})
+    question = dataclasses.replace(question_of_file(path), limit_bytes=1 << 20)
+    assert _missing(Job(question)) > 0
+    assert _missing(Job(dataclasses.replace(question, **changed))) is None
 
 
 def test_one_search_for_all_values_of_a_field(job, monkeypatch):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshplan.planner.cuts import cut
-from meshplan.planner.knapsack import Menu, solve
+from meshplan.planner.knapsack import NONE, Menu, _Labels, solve
 from meshplan.planner.relaxing import relaxed_each
 
 
@@ -94,3 +94,56 @@ def test_many_menus_are_asked_at_once_as_one_by_one(seed):
         assert other == pytest.approx(one, rel=1e-13)
     (alone,) = relaxed_each(asked[:1])
     assert (alone == one_by_one[0]).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_relaxation_is_the_best_of_all_prices_of_memory(seed):
+    """By duality: at any price of a byte, what each block takes at its cheapest is a bound."""
+    rng = np.random.default_rng(seed)
+    for _ in range(100):
+        kinds, options = int(rng.integers(1, 4)), int(rng.integers(1, 6))
+        seconds, memory = rng.uniform(1, 2, (kinds, options)), rng.uniform(0, 10, (kinds, options))
+        counts = rng.integers(0, 6, (int(rng.integers(1, 4)), kinds)).astype(np.int64)
+        capacity = rng.uniform(0, 10 * counts.sum(axis=1) + 0.1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            slopes = np.subtract.outer(seconds, seconds) / -np.subtract.outer(memory, memory)
+        prices = np.append(slopes[np.isfinite(slopes) & (slopes > 0)], 0.0)
+        least = (seconds + prices[:, None, None] * memory).min(axis=2)
+        dual = (counts @ least.T - np.outer(capacity, prices)).max(axis=1)
+        fits = counts @ memory.min(axis=1) <= capacity
+        found = Menu(seconds, memory).relaxed(counts, capacity)
+        assert found == pytest.approx(np.where(fits, dual, np.inf), rel=1e-9)
+
+
+def test_only_what_is_fast_enough_is_an_answer():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        seconds, memory = rng.uniform(1, 2, (2, 4)), rng.uniform(0, 10, (2, 4))
+        counts, capacity = rng.integers(1, 5, 2).astype(np.int64), float(rng.uniform(5, 40))
+        menu = Menu(seconds, memory)
+        best = solve(menu, counts, capacity)
+        assert solve(menu, counts, capacity, best.seconds * (1 - 1e-9)) == NONE
+        if best != NONE:
+            assert solve(menu, counts, capacity, best.seconds * (1 + 1e-9)) == best
+
+
+def test_the_first_answer_fits_and_no_exchange_makes_it_better():
+    """It need not be the best; the nearer it is, the less is left to decide."""
+    rng = np.random.default_rng(0)
+    shares = []
+    for _ in range(600):
+        kinds, options = int(rng.integers(1, 4)), int(rng.integers(2, 6))
+        seconds, memory = rng.uniform(1, 2, (kinds, options)), rng.uniform(0, 10, (kinds, options))
+        counts, capacity = rng.integers(0, 6, kinds).astype(np.int64), float(rng.uniform(0, 60))
+        menu = Menu(seconds, memory)
+        if counts @ menu.fastest[1] <= capacity:
+            continue  # There is nothing to decide.
+        best, first = solve(menu, counts, capacity), _Labels(menu, counts, capacity, 1e9)._first()
+        if best == NONE:
+            assert first == float("inf")
+        else:
+            assert first >= best.seconds * (1 - 1e-9)
+            shares.append(first / best.seconds)
+    assert len(shares) > 100
+    assert np.mean(np.isclose(shares, 1.0)) > 0.9
+    assert max(shares) < 1.03

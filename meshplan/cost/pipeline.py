@@ -60,9 +60,7 @@ def pipeline_seconds(
     # Of p microbatches under way each waits for one more way there and back.
     every = 2 * (pp - 1) / pp * count + 2 * (pp - 2)
     ways = np.where(grid["schedule"] == _1F1B, np.maximum(once, every), once)
-    return np.asarray(
-        count * most + (total - most) * waiting_share(grid) + np.where(pp > 1, ways, 0) * crossing
-    )
+    return np.asarray(count * most + (total - most) * waiting_share(grid) + ways * crossing)
 
 
 def waiting_share(grid: Array) -> Array:

@@ -1,0 +1,125 @@
+"""A microbatch with some blocks run again, composed of two: none runs again, and all do.
+
+Which seeded bug would this catch? Something that ends too early or too late where its maker runs
+again and its user does not, a mark that moves, a gradient that is there at another time.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from meshplan.memory.compose import Composer
+from meshplan.memory.work import Work
+from meshplan.plan import make_plan
+from meshplan.reader import load_spec
+from meshplan.runtime.probe import Ask, watch
+from meshplan.runtime.trace import graph_of
+
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+
+
+class _Block(nn.Module):
+    """Keeps what it makes and what it is called with; the first makes what all are called with."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(16, width), nn.Linear(width, 16), None
+        if width == 64:
+            self.scale = nn.Linear(16, 16)
+
+    def forward(
+        self, x: torch.Tensor, shared: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if shared is None:
+            assert self.scale is not None
+            shared = torch.sigmoid(self.scale(x))
+        return x + self.down(torch.tanh(self.up(x * shared))), shared
+
+
+class _Shares(nn.Module):
+    """What goes from block to block is kept by them, and by what follows them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(16, 16), nn.Linear(16, 8)
+        self.blocks = nn.ModuleList([_Block(width) for width in (64, 48, 32, 48)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = first = torch.relu(self.stem(x))
+        shared = None
+        for block in self.blocks:
+            x, shared = block(x, shared)
+        return self.head(x * torch.exp(first))
+
+
+@pytest.fixture(scope="module")
+def works() -> dict[frozenset[str], Work]:
+    """By the blocks that run again, a microbatch as it is traced."""
+    model = _Shares()
+    plan = {"version": 1, "mesh": {"dp_shard": 2}, "strategy": "full_shard", "batch": {"micro": 64}}
+    made = make_plan(load_spec(plan), graph_of(model))
+    chosen = [
+        frozenset(again)
+        for count in range(len(BLOCKS) + 1)
+        for again in itertools.combinations(BLOCKS, count)
+    ]
+    seen = watch(
+        model, made, torch.zeros(64, 16), torch.zeros(64, dtype=torch.int64),
+        nn.functional.cross_entropy, "h100-sxm-80gb", [Ask(64, again) for again in chosen],
+    )  # fmt: skip
+    return {again: each.work for again, each in zip(chosen, seen, strict=True)}
+
+
+def live(work: Work, *, without: frozenset[int] = frozenset()) -> list[int]:
+    """Bytes after each event, without those of some storages."""
+    deltas = (0 if e.storage in without else e.delta for e in work.log.events)
+    return list(itertools.accumulate(deltas))
+
+
+def named(work: Work) -> tuple[object, ...]:
+    """Events, gradients and losses without the numbers of storages."""
+    what = work.log.storages
+    births: dict[int, int] = {}
+    for number, event in enumerate(work.log.events):
+        births.setdefault(event.storage, number)
+    return (
+        [(event.delta, births[event.storage], event.phase) for event in work.log.events],
+        [(what[storage].op, what[storage].module) for storage in births],
+        {fqn: births[storage] for fqn, storage in work.gradients.items()},
+        [births[storage] for storage in work.losses],
+    )
+
+
+def test_what_is_composed_is_what_is_traced(works):
+    """Event by event, or else between two that are told."""
+    composer, sure = Composer(works[frozenset()], works[frozenset(BLOCKS)], BLOCKS), 0
+    for again, truth in works.items():
+        low, high = composer.work(again)
+        assert max(live(low)) <= max(live(truth)) <= max(live(high)), again
+        for each in (low, high):
+            assert live(each)[-1] == live(truth)[-1]
+            assert [mark.moment for mark in each.marks] == [mark.moment for mark in truth.marks]
+        if low is high:
+            sure += 1
+            assert named(low) == named(truth)
+            assert (low.marks, low.ready) == (truth.marks, truth.ready)
+    # What the first block made and others keep ends in one of two ways where it runs again.
+    assert sure == 12
+
+
+def test_what_blocks_keep_adds_up(works):
+    composer = Composer(works[frozenset()], works[frozenset(BLOCKS)], BLOCKS)
+    kept, turn = composer.kept_bytes(), composer.turn_bytes()
+    assert [kept[block][0] > kept[block][1] for block in BLOCKS] == [True, True, True, False]
+    for again, truth in works.items():
+        modes = [int(block in again) for block in BLOCKS]
+        held = [kept[block][mode] for block, mode in zip(BLOCKS, modes, strict=True)]
+        most = max(live(truth, without=frozenset(truth.gradients.values())))
+        assert kept[""][0] + sum(held) <= most
+        if len(again) in (0, len(BLOCKS)):
+            turns = [turn[block][mode] for block, mode in zip(BLOCKS, modes, strict=True)]
+            assert most == max(sum(held[:at]) + each for at, each in enumerate(turns))
