@@ -7,11 +7,13 @@ that its own calls depend on through glue, and nothing else. Refuses to know wei
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from meshplan.flow import Call, Change, Flow
+from meshplan.graph import is_inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +101,6 @@ def stages_of(calls: Iterable[Call], planned: Iterable[tuple[str, int]]) -> list
     return out
 
 
-def _is_inside(fqn: str, module: str) -> bool:
-    return fqn == module or fqn.startswith(f"{module}.")
-
-
 _OPEN: Final = frozenset(
     ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
 )
@@ -134,6 +132,8 @@ class Cut:
         self.needs = [self._need(self._reads_of(n), n) for n in range(len(self.units))]
         self.output_need = self._need([value for _, value in flow.outputs], None)
         self.control_need = self._need(self._controls(), None)
+        left = [value for value in self._left_by_glue() if value is not None]
+        self._left_need = self._need(left, None)
 
     def _find_writes(self) -> None:
         """Values that were written over: by whom, and what they were at first."""
@@ -229,10 +229,10 @@ class Cut:
             for value, maker in sorted(need.leaks):
                 first, behind = sorted((maker, number))
                 yield Bond(first, behind, self._leak(value, maker))
-        drawn: dict[int, list[int]] = {}
+        drawn = defaultdict[int, list[int]](list)
         for number, need in consumers:
             for op in need.random:
-                drawn.setdefault(op, []).append(number)
+                drawn[op].append(number)
         for op, users in drawn.items():
             name = self.flow.ops[op].name.removeprefix("aten.")
             yield Bond(
@@ -285,15 +285,14 @@ class Cut:
     def _state_bonds(self) -> Iterator[Bond]:
         """Buffers and attributes that a forward writes must be written where they are read."""
         last = len(self.units) - 1
-        writers: dict[int, set[int]] = {}
-        readers: dict[int, set[int]] = {}
+        writers, readers = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
         between: set[int] = set()
         for place, op in enumerate(self.flow.ops):
             owner = self._owner[place]
             for value in op.inputs:
                 first = self._first.get(value, value)
                 if self._is_state(first) and owner is not None:
-                    readers.setdefault(first, set()).add(owner)
+                    readers[first].add(owner)
                 elif self._is_state(first):
                     between.add(first)
             for old in op.mutates:
@@ -301,15 +300,14 @@ class Cut:
                 if not self._is_state(first):
                     continue
                 if owner is not None:
-                    writers.setdefault(first, set()).add(owner)
+                    writers[first].add(owner)
                     continue
                 need = self._need(op.outputs, None)
                 if need.values or need.leaks or need.random:
-                    yield Bond(0, last, f"'{self._around(place)}' writes what its modules computed "
-                               "into a buffer or an attribute")  # fmt: skip
+                    what = "writes what its modules computed into a buffer or an attribute"
+                    yield Bond(0, last, f"'{self._around(place)}' {what}")
         for first, units in writers.items():
-            users = units | readers.get(first, set())
-            name = self.flow.values[first].name or "an attribute"
+            users, name = units | readers[first], self.flow.values[first].name or "an attribute"
             why = f"'{self._name(min(units))}' writes {name}, which is used elsewhere too"
             yield Bond(0, last, why) if first in between else Bond(min(users), max(users), why)
         for change in self.flow.changes:
@@ -323,39 +321,42 @@ class Cut:
         makers = {*need.values.values(), *(maker for _, maker in need.leaks)}
         if not makers and not need.random:
             return  # Every stage sets the same.
-        owners = {n for n, call in enumerate(self.units) if _is_inside(change.module, call.module)}
+        owners = {n for n, call in enumerate(self.units) if is_inside(change.module, call.module)}
         users = makers | owners
+        made = {value for unit in owners for value in self._returned[unit]}
         for number in owners:
-            if {m for _, m in need.leaks} <= owners and need.values.keys() <= (
-                self.needs[number].values.keys() | self._made(owners)
-            ):
+            known = self.needs[number].values.keys() | made
+            if {m for _, m in need.leaks} <= owners and need.values.keys() <= known:
                 users = set(owners)  # It keeps for itself what it has.
         users |= {n for n in range(len(self.units)) if change.old in self._reads_of(n)}
         is_between = any(
             self._owner[place] is None and change.old in op.inputs
             for place, op in enumerate(self.flow.ops)
         )
-        first, last = min(users), max(users)
-        if is_between or not owners or need.random:
-            first, last = 0, len(self.units) - 1
-        owner = f"'{change.module}'" if change.module else "the model"
-        yield Bond(first, last, f"{owner} keeps in '{change.name}' what its modules computed, "
-                   "for the next forward")  # fmt: skip
-
-    def _made(self, units: set[int]) -> set[int]:
-        return {value for unit in units for value in self._returned[unit]}
+        is_everywhere = is_between or not owners or need.random
+        first, last = (0, len(self.units) - 1) if is_everywhere else (min(users), max(users))
+        who = f"'{change.module}'" if change.module else "the model"
+        what = f"keeps in '{change.name}' what its modules computed, for the next forward"
+        yield Bond(first, last, f"{who} {what}")
 
     def keeps_state(self) -> bool:
         """Whether what stands between units leaves something for the next forward."""
+        return bool(self._left_by_glue())
+
+    def _left_by_glue(self) -> list[int | None]:
+        """What glue, which runs in every stage, leaves in buffers and attributes."""
         modules = [call.module for call in self.units]
-        return any(
-            not any(_is_inside(change.module, module) for module in modules)
+        changed = [
+            change.new
             for change in self.flow.changes
-        ) or any(
-            self._owner[place] is None and self._is_state(self._first.get(old, old))
+            if not any(is_inside(change.module, module) for module in modules)
+        ]
+        return changed + [
+            new
             for place, op in enumerate(self.flow.ops)
-            for old in op.mutates
-        )
+            for old, new in zip(op.mutates, op.rewrites, strict=True)
+            if self._owner[place] is None and self._is_state(self._first.get(old, old))
+        ]
 
     def _is_state(self, value: int) -> bool:
         return self.flow.values[value].origin in ("parameter", "buffer", "constant")
@@ -386,10 +387,9 @@ class Cut:
             reads[stage] |= need.reads
             for value in need.values:
                 until[value] = max(until.get(value, 0), stage)
-        for stage in range(count):
-            reads[stage] |= self.control_need.reads
-            for value in self.control_need.values:
-                until[value] = count - 1
+        for names in reads:
+            names |= self.control_need.reads | self._left_need.reads
+        until |= dict.fromkeys(self.control_need.values, count - 1)
         made = {v: stages[m] for v in until if (m := self._maker(v)) is not None}
         return Relay(
             crossing=tuple(

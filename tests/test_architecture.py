@@ -24,8 +24,8 @@ LEVELS = [
         mesh hardware recipes schedules optimizers
         layout flow spec styles heads
         rehearsal
-        graph dims relay
-        match borrow agreement compatibility
+        graph dims
+        relay match borrow agreement compatibility
         strategies
         values
         rules source

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
@@ -98,3 +99,34 @@ def harmless(plan: str) -> bool:
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_is_harmless_goes_on(pool, plan):
     assert all(pool(2).run(harmless, plan))
+
+
+def penalised(plan: str, is_whole: bool) -> tuple[str, float]:
+    """What is said to an L1 penalty on the parameters, and how far it goes from one process."""
+    torch.manual_seed(0)
+    alone = Plain()
+    model = meshplan.parallelize(copy.deepcopy(alone), {"version": 1, **PLANS[plan]})
+    steps = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    x, y = batch()
+    here = meshplan.local_batch(model, (x, y))
+    for _ in range(2):
+        for each, optimizer, inputs, targets in ((model, steps[0], *here), (alone, steps[1], x, y)):
+            norms = [p.abs().sum() for p in each.parameters()]
+            whole = [n.full_tensor() if is_whole and isinstance(n, DTensor) else n for n in norms]
+            try:
+                (F.mse_loss(each(inputs), targets) + 1e-2 * sum(whole)).backward()
+            except meshplan.ApplyError as error:
+                return str(error), 0.0
+            optimizer.step()
+            optimizer.zero_grad()
+    full, state = meshplan.full_state_dict(model), alone.state_dict()
+    return "", max([0.0, *((full[n] - state[n]).abs().max().item() for n in full)])
+
+
+def test_a_penalty_on_sharded_parameters_is_told_what_to_add(pool):
+    for said, _ in pool(2).run(penalised, "full_shard", False):
+        assert "penalty.full_tensor()" in said
+    for plan, is_whole in (("full_shard", True), ("ddp", False)):
+        for said, apart in pool(2).run(penalised, plan, is_whole):
+            assert said == ""
+            assert apart < 1e-6

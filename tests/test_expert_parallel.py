@@ -240,7 +240,7 @@ def test_a_forward_that_fails_on_part_of_the_experts_is_refused_before_the_model
 
 
 def told_and_counted(name: str, plan: dict[str, Any]) -> tuple[Forecast, Counter[Route]]:
-    """The forecast of this rank, and what its third step really sent."""
+    """The forecast of this rank, and what its third step really sent, but for comparisons."""
     model = meshplan.parallelize(moe.build(name), plan)
     decided, sgd = model.meshplan.plan, models.optimizer(model)
     batch = meshplan.local_batch(model, models.batch("mixtral", 0))

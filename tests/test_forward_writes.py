@@ -143,6 +143,21 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Averaged(Net):
+    """Averages all of its weights in the root's forward, and nothing of its own reads that."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+        for name, parameter in self.layers.named_parameters():
+            self.register_buffer(name.replace(".", "_"), parameter.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for name, parameter in self.layers.named_parameters():
+                getattr(self, name.replace(".", "_")).lerp_(parameter, 0.1)
+        return super().forward(x)
+
+
 BLOCKS = {
     cls.__name__: cls
     for cls in (Block, Renormed, Clamped, Normalised, Followed, Counted, Drifting, Centred,
@@ -152,7 +167,7 @@ BLOCKS = {
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return Net(BLOCKS[name])
+    return Averaged() if name == "Averaged" else Net(BLOCKS[name])
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -248,6 +263,14 @@ def test_a_parameter_that_follows_the_samples_is_refused(pool, plan):
         assert refused.startswith(
             "the forward writes layers.0.up.weight and 3 more, and ranks that see other samples"
         )
+
+
+def test_an_average_of_all_weights_is_written_in_every_stage(pool):
+    # Each has the weights that it writes from, though none of its modules reads them.
+    ranks, words = PLANS["pp"]
+    for refused, apart, _ in pool(ranks).run(train, "Averaged", words):
+        assert refused == ""
+        assert apart < 1e-6
 
 
 @pytest.mark.parametrize("plan", ["ddp", "ddp, accumulated", "full_shard", "pp"])

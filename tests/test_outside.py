@@ -15,6 +15,7 @@ from torch import nn
 
 import meshplan
 from meshplan.runtime.mesh import local_of
+from meshplan.runtime.outside import OutsideUse
 
 WIDTH = 8
 
@@ -235,6 +236,26 @@ def test_a_model_may_return_a_parameter(pool):
     """A hook on what it returns would be one on the parameter, which is refused."""
     losses = pool(2).run(returned)
     assert losses[0] == losses[1]
+
+
+class Fails(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("not today")
+
+
+def looks_after_a_failure() -> tuple[int, ...]:
+    """The shape of what a parameter's square is, once the first forward has failed."""
+    model = meshplan.parallelize(Fails(), {"version": 1, **SHARD})
+    with pytest.raises(ValueError, match="not today"):
+        model(batch()[0])
+    weight = model.layers[0].linear.weight
+    with pytest.raises(meshplan.ApplyError), OutsideUse(model, model.meshplan.plan):
+        weight.square()
+    return tuple(weight.square().shape)
+
+
+def test_nothing_is_watched_when_a_forward_has_failed(pool):
+    assert pool(2).run(looks_after_a_failure) == [(WIDTH, WIDTH)] * 2
 
 
 TP_RULES = [{"match": "layers.*.linear", "place": {"tp": "colwise_gather_output"}}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -234,16 +235,27 @@ def test_projections_that_read_one_tensor_share_the_gradient_all_reduce(pool):
 
 
 def living(plan: dict[str, Any]) -> list[int]:
-    """How many tensors live after each of the steps from the second on."""
+    """How many tensors live after each of the steps from the second on.
+
+    gloo's threads may let go of a tensor late, the later the busier the machine.
+    """
     model = meshplan.parallelize(models.build("own_llama"), plan)
     sgd = models.optimizer(model)
     batch = meshplan.local_batch(model, models.batch("own_llama", 0))
     counts = []
     for _ in range(4):
         meshplan.train_step(model, sgd, *batch, models.loss)
-        gc.collect()
-        counts.append(sum(isinstance(found, torch.Tensor) for found in gc.get_objects()))
+        counts.append(_num_tensors())
+        give_up = time.monotonic() + 10
+        while counts[-1] > counts[min(1, len(counts) - 1)] and time.monotonic() < give_up:
+            time.sleep(0.05)
+            counts[-1] = _num_tensors()
     return counts[1:]
+
+
+def _num_tensors() -> int:
+    gc.collect()
+    return sum(isinstance(found, torch.Tensor) for found in gc.get_objects())
 
 
 def test_a_step_leaves_no_tensor_behind(pool):
@@ -256,6 +268,25 @@ def ties(plan: dict[str, Any]) -> tuple[bool, bool]:
     model = meshplan.parallelize(models.build("hf_llama_tied"), plan)
     embed, head = model.model.embed_tokens, model.lm_head
     return embed.weight is head.weight, isinstance(embed.weight, DTensor)
+
+
+def laid_otherwise() -> list[str]:
+    """Parameters whose gradients do not lie as they do."""
+    plan = TP4 | {"mesh": {"tp": 2}, "sequence_parallel": True, "rules": [*PLAIN, NORMS]}
+    model = meshplan.parallelize(models.build("own_llama"), plan)
+    inputs, targets = meshplan.local_batch(model, models.batch("own_llama", 0))
+    models.loss(models.call(model, inputs), targets).backward()
+    params = model.named_parameters()
+    return [n for n, p in params if p.grad is not None and _placed(p.grad) != _placed(p)]
+
+
+def _placed(tensor: torch.Tensor) -> Any:
+    return tensor.placements if isinstance(tensor, DTensor) else None
+
+
+def test_gradients_lie_as_their_parameters_do(pool):
+    # An optimizer's state is laid out as the first gradient: whole, it would take twice the memory.
+    assert pool(2).run(laid_otherwise) == [[], []]
 
 
 def test_tied_weights_stay_one_tensor(pool):

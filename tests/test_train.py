@@ -170,10 +170,27 @@ def reductions(plan: dict[str, Any]) -> dict[str, int]:
         ({"strategy": "zero2"}, "_reduce_scatter_base_", 10),
         # Across replicas of shards only the last time; three more are the loss, the notes on which
         # gradients there are, and the first comparison of the replicas; then those of their copies
-        # (once to compare, once to tell), of the loss and of the forward of halves.
-        ({"strategy": "hybrid_shard", "mesh": [2, 2]}, "allreduce_", 5 + 3 + 4),
+        # (once to compare, once to tell), of the loss and of forwards beside other samples.
+        ({"strategy": "hybrid_shard", "mesh": [2, 2]}, "allreduce_", 5 + 3 + 8),
     ],
 )
 def test_what_waits_for_the_last_microbatch(pool, plan, kind, times):
     counts = pool(4).run(reductions, {"version": 1, "batch": {"accumulate": 2}, **plan})[0]
     assert counts[kind] == times
+
+
+def before_and_after() -> list[list[bool]]:
+    """By step, whether the loop was tested before and after."""
+    plan = {"version": 1, "mesh": {"tp": 2}, "rules": PLAIN}
+    model = meshplan.parallelize(models.build("own_llama"), plan)
+    batch, sgd = meshplan.local_batch(model, models.batch("own_llama", 0)), models.optimizer(model)
+    found = []
+    for _ in range(2):
+        before = model.meshplan.is_tested
+        meshplan.train_step(model, sgd, *batch, models.loss)
+        found.append([before, model.meshplan.is_tested])
+    return found
+
+
+def test_a_loop_is_before_and_after_its_first_step_alone(pool):
+    assert pool(2).run(before_and_after) == [[[False, True], [True, True]]] * 2

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -110,6 +111,35 @@ def test_stages_must_be_told(pool):
     _, words = PLANS["pp"]
     for refused, _ in pool(2).run(train, words, "unfreeze", is_told=False):
         assert "parameters of stage 0 or of one before it were frozen or unfrozen" in refused
+
+
+def differently(plan: str, names: list[str]) -> str:
+    """What is said where each rank unfreezes one layer, or none."""
+    _, words = PLANS[plan]
+    frozen = Plain()
+    switch(frozen, "freeze")
+    model = meshplan.parallelize(frozen, {"version": 1, **words})
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = meshplan.local_batch(model, batch())
+    try:
+        for step in range(4):
+            for name, parameter in model.named_parameters():
+                if step == 2 and name.endswith(names[dist.get_rank()]):
+                    parameter.requires_grad_()
+            meshplan.train_step(model, sgd, x, y, F.mse_loss)
+    except meshplan.ApplyError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("plan", ["ddp", "full_shard"])
+@pytest.mark.parametrize("names", [["0.linear.weight", "0.linear.bias"], ["0.linear.bias", "-"]])
+def test_ranks_that_train_other_parameters_are_told(pool, plan, names):
+    ranks = pool(2)
+    told = ranks.run(differently, plan, names, timeout=60)
+    assert any("frozen" in text or "unfreeze" in text for text in told), told
+    assert all(told), told
+    ranks.close()
 
 
 def mixed() -> set[str]:

@@ -25,7 +25,7 @@ from meshplan.runtime.checks.detours import refuse_calls_of_parts
 from meshplan.runtime.checks.forward_writes import watch_forward_writes
 from meshplan.runtime.checks.trainability import follow_trainability
 from meshplan.runtime.chunked import apply_chunked_loss
-from meshplan.runtime.compiled import apply_compile
+from meshplan.runtime.compiled import apply_compile, compiles
 from meshplan.runtime.context.apply import ContextParallelism
 from meshplan.runtime.data import apply_data_parallel, keep_evaluation_apart
 from meshplan.runtime.expert import apply_expert_parallel
@@ -102,8 +102,10 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -
     cast_parameters(model, plan)
     _apply_code(model, plan)
     if plan.assignment.stages is None:
+        is_compiled = compiles(model, plan)
         wrapped = _wrap(model, plan, mesh, values)
-        watch_first_forward(wrapped, plan)
+        if not is_compiled:  # A mode that is active would be compiled into the blocks.
+            watch_first_forward(wrapped, plan)
         refuse_second_derivatives(wrapped, plan)
     else:
         wrapped = apply_pipeline(model, plan, mesh, values, _wrap)
@@ -114,7 +116,7 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -
 
 def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.Module:
     """Everything but the pipeline, in place; returns the module to call."""
-    routable = routable_units(model, plan)
+    routable, is_compiled = routable_units(model, plan), compiles(model, plan)
     apply_tensor_parallel(model, plan, mesh)
     apply_expert_parallel(model, plan, mesh)
     apply_sync_batchnorm(model, plan, mesh)
@@ -140,7 +142,8 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.
     renew = agree_on_gradients(wrapped, plan, mesh)
     if not is_pretending():
         follow_trainability(wrapped, plan, renew)
-        refuse_calls_of_parts(model, wrapped, plan)
+        if not is_compiled:
+            refuse_calls_of_parts(model, wrapped, plan)
     keep_evaluation_apart(model, plan)
     take_mixed_one_by_one()
     if not is_pretending():  # These compare numbers.

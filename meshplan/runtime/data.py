@@ -134,14 +134,18 @@ def params_on_host(model: nn.Module, plan: Plan) -> Iterator[nn.Parameter]:
 
 
 def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
-    """FSDP2's policy for a unit's dtypes; roles left open stay the model's own."""
+    """FSDP2's policy for a unit's dtypes; roles left open stay the model's own.
+
+    Gradients are reduced in the dtype that computes unless the plan says another. torch 2.15 would
+    take the stored dtype where nobody says.
+    """
 
     def dtype(word: str | None) -> torch.dtype | None:
         return getattr(torch, word) if word else None
 
     return MixedPrecisionPolicy(
         param_dtype=dtype(precision.param),
-        reduce_dtype=dtype(precision.reduce),
+        reduce_dtype=dtype(precision.reduce or precision.param),
         output_dtype=dtype(precision.output),
     )
 

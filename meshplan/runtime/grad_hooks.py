@@ -23,7 +23,7 @@ from meshplan.plan import Plan
 from meshplan.runtime.applied import applied, own_module
 from meshplan.runtime.mesh import without_partial
 from meshplan.runtime.shard import LAYS_GRADIENTS
-from meshplan.runtime.steps import before_steps
+from meshplan.runtime.steps import before_steps, is_due
 
 GradHook = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -112,11 +112,13 @@ def watch_torch_hooks(model: nn.Module, plan: Plan) -> None:
             end()
             return
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        mine = {name for name, found in hooks.params.items() if id(found[0]) in held}
-        if not mine:
+        if not any(id(found[0]) in held for found in hooks.params.values()):
             return
         hooks.steps += 1
-        if hooks.steps & (hooks.steps - 1) == 0:
+        if not hooks.by_name and not is_due(hooks.steps):
+            return
+        mine = {name for name, found in hooks.params.items() if id(found[0]) in held}
+        if is_due(hooks.steps):
             for name in mine:
                 _take_over(name, hooks)
         call_grad_hooks(own)

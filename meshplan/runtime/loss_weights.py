@@ -50,11 +50,13 @@ class History:
         returns_count: Whether `loss_fn` returns (sum, count); None before the first step.
         divisor: What such a sum is divided by before its backward, so that gradients keep the
             size that half precision can hold; 0 until the first such step has ended.
+        asks_values: Whether forwards ask tensors for numbers that depend on the batch.
     """
 
     steps: int = 0
     returns_count: bool | None = None
     divisor: float = 0.0
+    asks_values: bool = False
 
 
 def num_parts(plan: Plan) -> int:

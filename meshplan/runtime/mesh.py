@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from meshplan.layout import Layout
 from meshplan.mesh import Mesh
+from meshplan.runtime.private_ops import replicated
 
 JOIN_TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for each other in a group that meshplan makes: far above any step, far
@@ -127,7 +128,9 @@ def _split(made: DeviceMesh, mesh: Mesh) -> DeviceMesh:
     """
     for loan in mesh.loans:
         sizes = mesh.size(loan.rest), loan.size
-        made = made._unflatten(loan.within, sizes, (loan.rest, loan.name))
+        names = made.mesh_dim_names or ()
+        # By its place: torch 2.11 looks whether a name is *not* there.
+        made = made._unflatten(names.index(loan.within), sizes, (loan.rest, loan.name))
     return made
 
 
@@ -283,6 +286,5 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     for i in order:
         if not isinstance(placements[i], Replicate):
             placements[i] = Replicate()
-            tensor = tensor.redistribute(placements=placements)
-    assert isinstance(tensor, DTensor)
+            tensor = replicated(tensor, i)
     return tensor.to_local()

@@ -139,8 +139,8 @@ def guard_loss(model: nn.Module, plan: Plan) -> AbstractContextManager[object]:
 def watch_first_forward(model: nn.Module, plan: Plan) -> None:
     """Refuse the first forward that uses a parameter in parts, before anything is updated."""
     has_units = plan.assignment.wrapper == "units"
-    if not (has_units or plan.mesh.size("tp") > 1) or plan.spec.compile:
-        return  # A mode that is active would be compiled into the blocks.
+    if not (has_units or plan.mesh.size("tp") > 1):
+        return
     watch = OutsideUse(model, plan)
     begun: list[bool] = []  # Hooks cannot be removed while they run.
 

@@ -25,7 +25,7 @@ from meshplan.reader import load_spec
 from meshplan.runtime.allocator import allocator_problems, set_allocator
 from meshplan.runtime.applied import apply_plan, exchange, function_of, raise_told
 from meshplan.runtime.checks.batches import watch_batches
-from meshplan.runtime.checks.detours import refuse_copies_and_casts
+from meshplan.runtime.checks.detours import explain_mixed_losses, refuse_copies_and_casts
 from meshplan.runtime.checks.drift import watch_drift
 from meshplan.runtime.checks.optimizers import watch_optimizers
 from meshplan.runtime.chunked import chunked_loss_problems
@@ -103,6 +103,7 @@ def _parallelize(
         refuse_whole_tensors(wrapped)
         watch_torch_hooks(wrapped, decided)
         refuse_copies_and_casts(wrapped)
+        explain_mixed_losses()
         remember(wrapped, decided, mesh)
         watch_batches(wrapped, decided, mesh)
         watch_drift(wrapped)

@@ -36,7 +36,7 @@ def give_own_stream(model: nn.Module, plan: Plan) -> None:
         nonlocal count
         if module.training:
             before.append(random_states())
-            torch.manual_seed(_seed(base, place, count))
+            _seed_generators(_seed(base, place, count))
             count += 1
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -60,6 +60,18 @@ def _seed(*numbers: int) -> int:
     """Streams of neighbouring numbers have nothing in common."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed the host's generator and this device's: what `random_states` keeps.
+
+    `torch.manual_seed` asks every kind of device there is, and formats the stack for each that
+    has not been used yet, at every call.
+    """
+    torch.default_generator.manual_seed(seed)
+    kind = device_type()
+    if kind != "cpu":
+        torch.get_device_module(kind).manual_seed(seed)
 
 
 def random_states() -> tuple[torch.Tensor, ...]:

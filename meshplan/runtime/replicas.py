@@ -23,7 +23,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.mesh import device, local_of, shard_axes, submesh
-from meshplan.runtime.steps import before_steps
+from meshplan.runtime.steps import before_steps, is_due
 
 _TOLERANCE: Final = 1e-3
 """Relative difference that rounding does not make: averages are equal to the last bit on all
@@ -83,12 +83,12 @@ def _before_step(watch: _Watch, optimizer: torch.optim.Optimizer) -> None:
     has_run, watch.has_run = watch.has_run, watch.has_run and not own
     if own and has_run and all(p.grad is None for p in own):
         raise ApplyError(_without_gradients())
-    found = {n: p for n, p in model.named_parameters() if id(p) in held and p.requires_grad}
-    if not found:
+    if not any(p.requires_grad for p in own):
         return
     watch.steps += 1
-    if watch.steps & (watch.steps - 1):
-        return  # Steps 1, 2, 4, 8, ...: a loop may change its ways.
+    if not is_due(watch.steps):
+        return  # A loop may change its ways, so once is not enough.
+    found = {n: p for n, p in model.named_parameters() if id(p) in held and p.requires_grad}
     alike: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
     for name, parameter in found.items():
         alike.setdefault(_replica_axes(name, parameter, watch.plan), {})[name] = parameter

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distrib
 from meshplan.assign import Placed, StyleUse
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
+from meshplan.runtime.compiled import compiles
 from meshplan.runtime.crossings import cross
 from meshplan.runtime.local_compute import (
     compute_locally,
@@ -30,6 +31,7 @@ from meshplan.runtime.loss import leave_logits
 from meshplan.runtime.mesh import activation_placement, placement, submesh
 from meshplan.runtime.multihead import attend_by_heads
 from meshplan.runtime.pretend import is_pretending
+from meshplan.runtime.private_ops import as_dtensor
 from meshplan.styles import GATHERED, LOGITS
 
 
@@ -69,7 +71,7 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
         elif use.style.cut_dim == "vocab" and looks_up_own_rows(module, tp):
             look_up_own_rows(module, tp)
         _flow(module, use, tp, outside)
-    if not plan.spec.compile:
+    if not compiles(model, plan):
         for fqn in {fqn.rpartition(".")[0] for fqn in plan.assignment.styles}:
             model.get_submodule(fqn).register_forward_hook(forget_entered, always_call=True)
     set_local_attributes(model, plan)
@@ -217,10 +219,11 @@ def _as_dtensor(
     Args:
         leaves_addends: Whether who gave it adds up the ranks' gradients.
     """
-    gradient = [Partial()] if leaves_addends else None
 
     def as_it_is() -> DTensor:
-        return DTensor.from_local(x, tp, [arrives], run_check=False, grad_placements=gradient)
+        if leaves_addends:
+            return as_dtensor(x, tp, arrives, Partial())
+        return DTensor.from_local(x, tp, [arrives], run_check=False)
 
     if isinstance(x, DTensor):
         return x.redistribute(placements=[wanted])

@@ -103,8 +103,7 @@ def train_step(
     count = state.plan.accumulate
     parts = zip(chunked(inputs, count), chunked(weights.marked(targets), count), strict=True)
     total: torch.Tensor | float = 0.0
-    step = state.history.steps + 1
-    check = StepCheck(model, state.plan, loss_fn, step=step, batch=(inputs, targets))
+    check = StepCheck(model, state.plan, loss_fn, state.history, (inputs, targets))
 
     def take(output: Any, marked: tuple[Any, torch.Tensor | None]) -> torch.Tensor:
         begin("loss")

@@ -9,7 +9,10 @@ knows nothing of waiting. Before the clock starts, every parameter's local shape
 after it stops the two losses are.
 
 Rows "wrapping" run the same plain loop on both; rows "train_step" run `meshplan.train_step`
-against a loop by hand that also returns the global mean loss.
+against a loop by hand that also returns the global mean loss. Rows "checks" run `train_step` on two
+models that `parallelize` made, one of them without any of the checks of `runtime.checks` and their
+like: their CPU time per step is told of all steps together too, those at which more is looked at
+(16, 32, 64, ...) among them.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ import argparse
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Final, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,6 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 import meshplan
 from meshplan.mesh import DATA_AXES, Mesh
 from meshplan.recipes import recipe_path
+from meshplan.runtime import applied, guard, parallelize, train
+from meshplan.runtime.checks.steps import StepCheck
 from meshplan.runtime.demo_model import ByteLlama, next_byte_loss
 from meshplan.runtime.mesh import local_of
 from tests.pool import Pool
@@ -82,6 +89,33 @@ def by_hand_tp(model: nn.Module, sizes: dict[str, int]) -> nn.Module:
     return model
 
 
+UNCHECKED: Final = {
+    applied: (
+        "watch_forward_writes", "refuse_calls_of_parts", "watch_first_forward", "watch_first_step",
+        "watch_replicas", "prove_first_forward", "refuse_second_derivatives",
+    ),
+    parallelize: (
+        "watch_torch_hooks", "watch_batches", "watch_drift", "watch_optimizers", "note_forwards",
+    ),
+    train: ("check_peers",),
+    guard: ("publish_ends",),
+}  # fmt: skip
+"""What looks at numbers, by the module that calls it. Taking part in another rank's failure and
+averaging what no unit reduces is no check: a loop without that is another loop."""
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Without the checks: for what is made inside, and while it steps."""
+    with ExitStack() as stack:
+        for module, names in UNCHECKED.items():
+            for name in names:
+                stack.enter_context(mock.patch.object(module, name))
+        stack.enter_context(mock.patch.object(StepCheck, "see"))
+        stack.enter_context(mock.patch.object(StepCheck, "settle"))
+        yield
+
+
 LAYOUTS: Final = {
     "full_shard": Layout("full_shard", {"dp_shard": 2}, by_hand_full_shard),
     "hybrid_shard": Layout("hybrid_2x4", {"dp_replicate": 2, "dp_shard": 2}, by_hand_full_shard),
@@ -125,19 +159,29 @@ def measure(name: str, steps: int) -> dict[str, list[tuple[float, float]]]:
             dist.all_reduce(loss, group=planned.meshplan.mesh["dp_shard"].get_group())
         float(loss)
 
+    with unchecked():
+        bare = meshplan.parallelize(build(), plan_of(layout))
+    optimizers[bare] = torch.optim.AdamW(bare.parameters())
+
+    def step_bare() -> None:
+        meshplan.train_step(bare, optimizers[bare], inputs, targets, next_byte_loss)
+
     out: dict[str, list[tuple[float, float]]] = {}
     contests = (
-        ("wrapping", lambda: plain(planned), lambda: plain(hand)),
-        ("train_step", train_step, reported),
+        ("wrapping", lambda: plain(planned), lambda: plain(hand), nullcontext),
+        ("train_step", train_step, reported, nullcontext),
+        ("checks", train_step, step_bare, unchecked),
     )
-    for what, ours, theirs in contests:
+    for what, ours, theirs, around in contests:
+        if what == "checks":  # The planned model goes on by itself.
+            compare_losses(planned, hand, inputs, targets)
         for number in range(WARM_UP + steps):
-            pair = [("ours", ours), ("theirs", theirs)]
-            for who, step in pair if number % 2 else reversed(pair):
-                seconds = timed(step)
+            pair = [("ours", ours, nullcontext), ("theirs", theirs, around)]
+            for who, step, context in pair if number % 2 else reversed(pair):
+                with context():
+                    seconds = timed(step)
                 if number >= WARM_UP:
                     out.setdefault(f"{what} {who}", []).append(seconds)
-    compare_losses(planned, hand, inputs, targets)
     return out
 
 
@@ -208,16 +252,18 @@ def main(arguments: Any = None) -> int:
         timeout = 60 + 4.0 * asked.steps
         rank_0 = pool.run(measure, name, asked.steps, timeout=timeout)[0]
         pool.close()
-        for what in ("wrapping", "train_step"):
+        for what in ("wrapping", "train_step", "checks"):
             ours, theirs = rank_0[f"{what} ours"], rank_0[f"{what} theirs"]
             wall, cpu = (
                 interval([a[i] / b[i] for a, b in zip(ours, theirs, strict=True)]) for i in (0, 1)
             )
             slower += what == "wrapping" and min(wall[1], cpu[1]) > TARGET
+            in_all = sum(s[1] for s in ours) / sum(s[1] for s in theirs)
+            whole = f"   all steps {in_all:.3f}" if what == "checks" else ""
             times = [1e3 * statistics.median(s[0] for s in side) for side in (theirs, ours)]
             print(f"{name:14} {world:5} {what:11} {times[0]:6.1f} ms {times[1]:6.1f} ms"
                   f"  {wall[0]:.3f} ({wall[1]:.3f}..{wall[2]:.3f})"
-                  f"   {cpu[0]:.3f} ({cpu[1]:.3f}..{cpu[2]:.3f})", flush=True)  # fmt: skip
+                  f"   {cpu[0]:.3f} ({cpu[1]:.3f}..{cpu[2]:.3f}){whole}", flush=True)  # fmt: skip
     verdict = f"{slower} are slower" if slower else "none is slower"
     print(f"target: at most {TARGET:.2f}; {verdict} beyond doubt")
     return 1 if slower else 0

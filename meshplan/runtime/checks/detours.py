@@ -1,16 +1,19 @@
 """Ways round the wrapper: each is refused with the call that does what was meant.
 
 A submodule called by itself finds parameters in parts, or leaves DistributedDataParallel's
-gradients unaveraged; copies share hooks with the original; a cast changes what the plan says.
+gradients unaveraged; copies share hooks with the original; a cast changes what the plan says; a
+penalty on parameters in parts makes a loss of which torch cannot take the gradient.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.graph import is_inside
@@ -28,7 +31,7 @@ def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> N
         wrapped: What is to be called: the module itself, or DistributedDataParallel around it.
     """
     wrapper = plan.assignment.wrapper
-    if wrapper == "none" or plan.spec.compile or plan.mesh.size(*GRADIENT_AXES) == 1:
+    if wrapper == "none" or plan.mesh.size(*GRADIENT_AXES) == 1:
         return
     depth = 0
 
@@ -99,6 +102,34 @@ def refuse_copies_and_casts(wrapped: nn.Module) -> None:
     own = vars(wrapped)
     own["_apply"] = checked
     own["__deepcopy__"] = own["__copy__"] = own["__reduce_ex__"] = refuse
+
+
+@functools.cache
+def explain_mixed_losses() -> None:
+    """Let the backward of a loss that is a DTensor say what to do where torch cannot take it.
+
+    A plain loss plus a norm of sharded parameters is a DTensor, and so is the gradient that comes
+    back to the plain part, whose operators do not take one. Torch's error names one of them.
+    """
+
+    def backward(loss: DTensor, *args: Any, **kwargs: Any) -> None:
+        try:
+            torch.Tensor.backward(loss, *args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise ApplyError(_mixed()) from error
+
+    setattr(DTensor, "backward", backward)  # noqa: B010  (mypy takes a method for final)
+
+
+def _mixed() -> Problem:
+    return Problem(
+        "the loss is a DTensor: a number computed from parameters that lie in parts was added to "
+        "one that every rank has whole, and torch cannot take the gradient of both",
+        fix="take the whole number of what is computed from parameters first: "
+        "penalty.full_tensor(), or sum(p.full_tensor() ...) over several of them",
+    )
 
 
 def _unaveraged(fqn: str) -> Problem:

@@ -48,11 +48,12 @@ from meshplan.runtime.checks.places import (
     sample_of,
 )  # fmt: skip
 from meshplan.runtime.checks.reach import Reach
+from meshplan.runtime.compiled import compiles
 from meshplan.runtime.materialize import checksum
 from meshplan.runtime.mesh import local_of, submesh
 from meshplan.runtime.private import running_node, set_version, store_gathered
 from meshplan.runtime.remembered import plain_attributes, tensor_attributes
-from meshplan.runtime.steps import before_steps
+from meshplan.runtime.steps import before_steps, is_due
 
 
 class ForwardWrites:
@@ -70,8 +71,8 @@ class ForwardWrites:
         self._written: dict[str, Left | None] = {}
         self._statistics = {n for n, p in self._places.items() if goes_on(p, plan)}
         """Names of what may differ between ranks or microbatches."""
-        self._shared: list[Place] = []
-        """Buffers that begin each forward as they are on the first data rank."""
+        self._shared: dict[str, Place] = {}
+        """By name: buffers that begin each forward as they are on the first data rank."""
         self._starts: dict[str, torch.Tensor] = {}
         """Contents at the beginning of the step, of what can be swapped."""
         self._ends: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -82,6 +83,7 @@ class ForwardWrites:
         """Written parameters by microbatch, with their versions at the end of its forward."""
         self._attributes: dict[tuple[nn.Module, str], Any] = {}
         self._leaves_attributes = False
+        self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, bool]()
         self._originals = Originals()
         self._reach = Reach()
         self._reached: set[str] = set()
@@ -113,8 +115,9 @@ class ForwardWrites:
                 if unit is None:
                     self._begin()
                 self._prepare(scope)
-                is_due = self._is_due()
-                marks[:] = [(p, mark_of(p.tensor, is_due)) for p in scope if p.is_there]
+                has_contents = self._is_due()
+                there = [place for place in scope if place.is_there]
+                marks[:] = [(place, mark_of(place.tensor, has_contents)) for place in there]
 
         def leave(_module: nn.Module, _args: Any, output: Any) -> None:
             if running_node() is None:
@@ -133,8 +136,7 @@ class ForwardWrites:
 
     def _is_due(self) -> bool:
         """Return whether contents are looked at: in training, in steps 1, 2, 4, 8, ..."""
-        coming = self._steps + 1
-        return torch.is_grad_enabled() and coming & (coming - 1) == 0
+        return torch.is_grad_enabled() and is_due(self._steps + 1)
 
     def _repeats(self) -> bool:
         """Return whether the forward is one of several in its step, and trained on."""
@@ -149,8 +151,8 @@ class ForwardWrites:
     def _begin(self) -> None:
         if self._shared:
             group = self._group()
-            for place in self._shared:
-                dist.broadcast(place.tensor, dist.get_global_rank(group, 0), group)
+            for place in self._shared.values():
+                dist.broadcast(place.tensor, group=group, group_src=0)
         if self._is_due() and self._plan.num_parts > 1:
             self._kept = tensor_attributes(self._own_model())
             self._plain = plain_attributes(self._own_model())
@@ -158,8 +160,8 @@ class ForwardWrites:
             self._reach.begin((*buffers, *self._kept.items()))
         if not self._repeats():
             return
-        if self.microbatch == 0:
-            self._versions = {}
+        if not self.microbatch:
+            self._versions.clear()
         if self._is_first:  # Nobody knows yet what will be written.
             self._attributes = plain_attributes(self._own_model())
             self._originals.begin(
@@ -179,8 +181,7 @@ class ForwardWrites:
         if not self._repeats():
             return
         for place in scope:
-            is_known = place.name in self._written and place.name not in self._statistics
-            if not is_known or not place.is_there:
+            if place.name not in self._written.keys() - self._statistics or not place.is_there:
                 continue
             now = place.tensor
             if self.microbatch == 0:
@@ -301,18 +302,23 @@ class ForwardWrites:
     def _group(self) -> dist.ProcessGroup:
         return submesh(self._mesh, GRADIENT_AXES, flat=True).get_group()
 
+    def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer holds parameters of the model; asked again when due."""
+        if optimizer not in self._optimizers or is_due(self._steps + 1):
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._optimizers[optimizer] = any(id(p) in held for p in self._own_model().parameters())
+        return self._optimizers[optimizer]
+
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Compare what the ranks wrote; every rank of the data axes comes to the same answer.
 
         Raises:
             ApplyError: Ranks wrote different numbers into one parameter.
         """
-        own = {id(p) for p in self._own_model().parameters()}
-        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        if not self._trains(optimizer):
             return
-        is_due = self._steps + 1 & self._steps == 0
         self._steps += 1
-        if not is_due or self._plan.mesh.size(*GRADIENT_AXES) == 1:
+        if not is_due(self._steps) or self._plan.mesh.size(*GRADIENT_AXES) == 1:
             return
         notes = {n: self._note(n) for n in self._written if self._places[n].is_there}
         every: list[Any] = [None] * self._plan.mesh.size(*GRADIENT_AXES)
@@ -326,7 +332,7 @@ class ForwardWrites:
             self._refuse_statistic(name, "ranks")
         found = [self._places[name] for name in differ if name in self._places]
         if self._plan.assignment.wrapper == "units":
-            self._shared = list(dict.fromkeys((*self._shared, *found)))
+            self._shared |= {place.name: place for place in found}
         told = [place.name for place in found if place.name not in self._statistics]
         self._statistics.update(told)
         if dist.get_rank() == 0:
@@ -355,10 +361,9 @@ def watch_forward_writes(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None
     """Keep, share or refuse what the forward of a model writes.
 
     Args:
-        model: The user's module or a stage, before data parallelism is applied to it, so that
-            hooks lie inside of those that gather and free parameters.
+        model: The user's module or a stage, not yet wrapped: hooks lie inside those that gather.
     """
-    if not plan.spec.compile:  # Hooks that look at numbers would be compiled into the blocks.
+    if not compiles(model, plan):
         ForwardWrites(model, plan, mesh)
 
 

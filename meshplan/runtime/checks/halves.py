@@ -9,18 +9,18 @@ them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from meshplan.errors import Problem
 from meshplan.plan import Plan
 from meshplan.runtime.loss import take_loss
 from meshplan.runtime.loss_weights import IGNORED, PAIR, token_targets, tokens_by_sample
+from meshplan.runtime.mesh import local_of
 from meshplan.runtime.nest import fill, opaque_in, shape_of, tensors_in
 from meshplan.runtime.pending import Pending
 from meshplan.runtime.randomness import random_states, restore_random
@@ -77,7 +77,12 @@ class Three:
 
 
 def cut(
-    item: Any, samples: int, parts: list[slice], *, is_output: bool, dim: int = 0
+    item: Any,
+    samples: int,
+    parts: Sequence[slice | list[int]],
+    *,
+    is_output: bool,
+    dim: int = 0,
 ) -> list[Any] | None:
     """Parts of something nested.
 
@@ -107,11 +112,11 @@ def cut(
         if is_output and samples in tensor.shape[dim + 1 :]:
             return None
 
-    def part(tensor: torch.Tensor, which: slice) -> torch.Tensor:
+    def part(tensor: torch.Tensor, which: slice | list[int]) -> torch.Tensor:
         tensor = tensor if isinstance(tensor, Pending) else tensor.detach()
         return tensor[(slice(None),) * dim + (which,)] if tensor.ndim else tensor
 
-    def all_of(which: slice) -> Any:
+    def all_of(which: slice | list[int]) -> Any:
         return fill(form, lambda number: part(tensors[number], which))
 
     return [all_of(each) for each in parts]
@@ -150,7 +155,7 @@ def three_of(loss_fn: LossFn, output: Any, targets: Any, given: Any, samples: in
     Of a single sample the halves are those of its tokens.
 
     Args:
-        given: What it returned for all.
+        given: What it returned for all; None where it was not called.
 
     Returns:
         None where that cannot be told: samples do not lie along dim 0, or it is random.
@@ -173,14 +178,44 @@ def three_of(loss_fn: LossFn, output: Any, targets: Any, given: Any, samples: in
     wanted = cut(targets, length, parts, is_output=False, dim=dim)
     if outputs is None or wanted is None:
         return None
+    # Large outputs are asked about in halves only: less than their backward takes.
+    is_known = given is not None and 2 * half == length
+    return three_of_parts(
+        loss_fn,
+        outputs,
+        wanted,
+        is_wide=is_wide,
+        known=value_of(given, targets) if is_known else None,
+    )
+
+
+def three_of_parts(
+    loss_fn: LossFn,
+    outputs: Sequence[Any],
+    targets: Sequence[Any],
+    *,
+    is_wide: bool = True,
+    known: tuple[Value, torch.dtype] | None = None,
+) -> Three | None:
+    """The loss function about a whole and two parts of it.
+
+    Args:
+        is_wide: Whether to ask in double precision first.
+        known: What it says of the whole in the dtype that this has.
+
+    Returns:
+        None where that cannot be told: it raises, or is random.
+    """
+    found = [t for _, t in tensors_in((outputs[0], targets[0])) if not isinstance(t, Pending)]
+    found = [tensor for tensor in found if tensor.is_floating_point()]
     for dtype in (torch.float64, None) if is_wide else (None,):
-        # Large outputs are asked about in halves only: less than their backward takes.
-        is_known = dtype is None and 2 * half == length
-        values = [value_of(given, targets)] if is_known else []
+        values: list[tuple[Value, torch.dtype] | None] = []
+        if dtype is None and known is not None:
+            values.append(known)
         changed: list[bool] = []
         try:
             with undisturbed(changed):
-                for o, t in list(zip(outputs, wanted, strict=True))[len(values) :]:
+                for o, t in list(zip(outputs, targets, strict=True))[len(values) :]:
                     loss = take_loss(loss_fn, _as(o, dtype), _as(t, dtype))
                     values.append(value_of(loss, t))
         except Exception:  # The user's function, about what it was not made for: fewer samples,
@@ -220,13 +255,9 @@ def three_from(
     size = max((abs(v.loss) for v, _ in values if math.isfinite(v.loss)), default=0.0)
     tolerance = _TOLERANCE.get(dtype, _HALF) * size
     if dtype != torch.float64 and terms:
-        largest = max(float(_local(t).detach().abs().max()) for t in terms if t.numel())
+        largest = max(float(local_of(t).detach().abs().max()) for t in terms if t.numel())
         tolerance += 2 * torch.finfo(dtype).eps * largest if math.isfinite(largest) else 0.0
     return Three(whole, first, second, tolerance + 1e-30)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def loss_problem(three: Three, plan: Plan) -> Problem | None:
@@ -329,7 +360,9 @@ def _pair_problem(three: Three, shown: str) -> Problem | None:
     whole, first, second = three.whole, three.first, three.second
     counts = [v.count for v in (whole, first, second) if v.count is not None]
     adds_up = len(counts) == 3 and abs(counts[0] - counts[1] - counts[2]) <= 1e-6 * abs(counts[0])
-    if adds_up and _is(first.loss + second.loss, three):
+    # A mean over no token is not a number, and times none of them it stays that.
+    parts = [value.loss for value in (first, second) if value.count or math.isfinite(value.loss)]
+    if adds_up and _is(sum(parts), three):
         return None
     what = "sum" if adds_up else "count"
     return Problem(

@@ -23,13 +23,10 @@ class Place(NamedTuple):
 
     name: str
     owner: nn.Module
+    table: dict[str, Any]
     leaf: str
     is_buffer: bool
     unit: str | None
-
-    @property
-    def table(self) -> dict[str, Any]:
-        return self.owner._buffers if self.is_buffer else self.owner._parameters
 
     @property
     def is_there(self) -> bool:
@@ -48,10 +45,17 @@ class Place(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A tensor before a forward."""
+    """A tensor before a forward.
+
+    Attributes:
+        data: The same memory, which `weight.data = ...` leaves to it.
+        pointer: Where that begins; 0 of a DTensor.
+        checksum: Of the contents, where these are compared.
+    """
 
     tensor: torch.Tensor
     data: torch.Tensor
+    pointer: int
     version: int
     checksum: int | None
 
@@ -69,8 +73,9 @@ def places_of(model: nn.Module, plan: Plan) -> Iterator[Place]:
     for fqn, placed in plan.assignment.tensors.items():
         path, _, leaf = fqn.rpartition(".")
         owner, is_buffer = model.get_submodule(path), placed.info.is_buffer
-        if placed.info.numel and leaf in (owner._buffers if is_buffer else owner._parameters):
-            yield Place(fqn, owner, leaf, is_buffer, placed.unit if has_units else None)
+        table = owner._buffers if is_buffer else owner._parameters
+        if placed.info.numel and leaf in table:
+            yield Place(fqn, owner, table, leaf, is_buffer, placed.unit if has_units else None)
 
 
 def goes_on(place: Place, plan: Plan) -> bool:
@@ -85,9 +90,13 @@ def goes_on(place: Place, plan: Plan) -> bool:
     return is_norm or getattr(place.owner, "max_norm", None) is not None
 
 
-def mark_of(tensor: torch.Tensor, is_due: bool) -> Mark:
-    found = checksum(local_of(tensor)) if is_due else None
-    return Mark(tensor, tensor.data, _version_of(tensor), found)
+def mark_of(tensor: torch.Tensor, has_contents: bool) -> Mark:
+    found = checksum(local_of(tensor)) if has_contents else None
+    return Mark(tensor, tensor.data, _pointer_of(tensor), _version_of(tensor), found)
+
+
+def _pointer_of(tensor: torch.Tensor) -> int:
+    return 0 if isinstance(tensor, DTensor) else tensor.data_ptr()
 
 
 def _version_of(tensor: torch.Tensor) -> int:
@@ -97,7 +106,7 @@ def _version_of(tensor: torch.Tensor) -> int:
 def is_written(now: torch.Tensor, mark: Mark) -> bool:
     if now is not mark.tensor or _version_of(now) != mark.version:
         return True
-    if not isinstance(now, DTensor) and now.data_ptr() != mark.data.data_ptr():
+    if _pointer_of(now) != mark.pointer:
         return True
     return mark.checksum is not None and checksum(local_of(now)) != mark.checksum
 

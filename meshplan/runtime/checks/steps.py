@@ -9,9 +9,8 @@ import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -22,22 +21,20 @@ from meshplan.runtime import gather
 from meshplan.runtime.applied import own_module
 from meshplan.runtime.aside import aside
 from meshplan.runtime.batch import chunked
+from meshplan.runtime.checks.few import FewSamples
 from meshplan.runtime.checks.forward_writes import writes_in_forward
 from meshplan.runtime.checks.halves import LossFn, lone_problem, loss_problem, three_of
-from meshplan.runtime.checks.independence import (
-    Found,
-    compare_forwards,
-    follows_statistics,
-    halves_of,
-    mixing_problem,
-    name_mixing,
-)
-from meshplan.runtime.loss_weights import num_parts, tokens_by_sample
-from meshplan.runtime.mesh import device
+from meshplan.runtime.checks.independence import Found, compare_forwards
+from meshplan.runtime.checks.mixing import follows_statistics, mixing_problem, name_mixing
+from meshplan.runtime.checks.samples import largest, samples_of
+from meshplan.runtime.loss_weights import History, num_parts, tokens_by_sample
 from meshplan.runtime.peers import num_samples
 from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.pretend import is_pretending
 from meshplan.runtime.steps import is_due
+
+_OFTEN: Final = 16
+"""Until which step forwards that ask for numbers of the batch are compared in every one."""
 
 
 class StepCheck:
@@ -46,16 +43,22 @@ class StepCheck:
     Args:
         model: What `parallelize` returned.
         loss_fn: Of the step.
-        step: Its number, from 1.
+        history: Of the steps before.
         batch: This rank's inputs and targets.
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, loss_fn: LossFn, *, step: int, batch: tuple[Any, Any]
+        self,
+        model: nn.Module,
+        plan: Plan,
+        loss_fn: LossFn,
+        history: History,
+        batch: tuple[Any, Any],
     ) -> None:
         self._model, self._plan, self._loss_fn = model, plan, loss_fn
-        self._step = step
-        self._is_on = is_due(step) and num_parts(plan) > 1 and not is_pretending()
+        self._history, self._step = history, history.steps + 1
+        is_due_now = is_due(self._step) or (history.asks_values and self._step <= _OFTEN)
+        self._is_on = is_due_now and num_parts(plan) > 1 and not is_pretending()
         self._gathered = gather.num_gathered
         self._problem: Problem | None = None
         self._if_uneven: Problem | None = None
@@ -63,8 +66,9 @@ class StepCheck:
         self._has_seen = False
         if self._is_on:
             microbatches = num_parts(plan) // plan.mesh.size(*GRADIENT_AXES)
+            self._batch = batch
             self._samples = num_samples(batch) // microbatches
-            self._first: tuple[Any, Any] = chunked(batch, microbatches)[0]
+            self._few = FewSamples(plan, self._samples)
             counts = tokens_by_sample(batch[1])
             parts = [] if counts is None else chunked(counts, microbatches)
             self._tokens = [float(part.sum()) for part in parts] or [0.0]
@@ -75,7 +79,10 @@ class StepCheck:
         Args:
             given: What the loss function returned.
         """
-        if not self._is_on or self._has_seen:
+        if not self._is_on:
+            return
+        self._few.keep(output, targets)
+        if self._has_seen:
             return
         self._has_seen = True
         if gather.num_gathered != self._gathered:
@@ -99,14 +106,16 @@ class StepCheck:
         """
         if not self._is_on:
             return
-        # A part of a sequence cannot be cut again, and one rank alone would find that out.
-        can_run = not self._plan.spec.compile and self._plan.assignment.context is None
-        halves = halves_of(*self._first, self._samples) if can_run else None
         is_gathered = gather.num_gathered != self._gathered
-        is_wrong, is_untold, cannot_run, would_be_wrong, most, least = _largest(
+        # A part of a sequence cannot be cut again, and one rank alone would find that out. A head
+        # whose loss is taken in chunks has no room for whole logits.
+        decided = self._plan.assignment
+        is_whole = decided.context is None and decided.chunked_loss is None
+        can_run = is_whole and not self._plan.spec.compile
+        is_wrong, is_untold, cannot_run, would_be_wrong, most, least = largest(
             self._problem is not None,
             self._has_seen and not self._is_told,
-            halves is None or is_gathered or self._leaves_traces(),
+            not can_run or is_gathered or self._leaves_traces(),
             self._if_uneven is not None,
             max(self._tokens),
             -min(self._tokens),
@@ -115,21 +124,44 @@ class StepCheck:
             _raise_first(self._problem)
         if would_be_wrong and most != -least:
             _raise_first(self._if_uneven)
-        # Stages run the model's code several times: they are asked only where nothing else tells.
-        is_asked = self._step == 1 and self._plan.assignment.stages is None
-        if cannot_run or not (is_untold or is_asked):
+        with _kept(self._loss_fn):
+            problem = self._few.problem(self._loss_fn, can_ask=not is_gathered)
+        if problem is not None:
+            raise ApplyError(problem)
+        if not cannot_run and (is_untold or self._asks_forward()):
+            self._compare_forwards(is_untold=bool(is_untold))
+
+    def _compare_forwards(self, *, is_untold: bool) -> None:
+        # Losses of three parts or more would not tell how to put together those of two.
+        most = 2 if is_untold else num_parts(self._plan)
+        turn = self._step.bit_length() - 1 if is_due(self._step) else self._step
+        samples = samples_of(self._batch, self._samples, self._plan, most=most, turn=turn)
+        if samples is None:
             return
-        assert halves is not None
+        # Stages record a forward anew for every size.
+        asks_fewer = self._plan.assignment.stages is None
         with _kept(self._loss_fn):
             found = compare_forwards(
-                self._model, self._plan, halves, self._loss_fn if is_untold else None
+                self._model,
+                self._plan,
+                samples,
+                self._loss_fn if is_untold else None,
+                asks_fewer=asks_fewer,
             )
         found = found or Found()
-        mixes, is_wrong = _largest(found.mixes, found.problem is not None)
+        mixes, is_wrong, asks_values = largest(
+            found.mixes, found.problem is not None, found.asks_values
+        )
+        self._history.asks_values |= bool(asks_values)
         if mixes:
-            self._refuse_mixing(found, name_mixing(self._model, halves))
+            self._refuse_mixing(found, name_mixing(self._model, samples))
         elif is_wrong:
             _raise_first(found.problem)
+
+    def _asks_forward(self) -> bool:
+        """Return whether to run forwards, which cost more than losses: 1, 16, 256, 4096, ..."""
+        exponent = self._step.bit_length() - 1
+        return self._history.asks_values or (is_due(self._step) and exponent % 4 == 0)
 
     def _leaves_traces(self) -> bool:
         """Return whether another forward would meet what this one has left behind.
@@ -141,8 +173,10 @@ class StepCheck:
         return any(writes_in_forward(part) or _has_own_hooks(part) for part in parts)
 
     def _refuse_mixing(self, found: Found, named: tuple[str, nn.Module] | None) -> None:
-        if named is not None and follows_statistics(named[1]):
-            if dist.get_rank() == 0 and self._step == 1:
+        is_norm = named is not None and follows_statistics(named[1])
+        # One rank's first such module may be another one's second.
+        if not largest(found.mixes and not is_norm)[0]:
+            if named is not None and dist.get_rank() == 0 and self._step == 1:
                 name, module = named
                 warnings.warn(
                     f"'{name}' ({type(module).__name__}) takes statistics of the samples beside it "
@@ -151,25 +185,24 @@ class StepCheck:
                 )
             return
         if not self._plan.spec.batch.per_rank:
-            _raise_first(mixing_problem(named, self._plan) if found.mixes else None)
+            _raise_first(mixing_problem(named, self._plan) if found.mixes and not is_norm else None)
 
 
 def _has_own_hooks(model: nn.Module) -> bool:
     """Return whether a forward hook stands anywhere that neither meshplan nor torch put there."""
     return any(
-        getattr(hook, "__module__", "").partition(".")[0] not in ("meshplan", "torch", "functools")
+        _owner_of(hook) not in ("meshplan", "torch")
         for module in model.modules()
         for hooks in (module._forward_hooks, module._forward_pre_hooks)
         for hook in hooks.values()
     )
 
 
-def _largest(*values: float) -> list[float]:
-    """The largest of each value over all ranks: 1 where it is so on some rank."""
-    told = torch.tensor(values, dtype=torch.float64, device=device())
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    largest: list[float] = told.tolist()
-    return largest
+def _owner_of(hook: Any) -> str:
+    """The package that a hook was written in."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return (getattr(hook, "__module__", None) or "").partition(".")[0]
 
 
 def _raise_first(own: Problem | None) -> None:

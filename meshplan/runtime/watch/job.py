@@ -88,9 +88,13 @@ class Progress:
 
     @property
     def running(self) -> str:
-        """The verb that runs, with its number; "" outside of all."""
-        verb = self.verb
-        return f"{verb} {self.counts[verb]}" if verb else ""
+        """The verb that runs, with its number, and what it waits to begin; "" outside of all."""
+        if not self.verb:
+            return ""
+        number = f"{self.verb} {self.counts[self.verb]}"
+        at = self.meeting.name if self.meeting is not None else self.verb
+        # A verb of its own, and a forward of either kind, are named already.
+        return number if " " not in at else f"{number}, before {at}"
 
     def facts(self) -> dict[str, Any]:
         """The same for other ranks to read."""

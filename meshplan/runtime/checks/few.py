@@ -1,0 +1,102 @@
+"""Outputs of a few samples of every microbatch and of some data ranks, as one batch.
+
+Halves of a microbatch of one or two samples tell little of a loss: the best half of two samples
+is one of them, and a mean with weights is a mean where the weights are equal. So where microbatches
+are small their outputs are laid together, as one process would have them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from meshplan.errors import Problem
+from meshplan.mesh import DATA_AXES
+from meshplan.plan import Plan
+from meshplan.runtime.checks.halves import LossFn, cut, loss_problem, three_of
+from meshplan.runtime.checks.samples import ENOUGH
+from meshplan.runtime.mesh import device
+from meshplan.runtime.nest import fill, shape_of, tensors_in
+from meshplan.runtime.pending import Pending
+
+_RANKS: Final = 4
+_ELEMENTS: Final = 1 << 16
+"""What a rank keeps at most: it is copied to the host and sent to every rank."""
+
+
+class FewSamples:
+    """Keeps outputs and targets of some samples of this rank, and asks the loss about all ranks'.
+
+    Args:
+        samples: Of a microbatch.
+    """
+
+    def __init__(self, plan: Plan, samples: int) -> None:
+        self._plan, self._samples = plan, samples
+        self._kept: list[list[torch.Tensor]] = []
+        self._form: Any = None
+        # Along cp a rank has a part of each sample, and nothing here puts them together.
+        self._is_on = samples < ENOUGH and plan.assignment.context is None
+
+    def keep(self, output: Any, targets: Any) -> None:
+        """Remember what a microbatch gave, as far as it is little."""
+        room = ENOUGH - self._samples * len(self._kept)
+        if not self._is_on or room <= 0:
+            return
+        tensors = [tensor for _, tensor in tensors_in((output, targets))]
+        is_odd = any(isinstance(tensor, Pending | DTensor) for tensor in tensors)
+        each = sum(tensor.numel() for tensor in tensors)
+        part = [slice(0, min(room, self._samples))]
+        own = None if is_odd else cut(output, self._samples, part, is_output=True)
+        wanted = None if is_odd else cut(targets, self._samples, part, is_output=False)
+        if own is None or wanted is None or each * (len(self._kept) + 1) > _ELEMENTS:
+            self._is_on = False
+            self._kept.clear()
+            return
+        self._form, found = _split((own[0], wanted[0]))
+        self._kept.append(found)
+
+    def problem(self, loss_fn: LossFn, *, can_ask: bool) -> Problem | None:
+        """What the loss of all of them tells; collective over all ranks.
+
+        Args:
+            can_ask: Whether this rank may call the loss function beside the training.
+        """
+        plan = self._plan
+        others = [name for name in plan.mesh.names if name not in (*DATA_AXES, "pp")]
+        rank = dist.get_rank()
+        is_asked = plan.mesh.index(rank, DATA_AXES) < _RANKS and not plan.mesh.index(rank, others)
+        told: list[list[list[torch.Tensor]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(told, self._kept if is_asked else [])
+        every = [tensors for kept in told for tensors in kept]
+        own = self._of(every, loss_fn) if self._kept and can_ask else None
+        problems: list[Problem | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, own)
+        return next((problem for problem in problems if problem is not None), None)
+
+    def _of(self, every: list[list[torch.Tensor]], loss_fn: LossFn) -> Problem | None:
+        shapes = {tuple(tensor.shape[1:] for tensor in tensors) for tensors in every}
+        if len(every) < 2 or len(shapes) > 1:
+            return None
+        joined = [
+            (torch.cat(parts) if parts[0].ndim else parts[0]).to(device())
+            for parts in map(list, zip(*every, strict=True))
+        ]
+        output, targets = fill(self._form, lambda number: joined[number])
+        samples = next(tensor.shape[0] for tensor in joined if tensor.ndim)
+        three = three_of(loss_fn, output, targets, None, samples)
+        return None if three is None else loss_problem(three, self._plan)
+
+
+def _split(item: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The form of something nested, and its tensors on the host."""
+    found: list[torch.Tensor] = []
+
+    def place(tensor: torch.Tensor) -> int:
+        found.append(tensor.detach().clone().cpu())  # Not with all that it is a view of.
+        return len(found) - 1
+
+    return shape_of(item, place), found
