@@ -72,6 +72,7 @@ def test_results_come_back_by_rank(pair):
 
 
 def test_every_job_starts_from_the_same_seed_in_the_same_processes(pair):
+    pair.close()  # Else these may be the jobs after which processes are started anew.
     first, ids = pair.run(draw), pair.run(process_id)
     assert first == pair.run(draw)
     assert ids == pair.run(process_id)
