@@ -13,7 +13,7 @@ from meshplan.blueprint import from_config
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.formulas import ROWS
 from meshplan.graph import ModelGraph
-from meshplan.sizing import Sizing, graph_of, read_limit, read_sizing
+from meshplan.sizing import check_enough, graph_of, read_limit, read_sizing
 from meshplan.solve import (
     STATES_ONLY,
     Answer,
@@ -24,6 +24,7 @@ from meshplan.solve import (
     tabulate,
 )
 from meshplan.spec import Spec
+from meshplan.trust import UntrustedError, check_code
 
 if TYPE_CHECKING:
     from meshplan.memory import MemoryEstimate
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from meshplan.verdict import Verdict
 
 PlanSource = str | os.PathLike[str] | Mapping[str, Any]
+_WITHOUT_MODEL = "rules, heads and shapes were not checked"
 
 
 def estimate_states(
@@ -82,7 +84,7 @@ def estimate_states(
         },
         spec,
     )  # fmt: skip
-    _check_enough(size, ask_max_params, ask_min_gpus)
+    check_enough(size, ask_max_params, ask_min_gpus)
     a, n, limit_bytes = size.num_params, size.num_gpus, size.memory_bytes
     rows: tuple[StatesRow, ...] = ()
     largest: list[Answer] = []
@@ -112,26 +114,6 @@ def estimate_states(
         min_gpus=tuple(fewest),
         notes=tuple(notes),
     )
-
-
-def _check_enough(size: Sizing, ask_max_params: bool, ask_min_gpus: bool) -> None:
-    """Refuse a question that lacks a number, all that is lacking at once."""
-    missing = []
-    if size.num_params is None and (ask_min_gpus or not ask_max_params):
-        missing.append(("how large the model is", "--params 3e9, --config PATH"))
-    if size.num_gpus is None and (ask_max_params or not ask_min_gpus):
-        missing.append(("how many GPUs there are", "--gpus 8"))
-    if size.memory_bytes is None and (ask_max_params or ask_min_gpus):
-        missing.append(("how much memory a GPU has", "--gpu h100-sxm-80gb, --memory 80GiB"))
-    if missing:
-        raise SpecError(
-            [
-                Problem(
-                    f"nothing says {what}", None, f"add {flags}, or -f with a plan that says so"
-                )
-                for what, flags in missing
-            ]
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,11 +150,26 @@ def check_plan(
         plan: A plan file, or the same thing as a mapping.
         overrides: `KEY=VALUE` for the plan.
         model: "pkg.mod:function" that builds the model, or `config`, its Hugging Face config;
-            both go before the plan's own `model`. Without any, rules are not matched.
+            both go before the plan's own `model`. Without any, or where the plan names code that
+            may not run, rules are not matched.
 
     Raises:
         SpecError: The plan or the model cannot be read.
     """
+    from meshplan.plan import problems_without_model
+    from meshplan.reader import load_spec
+
+    try:
+        return _checked(plan, overrides, model, config)
+    except UntrustedError as error:
+        problems = problems_without_model(load_spec(plan, overrides))
+        left_out = f"{error.problems[0]}\nnote: so {_WITHOUT_MODEL}"
+        return CheckResult(problems=tuple(problems), notes=(left_out,))
+
+
+def _checked(
+    plan: PlanSource, overrides: Sequence[str], model: str | None, config: str | Path | None
+) -> CheckResult:
     from meshplan.plan import make_plan, problems_without_model  # half of the start-up
     from meshplan.reader import load_spec
 
@@ -246,7 +243,7 @@ def decide(
         SpecError: The plan or the model cannot be read, or nothing says which model it is.
         PlanError: The plan does not fit the model.
     """
-    checked = check_plan(plan, overrides, model=model, config=config)
+    checked = _checked(plan, overrides, model, config)
     if checked.problems:
         raise PlanError(checked.problems)
     if checked.plan is None:
@@ -291,6 +288,8 @@ def verify_plan(
     if problems:
         # A small model may divide where the whole one does not.
         return refused(problems)
+    for code, origin in spec.applied_code:
+        check_code(code, origin)
     return verify(shrink(spec, source, max_ranks or MAX_RANKS), told)
 
 
@@ -393,7 +392,7 @@ def _find_model(
         return graph_of(spec), tuple(notes), None
     known = "only the number of parameters" if stated is not None else "nothing"
     notes.append(
-        f"{known} is known of the model, so rules, heads and shapes were not checked; "
+        f"{known} is known of the model, so {_WITHOUT_MODEL}; "
         "--model pkg.mod:function or --config PATH does"
     )
     return None, tuple(notes), None

@@ -1,7 +1,7 @@
 """The command line: one function per verb, each printing what `api` answers.
 
 Results go to stdout, notes and problems to stderr. Exit codes: 0 yes, 1 an honest no, 2 could
-not answer, 130 interrupted.
+not answer, 70 a mistake of meshplan's own, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,20 +10,26 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from meshplan import api, cli_draw, cli_planning, cli_report
+from meshplan import api, cli_draw, cli_planning, cli_report, cli_trust
 from meshplan.collecting import leave_at_once
 from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.recipes import find_plan
 from meshplan.render.estimate import estimate_to_json, estimate_to_text
-from meshplan.render.text import envelope, wants_colour
+from meshplan.render.text import PlainStream, envelope, wants_colour
 from meshplan.solve import STATES_ONLY
+from meshplan.trust import ALLOW_CODE
 from meshplan.verbs import COULD_NOT, NO, YES, Verb, plan_file, print_notes
 from meshplan.version import __version__
 
 INTERRUPTED = 130
+CRASHED = 70
+"""As sysexits.h has it for an error inside a program."""
+_REPORT_TO = "https://github.com/meshplan/meshplan/issues"
 
 _DEMO_PLAN = "hybrid_2x4"
 _DEMO_STEPS = 30
@@ -245,6 +251,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("show", "every layout of a plan, with the line that decided it", _model_flags, _show),
     *cli_draw.VERBS,
     *cli_report.VERBS,
+    cli_trust.VERB,
     Verb("verify", "run a plan, made small, beside one process", _verify_flags, _verify),
     Verb("demo", "train under a plan on this machine, beside one process", _demo_flags, _demo),
 )
@@ -272,6 +279,9 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="replace a value of the plan file: mesh.tp=2",
     )
+    flags.add_argument(
+        "--allow-code", action="store_true", help="run the code that the plan file names"
+    )
     flags.add_argument("--json", action="store_true", help="print one JSON object")
     flags.add_argument("-q", "--quiet", action="store_true", help="no notes")
     flags.add_argument("-v", "--verbose", action="store_true", help="say more")
@@ -289,14 +299,40 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _mend_streams() -> None:
-    """A stream that is closed takes nothing, and letters that a terminal lacks are spelled out."""
+@contextmanager
+def _streams() -> Iterator[None]:
+    """Streams that take everything: closed ones, letters that a terminal lacks, orders to it."""
+    before = sys.stdout, sys.stderr
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, PlainStream(stream))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def _environment(args: argparse.Namespace) -> Iterator[None]:
+    """What processes that a verb starts have to know.
+
+    They begin as `python -c`, which looks for every module in the working directory first.
+    """
+    stated = {"PYTHONSAFEPATH": "1"} | ({ALLOW_CODE: "1"} if args.allow_code else {})
+    before = {name: os.environ.get(name) for name in stated}
+    os.environ.update(stated)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -305,10 +341,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     With `--json` what could not be answered is JSON too: schema problems/1, as check/1 has them.
     """
     leave_at_once()
-    _mend_streams()
+    with _streams():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     try:
         args = _parser().parse_args(argv)
-        code: int = args.run(args)
+        with _environment(args):
+            code: int = args.run(args)
         sys.stdout.flush()
     except MeshplanError as error:
         print(error, file=sys.stderr)
@@ -329,4 +370,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A full disk behind stdout; what reads files has its own words for it.
         print(f"meshplan: the answer cannot be written: {error.strerror}", file=sys.stderr)
         return COULD_NOT
+    except Exception as error:
+        return _crash(error)
     return code
+
+
+def _crash(error: Exception) -> int:
+    """Tell of a mistake of meshplan's own, which is no answer about the plan."""
+    if os.environ.get("MESHPLAN_TRACEBACK"):
+        traceback.print_exception(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    first = (str(error).strip() or "no message").splitlines()[0]
+    print(
+        f"meshplan: a mistake of meshplan's own: {type(error).__name__} in {where}: {first}\n"
+        f"    fix: say it at {_REPORT_TO}, with what MESHPLAN_TRACEBACK=1 prints",
+        file=sys.stderr,
+    )
+    return CRASHED

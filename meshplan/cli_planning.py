@@ -197,7 +197,9 @@ def _print_plan(
         print(*decision_to_text(decision, asked.path, costs, colour=colour), *lines, sep="\n")
     assert decision.chosen is not None
     print_notes(args, changes_to_text(changes, decision.chosen.plan.graph.blocks()))
-    if args.set and not args.dry_run and args.output is None:
+    if (why_not := _more_nodes(asked, decision)) is not None:
+        print_notes(args, [why_not])
+    elif args.set and not args.dry_run and args.output is None:
         by = "--set" if args.retarget is None else "--retarget"
         print_notes(args, [f"no lock is written for a plan changed by {by}; -o FILE writes one"])
     elif not args.dry_run:
@@ -209,6 +211,18 @@ def _print_plan(
             return COULD_NOT
         print_notes(args, [f"wrote {target}"])
     return YES if decision.is_whole else NO
+
+
+def _more_nodes(asked: _Asked, decision: Decision) -> str | None:
+    """Why there is no lock of a decision for more nodes than the plan says there are."""
+    from meshplan.reader import load_spec
+
+    assert decision.chosen is not None
+    nodes = decision.chosen.stated.get("hardware.nodes", 0)
+    hardware = load_spec(asked.path, asked.args.set).hardware
+    if hardware is None or nodes <= hardware.nodes:
+        return None
+    return f"no lock is written: this takes hardware: {{nodes: {nodes}}} in the plan"
 
 
 def _changes(args: argparse.Namespace, path: str, decision: Decision) -> tuple[Change, ...] | None:

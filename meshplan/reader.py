@@ -19,6 +19,7 @@ from typing import Any, Final
 import yaml
 
 from meshplan.errors import Origin, Problem, SpecError
+from meshplan.files import read_bytes
 from meshplan.schema import read_spec
 from meshplan.source import (
     MAX_DEPTH,
@@ -28,6 +29,7 @@ from meshplan.source import (
     TOO_MANY,
     UNPRINTABLE,
     child_path,
+    decoded,
     from_python,
     put,
     read_text,
@@ -86,6 +88,24 @@ def load_spec(
     found.raise_if(True)
     assert spec is not None, "no Spec without a problem"
     return spec
+
+
+def read_yaml(path: str | os.PathLike[str], most: int, what: str) -> Value:
+    """Read a file of another kind than a plan, under the same bounds.
+
+    Args:
+        most: Bytes that it may have.
+        what: What it is, with an article: "a lock".
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        SpecError: It cannot be read, with every problem found.
+    """
+    found = Findings()
+    name = os.fspath(path)
+    value = _Composer(name, found).compose(decoded(read_bytes(path, most, what), name, what))
+    found.raise_if(True)
+    return value or Value(data=None, origin=Origin(name))
 
 
 _KINDS: Final = (

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Final
 
 from meshplan.errors import Origin, Problem, SpecError
+
+OWN_MODELS: Final = ("meshplan.runtime.demo_model:build", "meshplan.runtime.demo_moe:build")
+"""The models that recipes name: code of meshplan itself."""
 
 
 def recipe_names() -> list[str]:

@@ -251,3 +251,23 @@ def read_limit(
         limit = int(limit * (1 - hardware.headroom))
     device = find_device(gpu).name if gpu is not None else hardware.gpu if hardware else None
     return device or "cuda", limit, tuple(notes)
+
+
+def check_enough(size: Sizing, ask_max_params: bool, ask_min_gpus: bool) -> None:
+    """Refuse a question that lacks a number, all that is lacking at once."""
+    missing = []
+    if size.num_params is None and (ask_min_gpus or not ask_max_params):
+        missing.append(("how large the model is", "--params 3e9, --config PATH"))
+    if size.num_gpus is None and (ask_max_params or not ask_min_gpus):
+        missing.append(("how many GPUs there are", "--gpus 8"))
+    if size.memory_bytes is None and (ask_max_params or ask_min_gpus):
+        missing.append(("how much memory a GPU has", "--gpu h100-sxm-80gb, --memory 80GiB"))
+    if missing:
+        raise SpecError(
+            [
+                Problem(
+                    f"nothing says {what}", None, f"add {flags}, or -f with a plan that says so"
+                )
+                for what, flags in missing
+            ]
+        )

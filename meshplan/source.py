@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from meshplan.errors import Origin, Problem, SpecError
+from meshplan.files import read_bytes
 from meshplan.match import near
 from meshplan.values import Findings, Value, quote, show
 
@@ -37,50 +37,43 @@ def read_text(name: str) -> str:
     Raises:
         SpecError: It cannot be read, or is no text, or is far too large for a plan.
     """
+    if os.path.isdir(name):
+        plans = sorted(
+            path.name for path in Path(name).glob("*.y*ml") if not path.name.endswith(".lock.yaml")
+        )
+        fix = f"name a file in it, such as {plans[0]}" if plans else "name a plan file"
+        raise SpecError(Problem("this is a directory, not a plan file", Origin(name), fix))
+    try:
+        return decoded(read_bytes(name, MAX_FILE_BYTES, "a plan"), name, "a plan")
+    except FileNotFoundError:
+        raise SpecError(Problem("there is no such file", Origin(name), _sibling(name))) from None
+
+
+def decoded(data: bytes, name: str, what: str) -> str:
+    """The text of a file.
+
+    Args:
+        what: What the file is, with an article.
+
+    Raises:
+        SpecError: It is no text that YAML allows.
+    """
     origin = Origin(name)
-    data = _read_bytes(name, origin)
     if b"\0" in data:
-        what = "this is a binary file, not text"
-        raise SpecError(Problem(what, origin, "a plan is a text file in UTF-8"))
+        problem = "this is a binary file, not text"
+        raise SpecError(Problem(problem, origin, f"{what} is a text file in UTF-8"))
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = data[: error.start].decode("utf-8-sig")
-        what = f"the byte 0x{data[error.start]:02x} is not UTF-8 text"
+        problem = f"the byte 0x{data[error.start]:02x} is not UTF-8 text"
         where = _place(before, len(before), origin)
-        raise SpecError(Problem(what, where, "save the file as UTF-8")) from None
+        raise SpecError(Problem(problem, where, "save the file as UTF-8")) from None
     strange = UNPRINTABLE.search(text)
     if strange:
-        what = f"the character {strange.group()!r} cannot stand in a plan"
-        raise SpecError(Problem(what, _place(text, strange.start(), origin), "remove it"))
+        problem = f"the character {strange.group()!r} cannot stand in {what}"
+        raise SpecError(Problem(problem, _place(text, strange.start(), origin), "remove it"))
     return text
-
-
-def _read_bytes(name: str, origin: Origin) -> bytes:
-    # What is no regular file may never end, or never begin.
-    what, fix, data = "this is not a regular file", "name a plan file", b""
-    try:
-        status = os.stat(name)
-        if stat.S_ISDIR(status.st_mode):
-            what = "this is a directory, not a plan file"
-            plans = sorted(
-                path.name
-                for path in Path(name).glob("*.y*ml")
-                if not path.name.endswith(".lock.yaml")
-            )
-            fix = f"name a file in it, such as {plans[0]}" if plans else fix
-        elif stat.S_ISREG(status.st_mode):
-            with open(name, "rb") as file:
-                data = file.read(MAX_FILE_BYTES + 1)
-            what = f"the file has {status.st_size:,} bytes, and a plan at most {MAX_FILE_BYTES:,}"
-            if len(data) <= MAX_FILE_BYTES:
-                return data
-    except FileNotFoundError:
-        what, fix = "there is no such file", _sibling(name)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "its name is not valid"
-        what, fix = f"the file cannot be read: {reason}", ""
-    raise SpecError(Problem(what, origin, fix))
 
 
 def _place(text: str, index: int, origin: Origin) -> Origin:

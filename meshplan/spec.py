@@ -368,6 +368,12 @@ class Spec:
                 out.append(path)
         return tuple(out)
 
+    @property
+    def applied_code(self) -> tuple[tuple[str, Origin], ...]:
+        """The functions that rules call, and where each is named."""
+        named = ((rule.apply, self.origin(f"rules[{rule.index}].apply")) for rule in self.rules)
+        return tuple((code, origin) for code, origin in named if code is not None)
+
     def _repr_html_(self) -> str:
         from meshplan.pictures.notebook import spec_html  # what only notebooks ask for
 

@@ -72,6 +72,15 @@ class Findings:
 Decoder = Callable[[Value, Findings], Any]
 
 
+def plain(value: Value) -> Any:
+    """The value as Python has it, without places; values are never nested deeply."""
+    if isinstance(value.data, dict):
+        return {key: plain(inner) for key, inner in value.data.items()}
+    if isinstance(value.data, list):
+        return [plain(inner) for inner in value.data]
+    return value.data
+
+
 def show(value: Value) -> str:
     """The value as a message names it."""
     if isinstance(value.data, (list, dict)):

@@ -21,7 +21,8 @@ LEVELS = [
     line.split()
     for line in """
         version errors units collecting cores
-        mesh hardware recipes schedules optimizers
+        files mesh hardware recipes schedules optimizers
+        trust
         layout flow spec styles heads
         rehearsal
         graph dims
@@ -44,7 +45,7 @@ LEVELS = [
         report
         interop api planning verbs
         reporting exploring retargeting
-        cli_planning cli_draw cli_report
+        cli_planning cli_draw cli_report cli_trust
         cli __init__
         __main__
     """.strip().splitlines()
@@ -77,12 +78,14 @@ LATE_BETWEEN = {
     ("cli_planning", "planning"),  # numpy
     ("cli_planning", "render"),
     ("cli_planning", "planner"),
+    ("cli_planning", "reader"),
     ("cli_draw", "memory"),
     ("cli_draw", "pictures"),
     ("cli_draw", "planning"),
     ("cli_draw", "reader"),
     ("cli_draw", "render"),
     ("cli_draw", "runtime"),
+    ("cli_trust", "reader"),
     ("cli_report", "report"),
     ("cli_report", "reporting"),
     ("cli", "memory"),

@@ -7,7 +7,6 @@ the same parameters. No times, no dates: the same inputs give the same bytes.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -19,11 +18,16 @@ from typing import Any, Final
 import yaml
 
 from meshplan.errors import Origin, Problem, SpecError
+from meshplan.files import check_writable, read_bytes, write_bytes
 from meshplan.graph import ModelGraph
+from meshplan.planner.admission import check_chosen
+from meshplan.reader import read_yaml
 from meshplan.spec import Spec
+from meshplan.values import Value, plain
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 _AGAIN: Final = "run meshplan plan again"
+_ELSEWHERE: Final = "say -o FILE, in a folder that is there and may be written to"
 _MOST_BYTES: Final = 4 * 2**20
 
 
@@ -36,6 +40,7 @@ class Lock:
         profile: (file beside the lock, its hash) of the constants that were measured; None where
             it went by meshplan's own.
         chosen: Statements by path.
+        origins: Where each of them stands.
         path: Of the file.
         content: All that it says.
     """
@@ -46,6 +51,7 @@ class Lock:
     profile: tuple[Path, str] | None
     path: Path
     content: Mapping[str, Any]
+    origins: Mapping[str, Origin]
 
 
 def lock_path(plan: str | os.PathLike[str]) -> Path:
@@ -73,74 +79,71 @@ def _hash(text: str) -> str:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a lock file whole, or not at all."""
-    text = "# Written by `meshplan plan`; commit it beside the plan.\n" + yaml.safe_dump(
-        dict(content), sort_keys=False, width=100, allow_unicode=True
-    )
-    _check_file(path, "the lock cannot be written")
-    beside = path.with_name(f".{path.name}.new")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # A full disk leaves a part of it.
-            beside.unlink()
-        what = f"the lock cannot be written: {error.strerror}"
-        fix = "say -o FILE, in a folder that is there and may be written to"
-        raise SpecError(Problem(what, Origin(str(path)), fix)) from None
-
-
-def _check_file(path: Path, what: str) -> None:
-    """Refuse what is there and is no file: to read a device may not end, to replace one is worse.
+    """Write a lock file whole, or not at all.
 
     Args:
-        what: What cannot be done.
+        content: All but the hash of it, which is added.
     """
-    if path.exists() and not path.is_file():
-        kind = "a folder" if path.is_dir() else "a device"
-        problem = f"{what}: this is {kind}, not a file"
-        raise SpecError(Problem(problem, Origin(str(path)), "name a file with -o FILE"))
+    check_writable(path, "the lock", _ELSEWHERE)
+    lock, *rest = content.items()
+    whole = dict([lock, ("hash", _hash_of(content)), *rest])
+    text = "# Written by `meshplan plan`; commit it beside the plan.\n" + yaml.dump(
+        whole, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True
+    )
+    write_bytes(path, text.encode(), "the lock", _ELSEWHERE)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes a list that stands twice twice: aliases are not read."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _hash_of(content: Mapping[str, Any]) -> str:
+    """The hash of all that a lock says but the hash itself."""
+    return _hash(json.dumps({k: v for k, v in content.items() if k != "hash"}, sort_keys=True))
 
 
 def read(path: Path) -> Lock | None:
-    """A lock file; None where there is none.
+    """Return a lock file; None where there is none.
 
     Raises:
-        SpecError: It is no lock file.
+        SpecError: It is no lock file, or was changed after it was written.
     """
-    _check_file(path, "the lock cannot be read")
     try:
-        data = path.read_bytes()
+        root = read_yaml(path, _MOST_BYTES, "a lock")
     except FileNotFoundError:
         return None
-    except OSError as error:
-        what = f"the lock cannot be read: {error.strerror}"
-        raise SpecError(Problem(what, Origin(str(path)), _AGAIN)) from None
+    except SpecError as error:
+        first = error.problems[0]
+        what = f"this is no lock file of this version: {first.what}"
+        raise SpecError(Problem(what, first.origin, _AGAIN)) from None
     try:
-        content, inputs = _parts(data)
+        content = _checked(plain(root))
+        inputs = content["inputs"]
         return Lock(
-            spec=str(inputs["plan"]),
-            model=str(inputs["model"]),
-            chosen=dict(content["chosen"]),
+            spec=inputs["plan"],
+            model=inputs["model"],
+            chosen=content["chosen"],
             profile=_profile_of(path, inputs),
             path=path,
             content=content,
+            origins={path: each.key or each.origin for path, each in _chosen(root).items()},
         )
-    except (yaml.YAMLError, RecursionError):
-        why = "it is no YAML"
-    except KeyError as error:
-        why = f"its inputs have no {error}"
-    except (TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         why = str(error)
     what = f"this is no lock file of this version: {why}"
     raise SpecError(Problem(what, Origin(str(path)), _AGAIN))
 
 
-def _parts(data: bytes) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """(all that a lock says, its inputs)."""
-    if len(data) > _MOST_BYTES:
-        raise ValueError("it is far too large")
-    content = yaml.safe_load(data)
+def _chosen(root: Value) -> Mapping[str, Value]:
+    found: Mapping[str, Value] = root.data["chosen"].data
+    return found
+
+
+def _checked(content: Any) -> Mapping[str, Any]:
+    """What a lock says, once its form and its hash are right."""
     if not isinstance(content, dict) or "lock" not in content:
         raise ValueError("it does not begin with lock:")
     if content["lock"] != FORMAT:
@@ -148,7 +151,12 @@ def _parts(data: bytes) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     for part in ("inputs", "chosen"):
         if not isinstance(content.get(part), dict):
             raise ValueError(f"it has no {part}")
-    return content, content["inputs"]
+    for name in ("plan", "model"):
+        if not isinstance(content["inputs"].get(name), str):
+            raise ValueError(f"its inputs have no {name}")
+    if content.get("hash") != _hash_of(content):
+        raise ValueError("it was changed after it was written")
+    return content
 
 
 def _profile_of(path: Path, inputs: Mapping[str, Any]) -> tuple[Path, str] | None:
@@ -160,7 +168,7 @@ def _profile_of(path: Path, inputs: Mapping[str, Any]) -> tuple[Path, str] | Non
 
 def file_hash(path: Path) -> str:
     """Of what a file says."""
-    return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+    return f"sha256:{hashlib.sha256(read_bytes(path, _MOST_BYTES, 'a profile')).hexdigest()}"
 
 
 def overrides(stated: Mapping[str, Any]) -> list[str]:
@@ -168,15 +176,15 @@ def overrides(stated: Mapping[str, Any]) -> list[str]:
     return [f"{path}={json.dumps(value)}" for path, value in stated.items()]
 
 
-def locked(source: Any, spec: Spec, graph: ModelGraph) -> Lock | str:
+def locked(source: Any, load: Callable[[Sequence[str]], Spec], graph: ModelGraph) -> Lock | str:
     """The lock of a plan file, or why there is none of this plan and model.
 
     Args:
         source: The plan file; a mapping has no lock.
-        spec: As the file says it.
+        load: Reads it with statements on top.
 
     Raises:
-        SpecError: The lock cannot be read.
+        SpecError: The lock cannot be read, or says more than the plan leaves open.
     """
     if not isinstance(source, (str, os.PathLike)):
         return "a plan without a file has no lock"
@@ -184,7 +192,7 @@ def locked(source: Any, spec: Spec, graph: ModelGraph) -> Lock | str:
     lock = read(path)
     if lock is None:
         return f"there is no {path.name}"
-    if lock.spec != spec_hash(spec):
+    if lock.spec != spec_hash(load(())):
         return f"{path.name} was made for another state of this file"
     if lock.model != model_hash(graph):
         return f"{path.name} was made for another model"
@@ -193,6 +201,7 @@ def locked(source: Any, spec: Spec, graph: ModelGraph) -> Lock | str:
         # Where a job runs, the file need not be: its figures have done their work.
         if profile.is_file() and file_hash(profile) != known:
             return f"{path.name} was made with another state of {profile.name}"
+    check_chosen(lock.chosen, lock.origins, load, overrides(lock.chosen), graph)
     return lock
 
 

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.plan import Plan
+from meshplan.planner.admission import check_chosen
+from meshplan.planner.asking import loading
 from meshplan.planner.changed import Change, changes, fields
 from meshplan.planner.decision import Decision
 from meshplan.planner.lock import (
@@ -23,7 +25,6 @@ from meshplan.planner.lock import (
     write,
 )
 from meshplan.planner.settle import patterns
-from meshplan.reader import load_spec
 from meshplan.version import __version__
 
 _SUFFIX: Final = ".lock.yaml"
@@ -57,7 +58,7 @@ def figures_of_lock(source: Any, plan: Plan) -> dict[str, float]:
     Raises:
         SpecError: The lock cannot be read.
     """
-    lock = locked(source, load_spec(source), plan.graph)
+    lock = locked(source, loading(source, ()), plan.graph)
     if isinstance(lock, str):
         return {}
     said = dict(fields(lock.content))
@@ -75,7 +76,7 @@ def source_of_lock(path: Path) -> tuple[Path, list[str]] | None:
     """(the plan file of a lock, its choices as statements); None where `path` is no lock.
 
     Raises:
-        SpecError: The plan file is not beside it, or says something else by now.
+        SpecError: The plan file is not beside it, says something else by now, or leaves less open.
     """
     if not path.name.endswith(_SUFFIX):
         return None
@@ -87,10 +88,13 @@ def source_of_lock(path: Path) -> tuple[Path, list[str]] | None:
     if not source.is_file():
         what = f"this is the lock of {source.name}, which is not beside it"
         raise SpecError(Problem(what, Origin(str(path)), fix))
-    if spec_hash(load_spec(source)) != lock.spec:
+    load = loading(source, ())
+    if spec_hash(load(())) != lock.spec:
         what = f"this lock was made for another state of {source.name}"
         raise SpecError(Problem(what, Origin(str(path)), fix))
-    return source, overrides(lock.chosen)
+    statements = overrides(lock.chosen)
+    check_chosen(lock.chosen, lock.origins, load, statements)
+    return source, statements
 
 
 def lock_of(decision: Decision, folder: Path) -> dict[str, Any]:

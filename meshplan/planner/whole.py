@@ -52,7 +52,7 @@ def whole_statements(
         SpecError: The lock cannot be read.
     """
     spec = load(())
-    found = locked(source, spec, graph)
+    found = locked(source, load, graph)
     if not isinstance(found, str):
         return found.chosen, found.path.name
     sized = graph if graph.config else graph_of(spec)

@@ -34,10 +34,11 @@ def _bar(title: str, steps: int) -> Iterator[Callable[[int, float], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    terminal = getattr(sys.stderr, "beneath", sys.stderr)
     shown = ("[bold]{task.description}", "loss {task.fields[loss]}")
     bar = Progress(
         TextColumn(shown[0]), BarColumn(), MofNCompleteColumn(), TextColumn(shown[1]),
-        TimeElapsedColumn(), console=Console(stderr=True),
+        TimeElapsedColumn(), console=Console(file=terminal),
     )  # fmt: skip
     with bar:
         task = bar.add_task(title, total=steps, loss="-")

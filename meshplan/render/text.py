@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +34,47 @@ def wants_colour(stream: TextIO | None = None, no_color: bool = False) -> bool:
 def paint(text: str, colour: str, is_on: bool) -> str:
     """The text in a colour or weight, or as it is."""
     return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if is_on else text
+
+
+_STEERING: Final = re.compile(
+    rf"\x1b\[(?:{'|'.join(_COLOURS.values())}|0)m"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+)
+"""Characters that steer a terminal, or turn a text's direction; or whole, a colour of ours."""
+
+
+def without_steering(text: str) -> str:
+    r"""The text with orders to a terminal spelled out, but for colours as `paint` makes them.
+
+    Names of modules, files and models come from anybody.
+
+    >>> print(without_steering("a" + chr(27) + "]0;title" + chr(7)))
+    a\x1b]0;title\x07
+    """
+
+    def shown(found: re.Match[str]) -> str:
+        steering = found.group()
+        return steering if len(steering) > 1 else steering.encode("unicode_escape").decode()
+
+    return _STEERING.sub(shown, text)
+
+
+class PlainStream:
+    """A stream to which nothing is written that would steer a terminal.
+
+    Attributes:
+        beneath: The stream itself, for what has to steer: a bar of progress.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.beneath = stream
+
+    def write(self, text: str) -> int:
+        self.beneath.write(without_steering(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.beneath, name)
 
 
 def columns(rows: Iterable[Sequence[str]], align: str, gap: int = 2) -> list[str]:

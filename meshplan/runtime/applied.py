@@ -45,6 +45,7 @@ from meshplan.runtime.replicas import watch_replicas
 from meshplan.runtime.selftest import watch_first_step
 from meshplan.runtime.shard import apply_tensor_parallel, lay_gradients
 from meshplan.runtime.steps import take_mixed_one_by_one
+from meshplan.trust import check_code
 
 
 @dataclass(slots=True)
@@ -169,6 +170,9 @@ def _apply_code(model: nn.Module, plan: Plan) -> None:
     """Run the functions that the plan names; what raises on one rank raises on all."""
     if not plan.assignment.apply:
         return
+    if is_pretending():  # An estimate, which nobody asked to run what the plan names.
+        for _, code, reason in plan.assignment.apply:
+            check_code(code, reason.origin)
     failure: Exception | None = None
     problem = Problem("")
     for fqn, code, reason in plan.assignment.apply:

@@ -20,6 +20,7 @@ from torch import nn
 from meshplan.errors import Problem, SpecError
 from meshplan.memory import StateBytes
 from meshplan.plan import Plan
+from meshplan.recipes import OWN_MODELS
 from meshplan.runtime import demo_model, demo_moe
 from meshplan.runtime.applied import applied
 from meshplan.runtime.demo_model import next_byte_loss
@@ -28,12 +29,10 @@ from meshplan.runtime.measure import live_bytes
 from meshplan.runtime.parallelize import parallelize
 from meshplan.runtime.train import local_batch, train_step
 from meshplan.spec import Spec
+from meshplan.trust import check_code
 
 _MODELS: Final[Mapping[str, Callable[[], nn.Module]]] = MappingProxyType(
-    {
-        "meshplan.runtime.demo_model:build": demo_model.build,
-        "meshplan.runtime.demo_moe:build": demo_moe.build,
-    }
+    dict(zip(OWN_MODELS, (demo_model.build, demo_moe.build), strict=True))
 )
 """The models that read and write bytes, by the entry under which a plan names them."""
 
@@ -69,6 +68,8 @@ def check_demo(plan: Plan, steps: int) -> None:
     Raises:
         SpecError: With every reason.
     """
+    for code, origin in plan.spec.applied_code:
+        check_code(code, origin)
     problems = []
     if plan.mesh.world_size > MAX_RANKS:
         what = f"{plan.mesh.world_size} ranks are more than the {MAX_RANKS} that the demo starts"

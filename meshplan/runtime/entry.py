@@ -19,6 +19,7 @@ from torch import nn
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.graph import ModelGraph
 from meshplan.runtime.trace import graph_of
+from meshplan.trust import check_code
 
 _ON_META = (
     "the function is called without arguments under torch.device('meta'), where tensors have "
@@ -26,7 +27,7 @@ _ON_META = (
 )
 
 
-_FOUND = "modules are found in the working directory and among what is installed"
+_FOUND = "modules are found among what is installed and in the working directory"
 
 
 def graph_of_entry(entry: str, origin: Origin) -> ModelGraph:
@@ -39,20 +40,23 @@ def model_of_entry(entry: str, origin: Origin, *, on_meta: bool = True) -> nn.Mo
 
     Args:
         entry: A function or class without arguments that returns an `nn.Module`, or such a
-            module itself. Modules are found from the working directory, as `python -m` does.
+            module itself. Modules are found among what is installed, then in the working directory.
         origin: Where the user named it.
         on_meta: Without memory, else on the CPU.
 
     Raises:
+        UntrustedError: A file names it that nobody trusts.
         SpecError: It cannot be imported or called, or makes something else.
     """
+    check_code(entry, origin)
     module_name, colon, name = entry.partition(":")
     if not (colon and module_name and name):
         what = f"'{entry}' does not name a function"
         raise SpecError(Problem(what, origin, "write it as pkg.mod:function"))
-    with contextlib.redirect_stdout(sys.stderr), _working_directory_first():
+    with contextlib.redirect_stdout(sys.stderr), _working_directory_last():
         with _told(f"importing '{module_name}'", origin, _FOUND):
             found: object = importlib.import_module(module_name)
+        _check_place(module_name, origin)
         for part in name.split("."):
             if not hasattr(found, part):
                 what = f"'{module_name}' has no '{name}'"
@@ -97,13 +101,27 @@ def _place(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _working_directory_first() -> Iterator[None]:
+def _working_directory_last() -> Iterator[None]:
+    """Let modules of the working directory be found, and none of them in place of another one."""
     here = os.getcwd()
     if here in sys.path or "" in sys.path:
         yield
         return
-    sys.path.insert(0, here)
+    sys.path.append(here)
     try:
         yield
     finally:
         sys.path.remove(here)
+
+
+def _check_place(module_name: str, origin: Origin) -> None:
+    """Refuse a module that is installed under a name that a file here has too."""
+    top = module_name.partition(".")[0]
+    there = getattr(sys.modules[top], "__file__", None)
+    here = os.path.join(os.getcwd(), top)
+    is_here = os.path.isfile(f"{here}.py") or os.path.isfile(os.path.join(here, "__init__.py"))
+    if there is None or not is_here or os.path.realpath(there).startswith(os.path.realpath(here)):
+        return
+    what = f"'{top}' is the module of {there}, and not the one in the working directory"
+    fix = "rename the file here, or put its folder on PYTHONPATH"
+    raise SpecError(Problem(what, origin, fix))

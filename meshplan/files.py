@@ -1,0 +1,123 @@
+"""Reading and writing the files of people and other programs.
+
+What is read is a regular file of a bounded size: a device or a pipe may never end. What is written
+is there whole or not at all, whatever happens meanwhile: a full disk, a killed process, another
+process that writes the same file, a link that somebody else put there.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from meshplan.errors import Origin, Problem, SpecError
+
+
+def read_bytes(path: str | os.PathLike[str], most: int, what: str) -> bytes:
+    """Return the content of a regular file.
+
+    Args:
+        most: Bytes that it may have.
+        what: What is expected of it, with an article: "a plan".
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        SpecError: It is no regular file, too large, or cannot be read.
+    """
+    origin = Origin(os.fspath(path))
+    try:
+        _check_regular(os.stat(path), what, origin)  # Opening a device may be an order to it.
+        # What was a file a moment ago may be a pipe now, and would block here for good.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            _check_regular(status, what, origin)
+            data = file.read(most + 1) if status.st_size <= most else b""
+    except (FileNotFoundError, SpecError):
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a name that holds a null byte.
+        reason = getattr(error, "strerror", None) or "its name is not valid"
+        raise SpecError(Problem(f"the file cannot be read: {reason}", origin)) from None
+    size = max(status.st_size, len(data))
+    if size > most:
+        problem = f"the file has {size:,} bytes, and {what} at most {most:,}"
+        raise SpecError(Problem(problem, origin, f"name {what} file"))
+    return data
+
+
+def _check_regular(status: os.stat_result, what: str, origin: Origin) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        is_folder = stat.S_ISDIR(status.st_mode)
+        problem = f"this is a directory, not {what}" if is_folder else "this is not a regular file"
+        raise SpecError(Problem(problem, origin, f"name {what} file"))
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes, what: str, fix: str) -> None:
+    """Write a file so that every reader, at any time, finds the old content or all of the new.
+
+    The content goes into a new file beside it, reaches the disk, and then takes the name. A link
+    of that name is replaced, not followed.
+
+    Args:
+        what: What is written, with an article, for the message: "the lock".
+        fix: What to do where it cannot be written.
+
+    Raises:
+        SpecError: It cannot be written; what was there is as it was.
+    """
+    target = Path(path)
+    beside = target.with_name(f".{target.name[:200]}.{os.urandom(8).hex()}.tmp")
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(beside, flags, 0o666), "wb") as file:
+            try:
+                _keep_permissions(target, file.fileno())
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(beside, target)
+            except BaseException:
+                beside.unlink(missing_ok=True)
+                raise
+        _sync_folder(target.parent)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "its name is not valid"
+        problem = Problem(f"{what} cannot be written: {reason}", Origin(os.fspath(path)), fix)
+        raise SpecError(problem) from None
+
+
+def check_writable(path: str | os.PathLike[str], what: str, fix: str) -> None:
+    """Refuse a place where `write_bytes` could not put a file, before the work that fills it.
+
+    Raises:
+        SpecError: There is no such folder, or something that is no file has the name.
+    """
+    target = Path(path)
+    problem = ""
+    if not target.parent.is_dir():
+        problem = f"there is no folder {str(target.parent)!r}"
+    elif target.is_dir():
+        problem = "this is a folder, not a file"
+    elif target.exists() and not target.is_file():
+        problem = "this is a device, not a file"
+    if problem:
+        raise SpecError(Problem(f"{what} cannot be written: {problem}", Origin(str(path)), fix))
+
+
+def _keep_permissions(target: Path, handle: int) -> None:
+    """Give a new file the permissions of the one that it replaces, before it has any content."""
+    with suppress(FileNotFoundError):
+        status = os.lstat(target)
+        if stat.S_ISREG(status.st_mode):
+            os.fchmod(handle, stat.S_IMODE(status.st_mode))
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let the new name reach the disk, where the file system can do that for folders."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
