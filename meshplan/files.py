@@ -11,8 +11,12 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from meshplan.errors import Origin, Problem, SpecError
+
+ELSEWHERE: Final = "name a file in a folder that exists and may be written"
+"""What to do where a file cannot be written."""
 
 
 def read_bytes(path: str | os.PathLike[str], most: int, what: str) -> bytes:
@@ -53,7 +57,7 @@ def _check_regular(status: os.stat_result, what: str, origin: Origin) -> None:
         raise SpecError(Problem(problem, origin, f"name {what} file"))
 
 
-def write_bytes(path: str | os.PathLike[str], data: bytes, what: str, fix: str) -> None:
+def write_bytes(path: str | os.PathLike[str], data: bytes, what: str, fix: str = ELSEWHERE) -> None:
     """Write a file so that every reader, at any time, finds the old content or all of the new.
 
     The content goes into a new file beside it, reaches the disk, and then takes the name. A link
@@ -87,7 +91,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes, what: str, fix: str) 
         raise SpecError(problem) from None
 
 
-def check_writable(path: str | os.PathLike[str], what: str, fix: str) -> None:
+def check_writable(path: str | os.PathLike[str], what: str, fix: str = ELSEWHERE) -> None:
     """Refuse a place where `write_bytes` could not put a file, before the work that fills it.
 
     Raises:
@@ -96,7 +100,7 @@ def check_writable(path: str | os.PathLike[str], what: str, fix: str) -> None:
     target = Path(path)
     problem = ""
     if not target.parent.is_dir():
-        problem = f"there is no folder {str(target.parent)!r}"
+        problem = "its folder does not exist"
     elif target.is_dir():
         problem = "this is a folder, not a file"
     elif target.exists() and not target.is_file():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from meshplan.collecting import collecting_rarely
 from meshplan.cost.calibration import profile_from, read_profile, write_profile
 from meshplan.errors import Origin, Problem, SpecError
+from meshplan.files import check_writable
 from meshplan.memory.torch_version import installed, unlike
 from meshplan.plan import Plan
 from meshplan.planner import locking
@@ -324,9 +325,11 @@ def calibrate(out: str | os.PathLike[str]) -> Profile | None:
 
     Raises:
         PlanError: The times are too noisy to follow from any constants.
+        SpecError: The profile cannot be written there.
     """
     from meshplan.runtime.calibrate import measure, together  # torch
 
+    check_writable(out, "the profile")
     with together() as is_first:
         measured = measure()
         if not is_first:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from meshplan.errors import Origin, Problem, SpecError
+from meshplan.files import read_bytes
 
 _MAX_FILE_BYTES: Final = 16 * 10**6
 _MAX_SIZE: Final = 10**9
@@ -147,13 +148,13 @@ def read_json(file: Path, origin: Origin | None) -> Mapping[str, Any]:
     here = Origin(str(file))
     ask = "give a Hugging Face config.json, or the directory that holds one"
     try:
-        with file.open("rb") as stream:
-            data = stream.read(_MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-        why = getattr(error, "strerror", None) or str(error)
-        raise SpecError(Problem(f"cannot read {str(file)!r}: {why}", origin, ask)) from None
-    if len(data) > _MAX_FILE_BYTES:
-        raise SpecError(Problem("the file is far too large for a config.json", here, ask))
+        data = read_bytes(file, _MAX_FILE_BYTES, "a config.json")
+    except FileNotFoundError as error:
+        what = f"cannot read {str(file)!r}: {error.strerror}"
+        raise SpecError(Problem(what, origin, ask)) from None
+    except SpecError as error:
+        what = f"cannot read {str(file)!r}: {error.problems[0].what}"
+        raise SpecError(Problem(what, origin, ask)) from None
     try:
         config = json.loads(data.decode("utf-8"))
     except UnicodeDecodeError:
@@ -167,3 +168,31 @@ def read_json(file: Path, origin: Origin | None) -> Mapping[str, Any]:
         what = f"the file holds a {type(config).__name__}, not an object of keys and values"
         raise SpecError(Problem(what, here, ask))
     return config
+
+
+_KERNEL_KEYS: Final = ("attn_implementation", "experts_implementation")
+_KERNELS: Final = frozenset(
+    {
+        "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention",
+        "grouped_mm", "batched_mm", "deepgemm",
+    }
+)  # fmt: skip
+
+
+def kernel_problem(config: Mapping[str, Any], file: str) -> Problem | None:
+    """Return what is wrong with the kernels that a config, or one inside it, asks for.
+
+    transformers takes a name such as "org/kernel" for code to be fetched and run.
+    """
+    todo: list[tuple[str, Any]] = [("", config)]
+    while todo:
+        path, value = todo.pop()
+        if isinstance(value, Mapping):
+            todo += [(f"{path}.{key}".lstrip("."), inner) for key, inner in value.items()]
+        elif isinstance(value, list):
+            todo += [(f"{path}[{number}]", inner) for number, inner in enumerate(value)]
+        is_asked = any(name in path for name in _KERNEL_KEYS)
+        if is_asked and isinstance(value, str) and value not in _KERNELS:
+            what = f"{value!r} is no kernel that is built in"
+            return Problem(what, Origin(file, path), f"write one of {', '.join(sorted(_KERNELS))}")
+    return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,12 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.profile import GENERIC, WORST_RESIDUAL, Profile
-from meshplan.errors import Origin, PlanError, Problem
+from meshplan.errors import Origin, PlanError, Problem, SpecError
+from meshplan.files import read_bytes, write_bytes
 from meshplan.hardware import Device
 
 Array = NDArray[Any]
 
 SCHEMA: Final = "profile/1"
+_MOST_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,25 +148,88 @@ def _non_negative(columns: Array, seconds: Array) -> tuple[float, float]:
 def write_profile(profile: Profile, path: Path) -> None:
     """As JSON, every figure in its unit."""
     facts = {"schema": SCHEMA, "profile": dataclasses.asdict(profile)}
-    path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    write_bytes(path, (json.dumps(facts, indent=1) + "\n").encode(), "the profile")
 
 
 def read_profile(path: Path, origin: Origin | None = None) -> Profile:
     """What `write_profile` wrote.
 
     Raises:
-        PlanError: The file is not there, or is something else.
+        PlanError: The file is not there, is something else, or says what no machine does.
     """
     fix = "write one with: meshplan calibrate --out profile.json"
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        facts = json.loads(read_bytes(path, _MOST_BYTES, "a profile").decode("utf-8"))
+    except FileNotFoundError:
+        what = f"{path} cannot be read: there is no such file"
+        raise PlanError(Problem(what, origin, fix)) from None
+    except SpecError as error:
+        problem = error.problems[0]
+        raise PlanError(Problem(f"{path}: {problem.what}", origin, fix)) from None
+    except (ValueError, RecursionError) as error:
         raise PlanError(Problem(f"{path} cannot be read: {error}", origin, fix)) from None
     if not isinstance(facts, Mapping) or facts.get("schema") != SCHEMA:
         raise PlanError(Problem(f"{path} is no profile ({SCHEMA})", origin, fix))
-    stated = dict(facts["profile"])
+    stated = facts.get("profile")
     names = {field.name for field in dataclasses.fields(Profile)}
-    if stated.keys() != names:
-        odd = ", ".join(sorted(stated.keys() ^ names))
+    if not isinstance(stated, Mapping) or stated.keys() != names:
+        odd = ", ".join(sorted(stated.keys() ^ names)) if isinstance(stated, Mapping) else "profile"
         raise PlanError(Problem(f"{path} is of another version: {odd}", origin, fix))
-    return Profile(**stated | {"sources": tuple(stated["sources"])})
+    if problems := [
+        Problem(f"{path}: {name} is {_shown(stated[name])}, not {wanted}", origin, fix)
+        for name, (accepts, wanted) in _FIGURES.items()
+        if not accepts(stated[name])
+    ]:
+        raise PlanError(problems)
+    return Profile(**{**stated, "sources": tuple(stated["sources"])})
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"
+
+
+_Figure = tuple[Callable[[Any], bool], str]
+
+
+def _between(low: float, high: float, unit: str, *, or_none: bool = False) -> _Figure:
+    """A number in a range, both ends included."""
+
+    def accepts(value: Any) -> bool:
+        if value is None:
+            return or_none
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and low <= value <= high
+
+    return accepts, f"{unit} from {low:g} to {high:g}"
+
+
+_SECONDS: Final = _between(0, 60, "seconds")
+_SHARE: Final = _between(1e-6, 1, "a share")
+_RATE: Final = _between(1e3, 1e18, "bytes a second")
+_NAME: Final = (lambda value: isinstance(value, str) and 0 < len(value) < 200, "a name")
+_FIGURES: Final[Mapping[str, _Figure]] = {
+    **dict.fromkeys(("device", "framework", "dtype"), _NAME),
+    "peak_flops": _between(1e6, 1e20, "operations a second"),
+    **dict.fromkeys(("efficiency", "attention_efficiency"), _SHARE),
+    **dict.fromkeys(
+        ("kernel_s", "launch_s", "collective_s", "collective_rank_s", "collective_node_s",
+         "intra_latency_s", "inter_latency_s", "crossing_s"), _SECONDS,
+    ),
+    **dict.fromkeys(
+        ("memory_bytes_per_s", "intra_bytes_per_s", "inter_bytes_per_s", "pcie_bytes_per_s",
+         "host_bytes_per_s"), _RATE,
+    ),
+    "contention": _between(0, 10, "a factor"),
+    "contention_alone": _between(0, 10, "a factor", or_none=True),
+    "tp_exposed": _between(0, 1, "a share"),
+    "optimizer_bytes": _between(0, 1000, "bytes for each parameter"),
+    "gathers_once": (lambda value: isinstance(value, bool), "true or false"),
+    "sources": (
+        lambda value: isinstance(value, list) and all(isinstance(x, str) for x in value),
+        "a list of texts",
+    ),
+    "residual": _between(0, 1e6, "an error", or_none=True),
+    "num_runs": _between(0, 1e9, "a number of runs"),
+}  # fmt: skip
+"""By constant of a profile, what it may be on any machine there is."""

@@ -15,8 +15,9 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
 from meshplan.errors import Origin, Problem, SpecError
+from meshplan.files import check_writable, write_bytes
 from meshplan.pictures.fonts import drawable, families_of
-from meshplan.pictures.views import STYLE, script, switched
+from meshplan.pictures.views import POLICY, STYLE, script, switched
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,6 +38,7 @@ _PAGE: Final = """<!DOCTYPE html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+{policy}
 <title>{title}</title>
 <style>
 body {{ margin: 1rem; background: {paper}; color: {ink}; font: 16px/1.5 sans-serif; }}
@@ -90,12 +92,7 @@ class Picture:
             content = self.svg().encode()
         else:
             content = self.page().encode()
-        try:
-            target.write_bytes(content)
-        except OSError as error:
-            what = f"the picture cannot be written: {error.strerror}"
-            fix = "name a file in a folder that exists and may be written"
-            raise SpecError(Problem(what, Origin(str(path)), fix)) from None
+        write_bytes(target, content, "the picture")
         return target
 
     def svg(self) -> str:
@@ -140,7 +137,7 @@ class Picture:
             figure, code = switched(self.choice, shown), f"<script>\n{script()}</script>\n"
         return _PAGE.format(
             title=html.escape(self.title), figure=figure, paper=paper, ink=ink, style=STYLE,
-            script=code,
+            script=code, policy=POLICY,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -182,9 +179,7 @@ def check_target(path: Path) -> None:
         kind = f"'{path.suffix}' is no kind of picture" if path.suffix else "it says no kind"
         fix = f"let the name end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
         raise SpecError(Problem(kind, origin, fix))
-    if not path.parent.is_dir():
-        what = "the picture cannot be written: its folder does not exist"
-        raise SpecError(Problem(what, origin, f"make {path.parent}, or name another"))
+    check_writable(path, "the picture")
 
 
 @contextmanager

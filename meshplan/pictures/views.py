@@ -7,6 +7,12 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Final
 
+POLICY: Final = (
+    """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; """
+    """style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">"""
+)
+"""In the head of every page: that nothing is fetched is not only so, browsers allow nothing."""
+
 STYLE: Final = (
     ".views { display: flex; flex-wrap: wrap; gap: .4rem; margin: .4rem 0; } "
     ".views button { font: inherit; padding: .2rem .8rem; cursor: pointer; color: inherit; "

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from meshplan.errors import MeshplanError, Origin, PlanError, Problem, SpecError
+from meshplan.files import check_writable, write_bytes
 from meshplan.memory.estimate import MemoryEstimate
 from meshplan.pictures.main import OF_DECISIONS, WHATS, draw, draw_decision
 from meshplan.pictures.memory_bars import memory_bars, states_alone
@@ -107,12 +108,7 @@ class Report:
         """
         target = Path(path)
         check_target(target)
-        try:
-            target.write_text(self.html, encoding="utf-8")
-        except OSError as error:
-            what = f"the report cannot be written: {error.strerror}"
-            fix = "name a file in a folder that exists and may be written"
-            raise SpecError(Problem(what, Origin(str(path)), fix)) from None
+        write_bytes(target, self.html.encode(), "the report")
         return target
 
 
@@ -125,9 +121,7 @@ def check_target(path: Path) -> None:
     if path.suffix.lower() not in (".html", ".htm"):
         what = "a report is a page, and the name does not say so"
         raise SpecError(Problem(what, Origin(str(path)), "let the name end in .html"))
-    if not path.parent.is_dir():
-        what = "the report cannot be written: its folder does not exist"
-        raise SpecError(Problem(what, Origin(str(path)), f"make {path.parent}, or name another"))
+    check_writable(path, "the report")
 
 
 def report_of(known: Known) -> Report:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from meshplan.blueprint.config import kernel_problem, read_json
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.graph import ModelGraph
 from meshplan.match import compile_selector
@@ -31,6 +32,7 @@ from meshplan.runtime.trace import graph_of
 from meshplan.spec import AUTO, Batch, Borrow, Rule, Spec
 from meshplan.strategies import resolve_mesh
 from meshplan.units import format_gib
+from meshplan.values import quote
 
 MAX_RANKS: Final = 16
 MODEL_LIMIT: Final = 2 * 2**30
@@ -143,22 +145,42 @@ def source_of_config(path: str | Path, origin: Origin) -> Source:
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
+    content = read_json(file, origin)
+    if (problem := kernel_problem(content, str(file))) is not None:
+        raise SpecError(problem)
     try:
-        content = json.loads(file.read_text())
-        transformers = importlib.import_module("transformers")
-        config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
+        config = _transformers().CONFIG_MAPPING[content["model_type"]].from_dict(dict(content))
     except ImportError:
         fix = "install transformers, or name a function that builds the model: --model pkg.mod:fn"
         what = "a config is built by transformers, which is not installed"
         raise SpecError(Problem(what, origin, fix)) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # Classes of two hundred families, each with checks of its own.
         what = f"{file} is no config that transformers can read: {type(error).__name__}: {error}"
         raise SpecError(Problem(what, origin, "name a config.json or its folder")) from None
     names = content.get("architectures") or [f"{type(config).__name__[:-6]}ForCausalLM"]
-    if not hasattr(transformers, names[0]):
-        what = f"transformers has no {names[0]}"
-        raise SpecError(Problem(what, origin, "state architectures in the config"))
+    is_name = isinstance(names, list) and names and isinstance(names[0], str)
+    if not is_name or _model_class(names[0]) is None:
+        what = f"transformers has no model {quote(str(names[0] if is_name else names))}"
+        fix = "let architectures of the config name a class of models, such as LlamaForCausalLM"
+        raise SpecError(Problem(what, origin, fix))
     return Source(origin=origin, config=config, architecture=names[0])
+
+
+def _transformers() -> Any:
+    """The package, which fetches nothing that a config names."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # Read where its parts are imported.
+    return importlib.import_module("transformers")
+
+
+def _model_class(name: str) -> Any:
+    """The class of models in transformers that a config names; None where it names anything else.
+
+    A config names any attribute of the package, and what it names is called.
+    """
+    found = getattr(_transformers(), name, None) if name.isidentifier() else None
+    base = _transformers().PreTrainedModel
+    is_model = isinstance(found, type) and issubclass(found, base) and found is not base
+    return found if is_model else None
 
 
 def model_of_source(source: Source, *, on_meta: bool = False) -> nn.Module:
@@ -172,7 +194,7 @@ def model_of_source(source: Source, *, on_meta: bool = False) -> nn.Module:
             source.entry, source.origin, on_meta=on_meta or source.is_built_on_meta
         )
     else:
-        cls = getattr(importlib.import_module("transformers"), source.architecture)
+        cls = _model_class(source.architecture)
         with contextlib.redirect_stdout(sys.stderr), torch.device("meta" if on_meta else "cpu"):
             model = cls(source.config)
     if source.blocks is not None:
@@ -253,7 +275,7 @@ def _small_source(
     if config is not None and hasattr(config, "model_type"):
         architecture = source.architecture or type(whole).__name__
         of_config = replace(source, entry="", architecture=architecture)
-        if hasattr(importlib.import_module("transformers"), architecture):
+        if _model_class(architecture) is not None:
             tp = mesh.size("tp")
             small, notes = shrink_sizes(config, layers=blocks, tp=tp, small_tp=small_tp, ep=ep)
             candidates.append((replace(of_config, config=small), notes))
