@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshplan.blueprint import from_config
+from meshplan.blueprint import OtherModelError, from_config
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.formulas import ROWS
 from meshplan.graph import ModelGraph
@@ -282,7 +282,7 @@ def verify_plan(
     source = source_of(spec, model, config)
     try:
         problems = check_plan(plan, overrides, model=model, config=config).problems
-    except SpecError as error:  # A config of a family that only transformers itself can build.
+    except OtherModelError as error:
         problems = ()
         told(f"the plan was not checked on the whole model: {error.problems[0].what}")
     if problems:
@@ -346,7 +346,7 @@ def estimate_memory(
                 tells_worst=True,
                 tells_modules=True,
             )
-        except (PlanError, SpecError) as error:
+        except (PlanError, OtherModelError) as error:
             told(f"the config alone does not tell it: {error.problems[0].what}")
     from meshplan.runtime.fixes import with_fixes  # torch
     from meshplan.runtime.foretell import foretell

@@ -115,6 +115,21 @@ class Layout:
         """The shape that `rank` holds of a tensor of this global shape."""
         return _local_shape(self, tuple(shape), mesh, rank)
 
+    def least_local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+        """The shape of the smallest part; with two cuts of a dim not always the last rank's.
+
+        An axis cuts one dim only, so some rank has the least of every dim. Cutting leaves at most
+        three sizes, whatever the number of ranks.
+        """
+        out = []
+        for dim, (size, axes) in enumerate(zip(shape, self.cuts, strict=True)):
+            pieces = self.pieces(dim)
+            sizes = {size // pieces}
+            for joint in _joint(axes):
+                sizes = {part for each in sizes for part in _parts(each, mesh.size(*joint))}
+            out.append(pieces * min(sizes))
+        return tuple(out)
+
     def local_numel(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> int:
         """The number of elements that `rank` holds."""
         return math.prod(self.local_shape(shape, mesh, rank))
@@ -274,6 +289,15 @@ def _local_shape(layout: Layout, shape: tuple[int, ...], mesh: Mesh, rank: int) 
         return tuple(s.stop - s.start for s in layout.slices(shape, mesh, rank))
     ranges = layout.ranges(shape, mesh, rank)
     return tuple(sum(s.stop - s.start for s in each) for each in ranges)
+
+
+def _parts(size: int, count: int) -> set[int]:
+    """The sizes of parts when something is cut into so many as `torch.chunk` does."""
+    piece = -(-size // count)
+    whole, rest = divmod(size, piece) if piece else (0, 0)
+    parts = {piece} if whole else set()
+    parts |= {rest} if rest else set()
+    return parts | ({0} if whole + bool(rest) < count else set())
 
 
 def _joint(axes: Sequence[str]) -> list[list[str]]:

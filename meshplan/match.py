@@ -17,12 +17,17 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from meshplan.spec import Selector
 
 _MAX_RANGE: Final = 1_000
 """More numbers in one pattern than any model has blocks or experts."""
+_MAX_LENGTH: Final = 4096
+_SIMPLE: Final = 3
+"""Wildcards and braces up to which Python's engine, which is quicker, may go back and try again."""
+_MAX_MEMORY: Final = 1 << 24
+"""Bytes that one pattern may take."""
 
 _TOKEN: Final = re.compile(
     r"(?P<range>(?<=[{,])[0-9]{1,30}\.\.[0-9]{1,30}(?=[,}]))"
@@ -45,7 +50,8 @@ class Matcher:
     """A selector ready to be asked."""
 
     selector: Selector
-    pattern: re.Pattern[str] | None = None
+    pattern: Any = None
+    """A compiled pattern of `re` or of RE2; None for types."""
 
     def matches(self, fqn: str, type: str = "", qualified_type: str = "") -> bool:
         """Whether the selector means this module or, for `param`, this parameter.
@@ -74,13 +80,43 @@ def compile_selector(selector: Selector) -> Matcher:
         raise PatternError("the pattern is empty", "write a name, or ** for the whole model")
     if selector.kind == "type":
         return Matcher(selector)
-    is_regex = selector.kind == "regex"
+    if len(selector.text) > _MAX_LENGTH:
+        what = f"the pattern has {len(selector.text):,} characters, more than {_MAX_LENGTH:,}"
+        raise PatternError(what, "write several rules")
+    if selector.kind == "regex":
+        return Matcher(selector, _linear(selector.text, f"/{selector.text}/"))
+    text = _regex(selector.text)
+    if sum(selector.text.count(sign) for sign in ("{", "*")) > _SIMPLE:
+        return Matcher(selector, _linear(text, selector.text))
     try:
-        return Matcher(selector, re.compile(selector.text if is_regex else _regex(selector.text)))
-    except re.error as error:
-        raise PatternError(f"'/{selector.text}/' is not a regular expression: {error}") from None
+        return Matcher(selector, re.compile(text))
     except (RecursionError, OverflowError):
         raise PatternError("the pattern is nested too deeply", "write several rules") from None
+
+
+def _linear(text: str, shown: str) -> Any:
+    """A pattern that takes time in proportion to the name, whatever is in it.
+
+    Raises:
+        PatternError: It is no regular expression, or one that looks around or back.
+    """
+    import re2  # a few milliseconds, for few plans
+
+    options = re2.Options()
+    options.log_errors = False
+    options.max_mem = _MAX_MEMORY
+    try:
+        return re2.compile(text, options)
+    except re2.error as error:
+        (reason,) = error.args
+        reason = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
+        fix = ""
+        if reason.startswith(("invalid perl operator", "invalid escape")):
+            fix = "look-around and references back are not supported; match what is there"
+        elif "too large" in reason:
+            fix = "write several rules"
+        shown, reason = (text if len(text) < 100 else f"{text[:99]}…" for text in (shown, reason))
+        raise PatternError(f"'{shown}' is not a regular expression: {reason}", fix) from None
 
 
 def fold(names: Iterable[str]) -> list[str]:

@@ -64,6 +64,7 @@ from meshplan.values import (
 
 VERSION: Final = 1
 _MAX_DEVICES: Final = 10**6
+_count = integer(1, AUTO, high=2**16)  # Microbatches: schedules and traces play out each.
 
 Mesh = Mapping[str, Any] | tuple[int, ...] | str
 _size = integer(1, high=_MAX_DEVICES)
@@ -185,16 +186,15 @@ def _check_borrow(
         found.add(value.data[axis], what, f"write a divisor of {lender}")
 
 
-def _accumulate(value: Value, found: Findings) -> int | str | dict[int, int] | None:
+def _accumulate(value: Value, found: Findings) -> Any:
     """A number of microbatches, `auto`, or a number from each epoch on."""
     if not isinstance(value.data, dict):
-        steps: int | str | None = integer(1, AUTO)(value, found)
-        return steps
+        return _count(value, found)
     out: dict[int, int] = {}
     for epoch, child in value.data.items():
         if not re.fullmatch(r"[0-9]{1,9}", epoch):
             found.add(child.key or child.origin, f"'{epoch}' is not an epoch", "write 0 or more")
-        elif is_stated(child) and (steps := integer(1)(child, found)) is not None:
+        elif is_stated(child) and (steps := integer(1, high=2**16)(child, found)) is not None:
             out[int(epoch)] = steps
     return out
 
@@ -252,7 +252,7 @@ _SCHEDULES: Final = (
 _PIPELINE: Final[Mapping[str, Decoder]] = {
     "schedule": choice(_SCHEDULES, "a pipeline schedule"),
     "virtual": integer(1),
-    "microbatches": integer(1, AUTO),
+    "microbatches": _count,
     "split": _split,
 }
 

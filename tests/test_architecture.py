@@ -54,7 +54,7 @@ LEVELS = [
 
 TORCH_ROOMS = {"runtime", "interop"}
 HEAVY = {"torch", "transformers", "lightning"}
-LATE = {"torch", "sympy", "networkx", "matplotlib", "rich", "yaml"}
+LATE = {"torch", "sympy", "networkx", "matplotlib", "rich", "yaml", "re2"}
 """What a function may import, because start-up must not pay for it."""
 
 LATE_BETWEEN = {

@@ -12,7 +12,6 @@ import pytest
 from meshplan import api
 from meshplan.cli import main
 from meshplan.errors import SpecError
-from meshplan.planner import lock as locks
 from meshplan.planner.brief import Brief
 from meshplan.planner.lock import lock_path, overrides, read
 from meshplan.planning import search_plan

@@ -28,6 +28,10 @@ from meshplan.flow import Flow
 from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
 
 
+class OtherModelError(SpecError):
+    """A config of a model that cannot be told from the config alone."""
+
+
 def from_params(num_params: int) -> ModelGraph:
     """A graph that only knows how many parameters there are: one tensor without dims.
 
@@ -92,6 +96,7 @@ def from_mapping(config: Mapping[str, Any], file: str = "<config>") -> ModelGrap
     """The graph of the model that a config's content describes.
 
     Raises:
+        OtherModelError: It is of a family, or has a head, that only transformers builds.
         SpecError: All that is wrong with it.
     """
     supported = sorted([*FAMILIES, "gpt2"])
@@ -104,14 +109,14 @@ def from_mapping(config: Mapping[str, Any], file: str = "<config>") -> ModelGrap
         missing = "the key is missing"
         what = missing if model_type is None else f"model_type {model_type!r} is not supported"
         fix = f"supported are {', '.join(supported)}; {otherwise}"
-        raise SpecError(Problem(what, Origin(file, "model_type"), fix))
+        raise OtherModelError(Problem(what, Origin(file, "model_type"), fix))
     family = FAMILIES.get(model_type)
     causal_lm = f"{family.prefix}ForCausalLM" if family else "GPT2LMHeadModel"
     facts = Facts(config, family.defaults if family else GPT2_DEFAULTS, file)
     stated = config.get("architectures")
     if stated and stated != [causal_lm]:
-        fix = f"only that one is built; {otherwise}"
-        facts.problem("architectures", f"{stated} is not {causal_lm}", fix)
+        what, fix = f"{stated} is not {causal_lm}", f"only that one is built; {otherwise}"
+        raise OtherModelError(Problem(what, Origin(file, "architectures"), fix))
     build = Builder(f"transformers.models.{model_type}.modeling_{model_type}")
     build.module("", causal_lm)
     if family:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -177,12 +178,17 @@ _KERNELS: Final = frozenset(
         "grouped_mm", "batched_mm", "deepgemm",
     }
 )  # fmt: skip
+_COUNT_KEY: Final = re.compile(
+    r"(num|n)_.*(layer|block|expert|stage).*|.*(layers|blocks|depths?)(\[[0-9]+\])?"
+)
+_MOST_MODULES: Final = 10_000
 
 
-def kernel_problem(config: Mapping[str, Any], file: str) -> Problem | None:
-    """Return what is wrong with the kernels that a config, or one inside it, asks for.
+def foreign_problem(config: Mapping[str, Any], file: str) -> Problem | None:
+    """Return why transformers must not be asked to build a config, or None.
 
-    transformers takes a name such as "org/kernel" for code to be fetched and run.
+    It takes a kernel's name such as "org/kernel" for code to be fetched and run, and makes as many
+    modules as a count says.
     """
     todo: list[tuple[str, Any]] = [("", config)]
     while todo:
@@ -195,4 +201,8 @@ def kernel_problem(config: Mapping[str, Any], file: str) -> Problem | None:
         if is_asked and isinstance(value, str) and value not in _KERNELS:
             what = f"{value!r} is no kernel that is built in"
             return Problem(what, Origin(file, path), f"write one of {', '.join(sorted(_KERNELS))}")
+        is_count = _COUNT_KEY.fullmatch(path.rpartition(".")[2]) is not None
+        if is_count and isinstance(value, int | float) and value > _MOST_MODULES:
+            what = f"{value!r} is more modules than any model has"
+            return Problem(what, Origin(file, path), f"write {_MOST_MODULES:,} or less")
     return None

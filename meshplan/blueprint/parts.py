@@ -168,7 +168,7 @@ def _groups(facts: Facts, count: int) -> None:
 def dense_layers(family: Family, facts: Facts, num_layers: int) -> frozenset[int]:
     """The layers of a mixture of experts that have a dense feed-forward."""
     if family.mixes_dense == "first_k_dense_replace":
-        return frozenset(range(facts.size(family.mixes_dense, least=0)))
+        return frozenset(range(min(num_layers, facts.size(family.mixes_dense, least=0))))
     if family.mixes_dense == "decoder_sparse_step":
         step = facts.size(family.mixes_dense)
         skipped = frozenset(n for n in range(num_layers) if (n + 1) % step)

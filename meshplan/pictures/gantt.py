@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from meshplan.cost.simulate import Run, simulate
+from meshplan.errors import PlanError, Problem
 from meshplan.pictures.palette import PASSES, STAGES, Ink, Theme, ink_on
 from meshplan.pictures.sheet import SMALL, Item, Sheet, box, fitted, width_of, write
 from meshplan.pictures.types import Picture
@@ -26,6 +27,7 @@ _NAMES: Final = {
 }
 _MOST_RANKS: Final = 16
 _MOST_SINGLE: Final = 500
+_MOST_BLOCKS: Final = 200_000
 _MOST_LINES: Final = 8
 
 
@@ -129,6 +131,11 @@ def gantt(
     stages = plan.assignment.stages
     ranks, virtual = (1, 1) if stages is None else (stages.num_ranks, stages.virtual)
     count = plan.accumulate if stages is None else stages.microbatches
+    if (num := 2 * ranks * virtual * count) > _MOST_BLOCKS:
+        what = f"{count:,} microbatches are {num:,} blocks of a timeline, more than anybody sees"
+        path = "batch.accumulate" if stages is None else "pipeline.microbatches"
+        fix = f"draw fewer of them, which look the same: --set {path}={4 * ranks * virtual}"
+        raise PlanError(Problem(what, plan.spec.origin(path), fix))
     is_known = bool(forward_s)
     forward_s = forward_s or [1.0 / virtual] * (ranks * virtual)
     backward_s = backward_s or [2.0 * each for each in forward_s]

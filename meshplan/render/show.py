@@ -190,18 +190,10 @@ def _tensor_cells(
 def _pieces(plan: Plan, placed: Placed) -> str:
     """What rank 0 holds, and the smallest piece where pieces differ."""
     first = placed.local_shape(plan.mesh)
-    smallest = _smallest(plan, placed)
+    smallest = placed.stored.least_local_shape(placed.info.shape, plan.mesh)
     return shape_to_text(first) + (
         f", least {shape_to_text(smallest)}" if smallest != first else ""
     )
-
-
-def _smallest(plan: Plan, placed: Placed) -> tuple[int, ...]:
-    """The piece with the fewest elements: with two cuts of a dim not always the last rank's."""
-    shape, mesh = placed.info.shape, plan.mesh
-    ranks = range(mesh.world_size) if placed.stored.axes else range(1)
-    least = min(ranks, key=lambda rank: placed.stored.local_numel(shape, mesh, rank))
-    return placed.local_shape(mesh, least)
 
 
 def shape_to_text(shape: Sequence[int]) -> str:

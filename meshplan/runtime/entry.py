@@ -18,6 +18,7 @@ from torch import nn
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.graph import ModelGraph
+from meshplan.recipes import OWN_MODELS
 from meshplan.runtime.trace import graph_of
 from meshplan.trust import check_code
 
@@ -53,7 +54,8 @@ def model_of_entry(entry: str, origin: Origin, *, on_meta: bool = True) -> nn.Mo
     if not (colon and module_name and name):
         what = f"'{entry}' does not name a function"
         raise SpecError(Problem(what, origin, "write it as pkg.mod:function"))
-    with contextlib.redirect_stdout(sys.stderr), _working_directory_last():
+    path = contextlib.nullcontext() if entry in OWN_MODELS else _working_directory_last()
+    with contextlib.redirect_stdout(sys.stderr), path:
         with _told(f"importing '{module_name}'", origin, _FOUND):
             found: object = importlib.import_module(module_name)
         _check_place(module_name, origin)

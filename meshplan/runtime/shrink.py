@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from meshplan.blueprint.config import kernel_problem, read_json
+from meshplan.blueprint.config import foreign_problem, read_json
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.graph import ModelGraph
 from meshplan.match import compile_selector
@@ -146,7 +146,7 @@ def source_of_config(path: str | Path, origin: Origin) -> Source:
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     content = read_json(file, origin)
-    if (problem := kernel_problem(content, str(file))) is not None:
+    if (problem := foreign_problem(content, str(file))) is not None:
         raise SpecError(problem)
     try:
         config = _transformers().CONFIG_MAPPING[content["model_type"]].from_dict(dict(content))

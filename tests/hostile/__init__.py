@@ -1,0 +1,1 @@
+"""Files of strangers: nothing runs unasked, nothing hangs, nothing is left half written."""

@@ -1,0 +1,248 @@
+"""Code that a file names runs when a person says so, and no file of a folder is imported by chance.
+
+Which seeded bug would this catch? A verb that imports `model.entry` by itself, a lock or a config
+that reaches code, a path on which the working directory comes first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from meshplan import trust
+from meshplan.cli import main
+from meshplan.errors import SpecError
+from meshplan.planner.lock import lock_path, read, write
+from meshplan.reader import load_spec
+from meshplan.runtime.shrink import source_of_config
+from tests.test_planner import LLAMA, job
+
+__all__ = ["job"]
+
+EVIL = """
+import pathlib
+pathlib.Path(__file__).with_name("RAN").touch()
+import torch
+
+def build():
+    return torch.nn.Linear(4, 4)
+
+def change(module):
+    pass
+"""
+PLAN = """version: 1
+model: {entry: "evil_code:build"}
+mesh: {dp_shard: 2}
+strategy: full_shard
+hardware: {nodes: 1, gpus_per_node: 2, gpu: h100-sxm-80gb}
+input: {shape: [2, 4], dtype: float32}
+batch: {global: 4}
+"""
+VERBS = {
+    "check": 0, "show": 2, "estimate": 2, "plan --dry-run": 2, "explain why strategy": 2,
+    "draw --what mesh -o mesh.svg": 2, "report -o report.html": 0, "verify": 2,
+}  # fmt: skip
+"""By verb, how it ends where the model may not be built: what can be told without it is."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a plan that names code, in which nobody has said anything."""
+    monkeypatch.delenv(trust.ALLOW_CODE)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil_code.py").write_text(EVIL)
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    yield tmp_path
+    sys.modules.pop("evil_code", None)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_verb_runs_code_unasked(folder, capsys, verb):
+    assert main([*verb.split(), "-f", "plan.yaml"]) == VERBS[verb]
+    err = capsys.readouterr().err
+    assert not (folder / "RAN").exists()
+    if VERBS[verb] or verb == "check":
+        assert "'evil_code:build' is code that this file names" in err
+        assert "meshplan trust plan.yaml" in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--allow-code"], ["--model", "evil_code:build"], ["--set", "model.entry=evil_code:build"]],
+)
+def test_a_person_may_say_so(folder, words):
+    assert main(["check", "-f", "plan.yaml", *words]) == 0
+    assert (folder / "RAN").exists()
+    assert trust.ALLOW_CODE not in os.environ
+    assert not sys.path.count(str(folder))
+
+
+def test_trust_ends_with_a_change_of_the_file(folder, capsys):
+    assert main(["trust", "plan.yaml"]) == 0
+    assert "plan.yaml:2:16: model.entry: evil_code:build" in capsys.readouterr().out
+    assert main(["show", "-f", "plan.yaml"]) == 0
+    for change in (
+        lambda path: path.write_text(PLAN + "# more"),
+        lambda path: path.rename("b.yaml"),
+    ):
+        (folder / "plan.yaml").write_text(PLAN)
+        change(folder / "plan.yaml")
+        name = "b.yaml" if (folder / "b.yaml").exists() else "plan.yaml"
+        assert main(["show", "-f", name]) == 2
+    (folder / "plan.yaml").write_text(PLAN)
+    assert main(["show", "-f", "plan.yaml"]) == 0
+    assert main(["trust", "--forget", "plan.yaml"]) == 0
+    assert main(["show", "-f", "plan.yaml"]) == 2
+
+
+def test_code_of_rules_is_not_run_by_verify_or_demo(folder, capsys):
+    rules = 'rules: [{match: "**", apply: "evil_code:change"}]\n'
+    model = PLAN.replace("evil_code:build", "meshplan.runtime.demo_model:build")
+    (folder / "plan.yaml").write_text(
+        model.replace("input: {shape: [2, 4], dtype: float32}\n", "") + rules
+    )
+    for verb in ("verify", "demo"):
+        assert main([verb, "-f", "plan.yaml"]) == 2
+        assert "'evil_code:change' is code that this file names" in capsys.readouterr().err
+    assert not (folder / "RAN").exists()
+
+
+def test_a_file_with_a_persons_name_is_a_file(folder):
+    """`-f model` names a file, and says nothing of what it may run."""
+    for name in sorted(trust.PERSONS_WORDS - {"<mapping>"}):
+        (folder / name).write_text(PLAN)
+        assert main(["check", f"--file={name}"]) == 0
+    assert not (folder / "RAN").exists()
+
+
+def test_installed_modules_are_not_shadowed(folder, capsys):
+    (folder / "hypothesis.py").write_text(EVIL)
+    assert main(["check", "-f", "plan.yaml", "--model", "hypothesis:build"]) == 2
+    assert "and not the one in the working directory" in capsys.readouterr().err
+    assert not (folder / "RAN").exists()
+
+
+CHOSEN = {
+    "model": {"entry": "evil_code:build"},
+    "model.entry": "evil_code:build",
+    "rules[0]": {"match": "**", "apply": "evil_code:change"},
+    "rules[1]": {"match": "**", "activation_checkpointing": "full"},
+    "hardware": {"gpu": "h200"},
+    "hardware.gpu": "h200",
+    "precision": "bf16-true",
+    "optimizer": "sgd",
+    "mesh": {"dp_replicate": 8},
+    "batch.global": 8,
+    "solve": {"objective": "memory"},
+}
+
+
+@pytest.mark.parametrize("path", CHOSEN)
+def test_a_lock_says_what_the_plan_leaves_open(job, capsys, path):
+    """Well hashed, as whoever writes a hostile lock can."""
+    rules = [{"match": "model.layers.0", "activation_checkpointing": "none"}]
+    plan = job(mesh={"dp_shard": 8}, strategy="auto", rules=rules)
+    assert main(["plan", "-f", str(plan), "-q"]) == 0
+    lock = read(lock_path(plan))
+    content = {key: value for key, value in lock.content.items() if key != "hash"}
+    write(lock.path, {**content, "chosen": {**lock.chosen, path: CHOSEN[path]}})
+    for words in (
+        ["check"],
+        ["show"],
+        ["estimate"],
+        ["report", "-o", str(plan.with_suffix(".html"))],
+    ):
+        capsys.readouterr()
+        code = main([*words, "-f", str(plan)])
+        out, err = capsys.readouterr()
+        assert code in (1, 2) or words[0] == "report", out
+        assert f"plan.lock.yaml:{_line(lock.path, path)}:" in out + err
+
+
+def _line(path: Path, key: str) -> int:
+    lines = path.read_text().splitlines()
+    chosen = lines.index("chosen:")
+    return next(n for n in range(chosen, len(lines)) if lines[n].startswith(f"  {key}:")) + 1
+
+
+def test_no_truncation_of_a_lock_is_taken(job):
+    plan = job(mesh={"dp_shard": 8}, strategy="auto")
+    assert main(["plan", "-f", str(plan), "-q"]) == 0
+    path = lock_path(plan)
+    whole = path.read_bytes()
+    for size in range(len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(SpecError):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["pipeline", "PreTrainedModel", "AutoModel", "__doc__", "os.system", 3, []]
+)
+def test_a_config_names_a_class_of_models(tmp_path, name):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | {"architectures": name if name == [] else [name]}))
+    if name == []:
+        assert source_of_config(path, load_spec({"version": 1}).origin("")).architecture
+        return
+    with pytest.raises(SpecError, match="transformers has no model"):
+        source_of_config(path, load_spec({"version": 1}).origin(""))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"attn_implementation": "org/kernel"}, {"_attn_implementation": "org/kernel"},
+        {"attn_implementation": {"": "org/kernel"}},
+        {"text_config": {"_attn_implementation_internal": "org/kernel@main:f"}},
+        {"experts_implementation": "org/kernel"},
+    ],
+)  # fmt: skip
+def test_a_config_names_no_kernel_from_elsewhere(tmp_path, more):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | more))
+    with pytest.raises(SpecError, match="is no kernel that is built in"):
+        source_of_config(path, load_spec({"version": 1}).origin(""))
+
+
+def test_no_module_of_the_working_directory_is_imported(tmp_path, job):
+    """One file for every module that there is, in a folder where each verb is run."""
+    plan = job(
+        mesh={"dp_shard": 2}, hardware={"nodes": 1, "gpus_per_node": 2, "gpu": "h100-sxm-80gb"}
+    )
+    here = tmp_path / "here"
+    here.mkdir()
+    names = (
+        sys.stdlib_module_names | {path.stem for path in _installed()} | {"triton", "flash_attn"}
+    )
+    for name in sorted(names - {"meshplan", "tests"}):
+        (here / f"{name}.py").write_text("open(__file__ + '.ran', 'w').close()\n")
+    script = Path(sysconfig.get_path("scripts"), "meshplan")
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
+    for words in (
+        ["check", "-f", plan], ["estimate", "-f", plan, "--trace"],
+        ["plan", "-f", plan, "--dry-run"],
+        ["draw", "--what", "mesh", "-f", plan, "-o", tmp_path / "mesh.html"],
+        ["verify", "-f", plan],
+        ["demo", "--plan", "ddp", "--steps", "2", "--set", "mesh.dp_replicate=2",
+         "--set", "hardware.gpus_per_node=2"],
+    ):  # fmt: skip
+        done = subprocess.run(
+            [script, *map(str, words)], cwd=here, env=environment,
+            capture_output=True, text=True, timeout=240,
+        )  # fmt: skip
+        assert not sorted(path.name for path in here.glob("*.ran")), words
+        assert done.returncode in (0, 1), done.stderr
+
+
+def _installed() -> list[Path]:
+    return [
+        path for path in Path(sysconfig.get_path("purelib")).iterdir() if path.stem.isidentifier()
+    ]

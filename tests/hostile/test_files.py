@@ -1,0 +1,283 @@
+"""Files that are written are old or new and never between; what is read has an end.
+
+Which seeded bug would this catch? A file that is opened for writing under its own name, a temporary
+name that can be guessed, a rename before the content is on the disk, a read without a bound.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from meshplan import files
+from meshplan.cli import CRASHED, main
+from meshplan.cost.calibration import read_profile, write_profile
+from meshplan.errors import MeshplanError, SpecError
+from meshplan.planner.lock import lock_path, read
+from meshplan.report.main import Report
+from meshplan.trust import trust
+from tests.test_calibrate import MADE
+from tests.test_planner import LLAMA, job
+
+__all__ = ["job"]
+
+OLD = b"old " * 1000
+
+
+class Crash(BaseException):
+    """As a process that is killed: nothing after it runs, not even what tidies up."""
+
+
+CALLS = ("open", "fchmod", "fsync", "replace", "close", "lstat", "unlink")
+
+
+def crash_at(monkeypatch, number):
+    """From this call of the operating system on every one raises; returns how many there were."""
+    count = [0]
+
+    def counted(call):
+        def run(*args, **more):
+            count[0] += 1
+            if count[0] >= number:
+                raise Crash
+            return call(*args, **more)
+
+        return run
+
+    for name in CALLS:
+        monkeypatch.setattr(files.os, name, counted(getattr(os, name)))
+    return count
+
+
+def write_with(kind, path):
+    if kind == "report":
+        report = Report(verdict="v", html="new " * 1000, fits=True, shown=(), left_out=())
+        report.save(path)
+    elif kind == "profile":
+        from meshplan.cost.calibration import profile_from
+
+        write_profile(profile_from(MADE), path)
+    else:
+        files.write_bytes(path, b"new " * 1000, "the lock")
+
+
+@pytest.mark.parametrize("kind", ["lock", "report", "profile"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_crash_leaves_the_old_file_or_the_new_one(tmp_path, kind, is_there):
+    path = tmp_path / ("page.html" if kind == "report" else "file")
+    write_with(kind, path)
+    new = path.read_bytes()
+    path.unlink()
+    for number in range(1, 12):
+        if is_there:
+            path.write_bytes(OLD)
+        with pytest.MonkeyPatch.context() as patch:
+            crash_at(patch, number)
+            with suppress(Crash):
+                write_with(kind, path)
+        now = path.read_bytes() if path.exists() else None
+        assert now in ((OLD, new) if is_there else (None, new)), number
+        path.unlink(missing_ok=True)
+    assert now == new  # The last number is past the last call.
+
+
+@pytest.mark.parametrize("call", ["open", "fsync", "replace"])
+def test_a_full_or_read_only_disk_leaves_everything_as_it_was(tmp_path, monkeypatch, call):
+    path = tmp_path / "file"
+    path.write_bytes(OLD)
+
+    def fail(*args, **more):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, call, fail)
+        with pytest.raises(SpecError, match="the lock cannot be written: No space left on device"):
+            files.write_bytes(path, b"new", "the lock")
+    assert path.read_bytes() == OLD
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_links_are_replaced_and_not_followed(tmp_path):
+    target, path = tmp_path / "target", tmp_path / "plan.lock.yaml"
+    target.write_bytes(OLD)
+    path.symlink_to(target)
+    for name in (".plan.lock.yaml.new", "plan.lock.yaml.tmp"):
+        (tmp_path / name).symlink_to(target)
+    files.write_bytes(path, b"new", "the lock")
+    assert target.read_bytes() == OLD
+    assert not path.is_symlink()
+    assert path.read_bytes() == b"new"
+
+
+def test_permissions_stay(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(OLD)
+    path.chmod(0o640)
+    files.write_bytes(path, b"new", "the lock")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    mask = os.umask(0o027)
+    try:
+        files.write_bytes(tmp_path / "other", b"new", "the lock")
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE((tmp_path / "other").stat().st_mode) == 0o640
+
+
+def test_two_writers_and_a_reader(tmp_path):
+    path = tmp_path / "file"
+    contents = [bytes([65 + n]) * 200_000 for n in range(2)]
+    files.write_bytes(path, contents[0], "the lock")
+    broken: list[int] = []
+    is_over = threading.Event()
+
+    def read_on():
+        while not is_over.is_set():
+            found = path.read_bytes()
+            if found not in contents:
+                broken.append(len(found))
+
+    def write_on(content):
+        for _ in range(100):
+            files.write_bytes(path, content, "the lock")
+
+    reader = threading.Thread(target=read_on)
+    writers = [threading.Thread(target=write_on, args=(content,)) for content in contents]
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    is_over.set()
+    reader.join()
+    assert not broken
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "huge", "device", "link to a device"])
+def test_what_is_read_is_a_file_and_has_an_end(tmp_path, kind):
+    path = tmp_path / "file"
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "huge":
+            with path.open("wb") as file:
+                file.truncate(5 * 10**9)  # Without a block of the disk.
+        case "device":
+            path = Path("/dev/zero")
+        case _:
+            path.symlink_to("/dev/zero")
+    began = time.monotonic()
+    words = "not a regular file|bytes, and a plan at most 1,000|directory"
+    with pytest.raises(SpecError, match=words):
+        files.read_bytes(path, 1000, "a plan")
+    for read_it in (read, read_profile, trust):
+        with pytest.raises(MeshplanError):
+            read_it(path)
+    for words in (["--config", str(path), "--gpus", "8"], ["-f", str(path)]):
+        assert main(["estimate", *words]) == 2
+    assert time.monotonic() - began < 5
+
+
+BAD_LOCKS = {
+    "aliases": "lock: 2\nx: &a [1, 1]\ny: &b [*a, *a]\nz: [*b, *b]\n",
+    "merge keys": "lock: 2\n" + "".join(f"k{n}: &k{n} {{<<: *k{n - 1}}}\n" for n in range(1, 99)),
+    "dates": "lock: 2\nchosen: {mesh: 2020-01-01}\ninputs: {plan: a, model: b}\n",
+    "sets": "lock: 2\nchosen: !!set {a, b}\n",
+    "binary": "lock: 2\nchosen: !!binary aGVsbG8=\n",
+    "python": "lock: 2\nchosen: !!python/object/apply:os.system [true]\n",
+}
+
+
+@pytest.mark.parametrize("kind", BAD_LOCKS)
+def test_locks_that_no_planner_writes(job, capsys, kind):
+    plan = job(mesh={"dp_shard": 8}, strategy="auto")
+    lock_path(plan).write_text(BAD_LOCKS[kind])
+    began = time.monotonic()
+    for verb in ("check", "estimate"):
+        assert main([verb, "-f", str(plan)]) == 2
+        assert "plan.lock.yaml" in capsys.readouterr().err
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("pattern", ["/(([a-z_.0-9]+)+)+!/", "/(a*)*b/", "{a,aa}" * 40 + "!",
+                                     "*o*" * 30 + "!", "{0..999}" * 20_000])  # fmt: skip
+def test_patterns_take_linear_time(job, pattern):
+    plan = job(rules=[{"match": pattern, "activation_checkpointing": "full"}])
+    began = time.monotonic()
+    assert main(["check", "-f", str(plan)]) in (1, 2)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("peak_flops", -1), ("peak_flops", 10**40), ("efficiency", 0), ("efficiency", True),
+        ("kernel_s", float("nan")), ("intra_bytes_per_s", float("inf")), ("device", {}),
+        ("sources", "text"), ("num_runs", "3"), ("contention", None), ("launch_s", "1"),
+    ],
+)  # fmt: skip
+def test_profiles_say_what_a_machine_may_do(tmp_path, name, value):
+    from meshplan.cost.calibration import profile_from
+
+    path = tmp_path / "profile.json"
+    write_profile(profile_from(MADE), path)
+    facts = json.loads(path.read_text())
+    facts["profile"][name] = value
+    path.write_text(json.dumps(facts))
+    with pytest.raises(MeshplanError, match=rf"{name} is .*, not "):
+        read_profile(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"schema": "profile/1", "profile": 3}', "\xff", "{}"]
+)
+def test_other_content_is_no_profile(tmp_path, text):
+    path = tmp_path / "profile.json"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(MeshplanError):
+        read_profile(path)
+
+
+def test_counts_have_a_bound_or_a_closed_form(job, capsys):
+    hardware = {"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}
+    deep = job(LLAMA | {"num_hidden_layers": 10**6}, mesh={"dp_shard": 8}, hardware=hardware)
+    began = time.monotonic()
+    assert main(["estimate", "-f", str(deep)]) == 2
+    assert "1000000 is not a size" in capsys.readouterr().err
+    for change in ("batch.accumulate=1000000000", "mesh.dp_shard=2000000"):
+        assert main(["draw", "--what", "gantt", "-f", str(deep), "--set", change]) == 2
+        assert "is too large" in capsys.readouterr().err
+    assert time.monotonic() - began < 10
+
+
+def test_names_steer_no_terminal(tmp_path, capsys):
+    name = "\x1b]0;owned\x07\x1b[31m\u202eevil"
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": name}))
+    assert main(["estimate", "--config", str(tmp_path), "--gpus", "8"]) == 2
+    assert main(["check", "-f", f"{tmp_path}/{name}.yaml"]) == 2
+    out, err = capsys.readouterr()
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", out + err.replace("\x1b[31m", ""))
+    assert r"\x1b]0;owned\x07" in err
+
+
+def test_a_crash_is_no_answer(monkeypatch, capsys):
+    def fail(**_):
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("meshplan.api.estimate_states", fail)
+    assert main(["estimate", "--params", "3e9", "--gpus", "8"]) == CRASHED == 70
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError in test_files.py" in err
+    assert "Traceback" not in err
+    monkeypatch.setenv("MESHPLAN_TRACEBACK", "1")
+    assert main(["estimate", "--params", "3e9", "--gpus", "8"]) == CRASHED
+    assert "Traceback" in capsys.readouterr().err
