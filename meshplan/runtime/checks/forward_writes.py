@@ -123,7 +123,7 @@ class ForwardWrites:
                 marks.clear()
                 for place, mark in before:
                     now = place.table.get(place.leaf)
-                    if now is not None:
+                    if now is not None and (self._written or is_written(now, mark)):
                         self._look(place, mark, now, module)
                 if unit is None:
                     self._finish(output)

@@ -98,26 +98,19 @@ def marks_of(places: Iterable[Place], has_contents: bool) -> list[tuple[Place, M
 
 def mark_of(tensor: torch.Tensor, has_contents: bool) -> Mark:
     found = checksum(local_of(tensor)) if has_contents else None
-    version = _version_of(tensor)
+    version = 0 if tensor.is_inference() else tensor._version
     if isinstance(tensor, DTensor):  # Whose `.data` would be dispatched, and is not needed.
         return Mark(tensor, None, 0, version, found)
     return Mark(tensor, tensor.data, tensor.data_ptr(), version, found)
 
 
-def _pointer_of(tensor: torch.Tensor) -> int:
-    return 0 if isinstance(tensor, DTensor) else tensor.data_ptr()
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def is_written(now: torch.Tensor, mark: Mark) -> bool:
-    if now is not mark.tensor or _version_of(now) != mark.version:
+    tensor, data, pointer, version, found = mark
+    if now is not tensor or (0 if now.is_inference() else now._version) != version:
         return True
-    if _pointer_of(now) != mark.pointer:
+    if data is not None and now.data_ptr() != pointer:
         return True
-    return mark.checksum is not None and checksum(local_of(now)) != mark.checksum
+    return found is not None and checksum(local_of(now)) != found
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:
