@@ -8,6 +8,7 @@ waits for ever, and filling with zeros alone lets weight decay shrink what nobod
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import meshplan
+from meshplan.runtime import gradients
 
 WIDTH, EXPERTS = 8, 4
 
@@ -171,3 +173,73 @@ def ddp_without_the_option() -> str:
 def test_ddp_names_its_option(pool):
     for answer in pool(2).run(ddp_without_the_option):
         assert "find_unused_parameters" in answer
+
+
+class Chain(nn.Module):
+    """Layers of one size, called in the order that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 4)
+        self.order = (0, 1, 2)
+
+    def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            x = self.layers[number](x)
+        return self.head(x)
+
+
+def calls_by_step(plan: dict[str, Any], orders: list[list[tuple[int, ...]]]) -> list[str]:
+    """What each step came to: how often gradients were asked about, or what was refused.
+
+    Args:
+        orders: By step, the layers that each rank calls.
+    """
+    torch.manual_seed(0)
+    plan = {"version": 1, "rules": [{"match": "layers.*", "unit": True}], **plan}
+    model = meshplan.parallelize(Chain(), plan)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, targets = meshplan.local_batch(model, batch([0] * 8))
+    out: list[str] = []
+    asked = 0
+    ask = gradients._Agreement._ask
+
+    def count(*args: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return ask(*args)
+
+    with mock.patch.object(gradients._Agreement, "_ask", count):
+        for step in orders:
+            model.order, asked = step[dist.get_rank() % len(step)], 0
+            before = [p.to_local().clone() for p in model.parameters()]
+            try:
+                loss(model(*inputs), targets).backward()
+            except meshplan.ApplyError as error:
+                sgd.zero_grad()
+                same = all(map(torch.equal, before, [p.to_local() for p in model.parameters()]))
+                return [*out, f"{same}: {error.problems[0].what[:27]}"]
+            sgd.step()
+            sgd.zero_grad()
+            out.append(str(asked))
+    return out
+
+
+WHOLE, SHORT, TURNED = (0, 1, 2), (0, 1), (1, 0, 2)
+REFUSED = "True: the ranks called other units"[: len("True: ") + 27]
+
+
+@pytest.mark.parametrize("plan", [{"strategy": "full_shard"}, {"strategy": "zero1"}], ids=str)
+@pytest.mark.parametrize(
+    ("orders", "told"),
+    [
+        ([[WHOLE]] * 3, ["1", "1", "1"]),
+        ([[SHORT], [WHOLE], [WHOLE], [SHORT]], ["1", "2", "1", "1"]),
+        ([[WHOLE], [WHOLE], [WHOLE, TURNED]], ["1", "1", REFUSED]),
+        ([[SHORT], [WHOLE, TURNED]], ["1", REFUSED]),
+    ],
+    ids=str,
+)
+def test_what_is_asked_early_is_asked_again_where_more_follows(pool, plan, orders, told):
+    assert pool(2).run(calls_by_step, plan, orders) == [told] * 2

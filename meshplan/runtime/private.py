@@ -75,13 +75,17 @@ def _param_groups(module: nn.Module) -> list[Any]:
 
 
 def on_reduction(
-    module: nn.Module, fill: Callable[[nn.Parameter, bool], bool], finish: Callable[[], None]
+    module: nn.Module,
+    fill: Callable[[nn.Parameter, bool], bool],
+    begin: Callable[[], None],
+    finish: Callable[[], None],
 ) -> bool:
     """Look at a unit's gradients just before it reduces them.
 
     Args:
         fill: Gets each parameter of the unit, and whether it has a gradient that waits to be
             reduced; returns whether to make it zeros.
+        begin: Called after that, before the unit reduces.
         finish: Called once after each backward (when accumulating, after the last) in which the
             unit or another one with the same `finish` took part, when all gradients are there.
 
@@ -96,7 +100,7 @@ def on_reduction(
     state: Any = _get_module_state(module)
     groups = _param_groups(module)
     for group in groups:
-        _look_before_reduction(group, fill)
+        _look_before_reduction(group, fill, begin)
     end = state._root_post_backward_final_callback
 
     def end_and_finish() -> None:
@@ -109,17 +113,23 @@ def on_reduction(
     return bool(groups)
 
 
-def _look_before_reduction(group: Any, fill: Callable[[nn.Parameter, bool], bool]) -> None:
+def _look_before_reduction(
+    group: Any, fill: Callable[[nn.Parameter, bool], bool], begin: Callable[[], None]
+) -> None:
     reduce = group.post_backward
 
     def look_and_reduce(*unused: Any) -> None:
+        is_used = False
         for param in group.fsdp_params if group.reduce_grads else ():
             if not hasattr(param, "_unsharded_param"):
                 continue  # Never gathered, so never used.
+            is_used = True
             whole = param.unsharded_param
             waits = whole.grad is not None or param.unsharded_accumulated_grad is not None
             if fill(param.sharded_param, waits):
                 whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
+        if is_used:
+            begin()
         reduce(*unused)
 
     group.post_backward = look_and_reduce

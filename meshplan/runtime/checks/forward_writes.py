@@ -43,7 +43,7 @@ from meshplan.runtime.checks.places import (
     goes_on,
     is_close,
     is_written,
-    mark_of,
+    marks_of,
     places_of,
     sample_of,
 )  # fmt: skip
@@ -115,17 +115,16 @@ class ForwardWrites:
                 if unit is None:
                     self._begin()
                 self._prepare(scope)
-                has_contents = self._is_due()
-                there = [place for place in scope if place.is_there]
-                marks[:] = [(place, mark_of(place.tensor, has_contents)) for place in there]
+                marks[:] = marks_of(scope, self._is_due())
 
         def leave(_module: nn.Module, _args: Any, output: Any) -> None:
             if running_node() is None:
                 before = marks[:]
                 marks.clear()
                 for place, mark in before:
-                    if place.is_there:
-                        self._look(place, mark, module)
+                    now = place.table.get(place.leaf)
+                    if now is not None and (self._written or is_written(now, mark)):
+                        self._look(place, mark, now, module)
                 if unit is None:
                     self._finish(output)
 
@@ -180,8 +179,9 @@ class ForwardWrites:
         """Let a later microbatch find what the first one found, where that can be."""
         if not self._repeats():
             return
-        for place in scope:
-            if place.name not in self._written.keys() - self._statistics or not place.is_there:
+        begins_anew = self._written.keys() - self._statistics
+        for place in scope if begins_anew else ():
+            if place.name not in begins_anew or not place.is_there:
                 continue
             now = place.tensor
             if self.microbatch == 0:
@@ -194,9 +194,9 @@ class ForwardWrites:
                 start = self._starts[place.name].clone()
                 place.table[place.leaf] = start if place.is_buffer else frozen(start)
 
-    def _look(self, place: Place, mark: Mark, module: nn.Module) -> None:
+    def _look(self, place: Place, mark: Mark, now: torch.Tensor, module: nn.Module) -> None:
         """Note whether a forward wrote a tensor, and keep what it wrote."""
-        name, now = place.name, place.tensor
+        name = place.name
         if name in self._ends:
             self._compare_microbatch(place)
         elif is_written(now, mark):
@@ -227,7 +227,7 @@ class ForwardWrites:
             raise ApplyError(write_problems.cast_problem(place, placed.compute_dtype))
         now = place.tensor
         assert isinstance(now, nn.Parameter)
-        self._memory[place.name] = mark.data
+        self._memory[place.name] = mark.tensor.data if mark.data is None else mark.data
         self._reset_memory(place)
         with torch.no_grad():
             store_gathered(module, now)

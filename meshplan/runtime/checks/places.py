@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -48,13 +48,13 @@ class Mark(NamedTuple):
     """A tensor before a forward.
 
     Attributes:
-        data: The same memory, which `weight.data = ...` leaves to it.
+        data: The same memory, which `weight.data = ...` leaves to it; None of a DTensor.
         pointer: Where that begins; 0 of a DTensor.
         checksum: Of the contents, where these are compared.
     """
 
     tensor: torch.Tensor
-    data: torch.Tensor
+    data: torch.Tensor | None
     pointer: int
     version: int
     checksum: int | None
@@ -90,25 +90,27 @@ def goes_on(place: Place, plan: Plan) -> bool:
     return is_norm or getattr(place.owner, "max_norm", None) is not None
 
 
+def marks_of(places: Iterable[Place], has_contents: bool) -> list[tuple[Place, Mark]]:
+    """What is there, each with its mark. In every forward, so it has to be quick."""
+    found = ((place, place.table.get(place.leaf)) for place in places)
+    return [(place, mark_of(now, has_contents)) for place, now in found if now is not None]
+
+
 def mark_of(tensor: torch.Tensor, has_contents: bool) -> Mark:
     found = checksum(local_of(tensor)) if has_contents else None
-    return Mark(tensor, tensor.data, _pointer_of(tensor), _version_of(tensor), found)
-
-
-def _pointer_of(tensor: torch.Tensor) -> int:
-    return 0 if isinstance(tensor, DTensor) else tensor.data_ptr()
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    version = 0 if tensor.is_inference() else tensor._version
+    if isinstance(tensor, DTensor):  # Whose `.data` would be dispatched, and is not needed.
+        return Mark(tensor, None, 0, version, found)
+    return Mark(tensor, tensor.data, tensor.data_ptr(), version, found)
 
 
 def is_written(now: torch.Tensor, mark: Mark) -> bool:
-    if now is not mark.tensor or _version_of(now) != mark.version:
+    tensor, data, pointer, version, found = mark
+    if now is not tensor or (0 if now.is_inference() else now._version) != version:
         return True
-    if _pointer_of(now) != mark.pointer:
+    if data is not None and now.data_ptr() != pointer:
         return True
-    return mark.checksum is not None and checksum(local_of(now)) != mark.checksum
+    return found is not None and checksum(local_of(now)) != found
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:
