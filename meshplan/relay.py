@@ -344,7 +344,7 @@ class Cut:
         return bool(self._left_by_glue())
 
     def _left_by_glue(self) -> list[int | None]:
-        """What glue, which runs in every stage, leaves in buffers and attributes."""
+        """Return the values that code between units, which every stage runs, leaves in buffers."""
         modules = [call.module for call in self.units]
         changed = [
             change.new

@@ -24,7 +24,7 @@ from meshplan.runtime.pending import Pending
 
 _RANKS: Final = 4
 _ELEMENTS: Final = 1 << 16
-"""What a rank keeps at most: it is copied to the host and sent to every rank."""
+"""The most that a rank keeps, which is copied to the host and sent to every rank."""
 
 
 class FewSamples:
@@ -60,7 +60,7 @@ class FewSamples:
         self._kept.append(found)
 
     def problem(self, loss_fn: LossFn, *, can_ask: bool) -> Problem | None:
-        """What the loss of all of them tells; collective over all ranks.
+        """Compare the loss of all kept samples with those of parts; collective over all ranks.
 
         Args:
             can_ask: Whether this rank may call the loss function beside the training.
@@ -92,7 +92,7 @@ class FewSamples:
 
 
 def _split(item: Any) -> tuple[Any, list[torch.Tensor]]:
-    """The form of something nested, and its tensors on the host."""
+    """Split something nested into its form and its tensors, copied to the host."""
     found: list[torch.Tensor] = []
 
     def place(tensor: torch.Tensor) -> int:

@@ -72,7 +72,7 @@ class ForwardWrites:
         self._statistics = {n for n, p in self._places.items() if goes_on(p, plan)}
         """Names of what may differ between ranks or microbatches."""
         self._shared: dict[str, Place] = {}
-        """By name: buffers that begin each forward as they are on the first data rank."""
+        """Buffers that begin each forward as they are on the first data rank, by name."""
         self._starts: dict[str, torch.Tensor] = {}
         """Contents at the beginning of the step, of what can be swapped."""
         self._ends: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}

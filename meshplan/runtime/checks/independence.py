@@ -60,7 +60,7 @@ KERNELS, _HALF = (1e-5, 1e-3), 0.1
 single precision a little and at most, and in half precision [Empirical]."""
 
 _ROUNDINGS, _ROUNDINGS_OF_HALF, _OTHER_KERNELS = 10, 3, 100
-"""How many times as much as rounding once again makes a difference is that rounding does not make.
+"""Factors: a difference this many times as large as that of rounding once again is none of rounding.
 
 Between runs of one size: kernels inside may have other sizes where samples are sent to experts,
 and add up in another order; half precision adds up in single. Between runs of two sizes
@@ -68,7 +68,7 @@ and add up in another order; half precision adds up in single. Between runs of t
 """
 
 _TF32: Final = 2.0**-11
-"""What accelerators round the factors of a product in single precision to."""
+"""The relative precision to which accelerators round factors of products in single precision."""
 _COMPARED: Final = 1 << 22
 """Elements of an output that are compared."""
 
@@ -85,7 +85,7 @@ FEWER: Final[tuple[_Pair, ...]] = (((WHOLE, 0), (FIRST, 0)), ((WHOLE, 1), (LAST,
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What forwards of some samples told.
+    """The findings of forwards of some samples.
 
     Attributes:
         mixes: Whether outputs of samples depend on the other samples.
@@ -167,10 +167,10 @@ def compare_forwards(
 def _three(
     loss_fn: LossFn, outputs: Mapping[int, Any], samples: Samples, dtype: torch.dtype
 ) -> Three | None:
-    """The losses of two parts, and of both together.
+    """Return the losses of two parts, and of both together.
 
-    Of one output where its parts can be told from the outputs of parts: exact, whatever the model
-    rounds. A model that returns its loss is asked three times.
+    They are of one output where its parts can be told from the outputs of parts: exact, whatever
+    the model rounds. A model that returns its loss is asked three times.
     """
     targets = samples.targets[: LAST + 1]
     pieces = [_piece(outputs[WHOLE], outputs[part], part) for part in (FIRST, LAST)]
@@ -190,7 +190,7 @@ def _three(
 
 
 def _piece(whole: Any, like: Any, part: int) -> Any:
-    """What an output of two parts holds of one of them, or None.
+    """Return what an output of two parts holds of one of them, or None.
 
     What has the shape that it has of one part, and the numbers, does not belong to samples: a
     parameter that the model returns.
@@ -222,7 +222,7 @@ class _Kept:
         self._steps: dict[int, int] = {}
 
     def of(self, output: Any) -> list[torch.Tensor]:
-        """What is compared of an output: of large tensors some columns, the same of each run."""
+        """Return the tensors to compare: of large ones some columns, the same of each run."""
         found = []
         for number, (_, tensor) in enumerate(tensors_in(output)):
             own = tensor._view.hidden if isinstance(tensor, Pending) else tensor

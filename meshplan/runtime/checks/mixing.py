@@ -129,7 +129,7 @@ def follows_statistics(module: nn.Module) -> bool:
 
 
 def mixing_problem(found: tuple[str, nn.Module] | None, plan: Plan) -> Problem:
-    """What is to be said of a forward whose samples look at one another."""
+    """Describe a forward whose samples look at one another."""
     if found is not None and found[0]:
         name, module = found
         who = f"'{name}' ({type(module).__name__}) gives"

@@ -24,7 +24,7 @@ _MUCH: Final = 1 << 25
 """Elements of a microbatch that is too large to be sent to every rank."""
 
 WHOLE, FIRST, LAST, FIRST_AGAIN, LAST_AGAIN = range(5)
-"""What `Samples.inputs` holds."""
+"""Places in `Samples.inputs` and `Samples.targets`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
