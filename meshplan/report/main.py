@@ -179,7 +179,7 @@ def _picture(known: Known, what: str, theme: str) -> Picture:
         return draw_decision(known.decision, what, theme=theme)
     plan = known.plan or known.counted
     if plan is None:
-        raise PlanError("there is no plan to draw" if known.decision else "no model is named")
+        raise PlanError("there is no plan to draw" if known.decision else "no model is known")
     given: dict[str, Any] = {}
     if what in ("memory", "waterfall", "timeline"):
         given = {"gpu": known.gpu, "memory": known.memory}
@@ -225,7 +225,7 @@ def _verdict(known: Known) -> tuple[str, bool | None]:
         found = "fits" if decision.is_whole else "was found in time that fits"
         limit = format_gib(decision.limit_bytes)
         return f"Nothing of {decision.num_configs:,} configurations {found} into {limit}", False
-    return "No model is named: only the states can be told, by the textbook", None
+    return "No model is known: only the states can be told, by the textbook", None
 
 
 def _limit(known: Known) -> int | None:

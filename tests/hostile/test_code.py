@@ -69,8 +69,8 @@ def test_no_verb_runs_code_unasked(folder, capsys, verb):
     err = capsys.readouterr().err
     assert not (folder / "RAN").exists()
     if VERBS[verb] or verb == "check":
-        assert "'evil_code:build' is code that this file names" in err
         assert "meshplan trust plan.yaml" in err
+    assert "'evil_code:build' is code that this file names" in err
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,10 @@ KERNELS, _HALF = (1e-5, 1e-3), 0.1
 single precision a little and at most, and in half precision [Empirical]."""
 
 _ROUNDINGS, _ROUNDINGS_OF_HALF, _OTHER_KERNELS = 10, 3, 100
-"""Factors: a difference this many times as large as that of rounding once again is none of rounding.
+"""Factors by which a difference exceeds that of rounding once again, and is not rounding's.
 
-Between runs of one size: kernels inside may have other sizes where samples are sent to experts,
-and add up in another order; half precision adds up in single. Between runs of two sizes
+The first two between runs of one size: kernels inside may have other sizes where samples are sent to experts,
+and add up in another order; half precision adds up in single. The last between runs of two sizes
 [Empirical].
 """
 
