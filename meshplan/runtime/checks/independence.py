@@ -62,9 +62,9 @@ single precision a little and at most, and in half precision [Empirical]."""
 _ROUNDINGS, _ROUNDINGS_OF_HALF, _OTHER_KERNELS = 10, 3, 100
 """Factors by which a difference exceeds that of rounding once again, and is not rounding's.
 
-The first two between runs of one size: kernels inside may have other sizes where samples are sent to experts,
-and add up in another order; half precision adds up in single. The last between runs of two sizes
-[Empirical].
+The first two between runs of one size: kernels inside may have other sizes where samples are sent
+to experts, and add up in another order; half precision adds up in single. The last between runs of
+two sizes [Empirical].
 """
 
 _TF32: Final = 2.0**-11
