@@ -115,6 +115,12 @@ def test_each_stage_holds_what_it_reads_and_no_more():
     assert found.tensors["model.rotary_emb.inv_freq"] == (0, 1)
 
 
+def test_a_table_that_the_head_shares_weighs_where_it_is_read_first():
+    cut = units(decided("hf_llama_tied", {}, with_flow=False))
+    assert cut[0][0] == "model.embed_tokens"
+    assert cut == units(decided("hf_llama_tied", {}))
+
+
 def test_encoder_and_decoder_follow_each_other():
     first, second = units(decided("t5", {}))
     assert first[0] == "encoder.embed_tokens"
