@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import meshplan
 from meshplan.blueprint import from_mapping
@@ -18,7 +19,13 @@ from meshplan.memory.driver import Use, communicators, driver_bytes
 from meshplan.mesh import Axis, Mesh
 from meshplan.plan import make_plan
 from meshplan.reader import load_spec
-from meshplan.runtime.mesh import device_mesh, objects_along, reduce_along, unit_mesh
+from meshplan.runtime.mesh import (
+    device_mesh,
+    objects_along,
+    reduce_along,
+    unit_mesh,
+    without_partial,
+)
 from tests import models
 
 TIED = from_mapping({
@@ -111,3 +118,15 @@ def meshes_of_units() -> list[tuple[int, ...]]:
 def test_what_two_axes_shard_is_cut_over_all_of_their_ranks(pool: Any) -> None:
     # Of a mesh of two dims FSDP would take the first for replicas, which hold twice as much.
     assert pool(4).run(meshes_of_units) == [[(4,), (2, 2)]] * 4
+
+
+def without_addends() -> list[Any]:
+    mesh = device_mesh(Mesh((Axis("dp_shard", 2), Axis("tp", 2))))
+    part = DTensor.from_local(torch.ones(2), mesh, [Shard(0), Partial()], run_check=False)
+    done = without_partial(part)
+    assert isinstance(done, DTensor)
+    return [done.placements, done.to_local().tolist()]
+
+
+def test_what_one_axis_adds_up_is_added_where_another_cuts(pool: Any) -> None:
+    assert pool(4).run(without_addends) == [[(Shard(0), Replicate()), [2.0, 2.0]]] * 4

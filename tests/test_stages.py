@@ -168,6 +168,11 @@ def test_what_cannot_be_cut_so_is_refused(more, why):
     assert why in refusal("own_llama", more)
 
 
+def test_all_names_that_no_module_has_are_told():
+    said = refusal("own_llama", {"pipeline": {"split": [["embde", "layer"], ["hed"]]}})
+    assert all(f"'{name}' is no module of" in said for name in ("embde", "layer", "hed"))
+
+
 def test_fewer_modules_than_stages_are_refused():
     more = {"mesh": {"pp": 64}}
     assert "fewer than 64 stages" in refusal("resnet", more, 64)
