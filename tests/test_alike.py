@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshplan
+from meshplan.runtime.checks.drift import _differ, _ends, _sums, _tolerance
 from meshplan.runtime.mesh import local_of
 from tests import models, parity
 
@@ -162,6 +163,13 @@ def test_copies_that_part_are_refused_by_name(pool, plan, when):
 @pytest.mark.parametrize("plan", ["full_shard", "tp x fsdp", "pp"])
 def test_nothing_is_said_of_copies_that_stay(pool, plan):
     assert pool(PLANS[plan][0]).run(drifted, plan, "", "never") == [("", 0)] * PLANS[plan][0]
+
+
+def test_copies_of_one_sum_differ_by_their_squares():
+    pairs = torch.tensor([[1.0, 1.0], [1.0, 2.0]])
+    one, other = ([nn.Parameter(torch.stack((x, -x))) for x in each] for each in pairs)
+    both = torch.maximum(_ends(_sums(one)), _ends(_sums(other)))
+    assert _differ(both, _tolerance(one, ("dp_replicate",))).tolist() == [False, True]
 
 
 # A criterion with parameters of its own.

@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
 
+from meshplan.errors import PlanError
 from meshplan.graph import ModelGraph, TensorInfo
+from meshplan.plan import make_plan
+from meshplan.reader import load_spec
+from meshplan.runtime.trace import graph_of
 from tests.graphs import HYBRID, SHARD, TP, blocks, decide, graph, refusal, rule, stored, tp
 
 # Units
@@ -247,4 +252,17 @@ def test_tied_weights_cannot_be_of_two_units(match: Any) -> None:
         "own, which would split it in two\n"
         "    fix: place the tensor itself: match: {param: embed.weight}, or a module around all "
         "that share it"
+    )
+
+
+def test_every_stated_unit_that_would_split_a_tensor_is_told() -> None:
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("a", "b")})
+    model["b"].weight = model["a"].weight
+    rules = [{"match": name, "unit": True} for name in ("a", "b")]
+    spec = load_spec({"version": 1, "mesh": {"dp_shard": 2}, "rules": rules})
+    with pytest.raises(PlanError) as caught:
+        make_plan(spec, graph_of(model))
+    said = str(caught.value)
+    assert all(
+        f"'{name}' is a unit of its own, which would split it" in said for name in ("a", "b")
     )

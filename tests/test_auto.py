@@ -185,6 +185,14 @@ def test_every_choice_is_explained():
     assert note.what == "auto leaves whole on tp: first (a norm takes it together)"
 
 
+def test_only_what_code_writes_into_is_copied():
+    def copied(kind: str) -> set[str]:
+        return {f for f, use in decided(kind).assignment.styles.items() if use.is_written}
+
+    assert copied("Mlp") == set()
+    assert copied("WritesInto") == {f"blocks.{b}.{p}" for b in (0, 1) for p in ("up", "down")}
+
+
 def test_a_rule_decides_its_module_and_auto_the_rest():
     rules = [{"match": "blocks.0.up", "place": {"tp": "R"}}]
     plan = decided("Mlp", rules=rules)

@@ -7,13 +7,16 @@ again and its user does not, a mark that moves, a gradient that is there at anot
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from meshplan.memory.compose import Composer
-from meshplan.memory.work import Work
+from meshplan.memory.log import Event, EventLog, Storage, Term
+from meshplan.memory.work import Mark, Moment, Work
 from meshplan.plan import make_plan
 from meshplan.reader import load_spec
 from meshplan.runtime.probe import Ask, watch
@@ -123,3 +126,109 @@ def test_what_blocks_keep_adds_up(works):
         if len(again) in (0, len(BLOCKS)):
             turns = [turn[block][mode] for block, mode in zip(BLOCKS, modes, strict=True)]
             assert most == max(sum(held[:at]) + each for at, each in enumerate(turns))
+
+
+class _Glued(nn.Module):
+    """Blocks that keep other things than what they are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(16, 16), nn.Linear(16, 8)
+        self.blocks = nn.ModuleList([_Wave(), _Wave(), _Wave()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class _Wave(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.sin(2 * x))
+
+
+def test_who_runs_again_keeps_what_it_is_called_with():
+    """A product keeps what it reads, and so does a sine; a factor does not."""
+    model, blocks = _Glued(), BLOCKS[:3]
+    plan = {"version": 1, "mesh": {"dp_shard": 2}, "strategy": "full_shard", "batch": {"micro": 64}}
+    made = make_plan(load_spec(plan), graph_of(model))
+    asks = [Ask(64, frozenset()), Ask(64, frozenset(blocks))]
+    plain, again = (
+        seen.work for seen in watch(
+            model, made, torch.zeros(64, 16), torch.zeros(64, dtype=torch.int64),
+            nn.functional.cross_entropy, "h100-sxm-80gb", asks,
+        )
+    )  # fmt: skip
+    kept, size = Composer(plain, again, blocks).kept_bytes(), 64 * 16 * 4
+    assert [kept[block] for block in blocks[:2]] == [(2 * size, size)] * 2
+
+
+def _told(steps: Sequence[tuple[Any, ...]]) -> Work:
+    """Of (bytes, storage, phase) and (moment, unit)."""
+    events: list[Event] = []
+    marks: list[Mark] = []
+    for step in steps:
+        if isinstance(step[0], Moment):
+            marks.append(Mark(len(events), *step))
+        else:
+            events.append(Event(*step))
+    storages = tuple(Storage(Term.ACTIVATIONS, "mm") for _ in range(4))
+    return Work(EventLog(storages, tuple(events), ("forward", "backward")), tuple(marks), {})
+
+
+def test_what_ends_behind_a_mark_where_all_run_again_ends_there():
+    """The second block holds what the first one made until the model itself is through."""
+    begin, done = Moment.BEFORE_FORWARD, Moment.AFTER_FORWARD
+    back, end = Moment.BEFORE_BACKWARD, Moment.AFTER_BACKWARD
+    before = [(8, 0, 0), (begin, ""), (begin, "a"), (16, 1, 0), (done, "a"), (begin, "b")]
+    after = [
+        (back, ""), (back, "b"), (-32, 2, 1), (end, "b"), (back, "a"), (64, 3, 1), (end, "a"),
+        (Moment.END_OF_BACKWARD, ""), (-64, 3, 1), (-8, 0, 1),
+    ]  # fmt: skip
+    ends = (-16, 1, 0)
+    plain = _told([*before, (32, 2, 0), ends, (done, "b"), (done, ""), *after])
+    again = _told([*before, (32, 2, 0), (done, "b"), (done, ""), ends, *after])
+    composer = Composer(plain, again, ("a", "b"))
+    for some in ({"a"}, {"b"}):
+        for each in composer.work(some):
+            assert (each.log.events, each.marks) == (again.log.events, again.marks)
+
+
+def test_a_block_that_keeps_nothing_leaves_all_to_the_others():
+    begin, done = Moment.BEFORE_FORWARD, Moment.AFTER_FORWARD
+    back, end = Moment.BEFORE_BACKWARD, Moment.AFTER_BACKWARD
+    work = _told([
+        (8, 0, 0), (begin, ""), (begin, "a"), (16, 1, 0), (done, "a"), (begin, "b"), (done, "b"),
+        (begin, "c"), (32, 2, 0), (done, "c"), (done, ""), (back, ""), (back, "c"), (64, 3, 1),
+        (-64, 3, 1), (-32, 2, 1), (end, "c"), (back, "b"), (end, "b"), (back, "a"), (-16, 1, 1),
+        (end, "a"), (Moment.END_OF_BACKWARD, ""), (-8, 0, 1),
+    ])  # fmt: skip
+    composer = Composer(work, work, ("a", "b", "c"))
+    kept, turn = composer.kept_bytes(), composer.turn_bytes()
+    assert (kept["a"], "b" in kept) == ((16, 16), False)
+    assert turn["c"] == (8 + 32 + 64, 8 + 32 + 64)
+
+
+class _Remembers(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = super().forward(x)
+        return self.last
+
+
+@pytest.mark.parametrize(("kind", "is_steady"), [(nn.Linear, True), (_Remembers, False)])
+def test_what_a_model_keeps_from_one_microbatch_to_the_next_is_seen(
+    kind: type[nn.Linear], is_steady: bool
+) -> None:
+    model = kind(16, 8)
+    plan = {"version": 1, "mesh": {"dp_shard": 2}, "strategy": "full_shard", "batch": {"micro": 4}}
+    (seen,) = watch(
+        model, make_plan(load_spec(plan), graph_of(model)), torch.zeros(4, 16),
+        torch.zeros(4, dtype=torch.int64), nn.functional.cross_entropy, "h100-sxm-80gb",
+        [Ask(4, frozenset())],
+    )  # fmt: skip
+    assert seen.is_steady is is_steady

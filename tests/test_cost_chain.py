@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 
 from meshplan.blueprint import from_config, from_mapping
-from meshplan.cost.chain import Chain, chain_of
+from meshplan.cost.chain import Chain, chain_of, chain_of_tapes, shown_of
 from meshplan.cost.grid import RECOMPUTE
 from meshplan.errors import PlanError
 from meshplan.memory.analytic import Run, tape_of
 from meshplan.memory.log import Term
+from meshplan.memory.row import Grad, Tape
+from meshplan.memory.rows import Writer
 from meshplan.memory.shape import shape_of
 from meshplan.memory.tape import Span, play
 
@@ -195,3 +197,29 @@ def test_a_loss_in_chunks_computes_as_much_in_more_kernels_and_holds_less(chunks
     assert read == pytest.approx((4 * chunks - 4) * weight, rel=0.1)
     assert parts.saved_bytes[0] < whole.saved_bytes[0] / 4
     assert parts.transient_bytes[0] < whole.transient_bytes[0] / (chunks / 1.5)
+
+
+def test_a_last_block_that_works_otherwise_is_a_kind_of_its_own():
+    """Those between are what they are, though they look like the last one too."""
+    widths = [1, 1, 1, 1, 3]
+
+    def write(num: int, batch: int) -> Tape:
+        w = Writer(Tape(), 2, 2, is_cuda=True)
+        tape, x = w.tape, w.tape.value(LENGTH * batch * 8)
+        tape.before[x] = Term.INPUTS
+        x = w.at("embed").embedding(x, VOCAB, HIDDEN, "table")
+        for number, place in enumerate(shown_of([""] * len(widths))):
+            start, at = len(tape.rows), w.at(f"blocks.{number}")
+            for product in range(widths[place]):
+                x = at.linear(x, HIDDEN, HIDDEN, f"product{product}")
+            tape.units.append((f"blocks.{number}", start, len(tape.rows)))
+        assert len(tape.units) == num
+        tape.loss_start = len(tape.rows)
+        w.row("sum", (x,), 4, grads=(Grad(x, w.size(x)),))
+        return tape
+
+    chain = chain_of_tapes(write, num_blocks=len(widths), seq_len=LENGTH, element_bytes=2)
+    blocks = [chain.kinds[n] for n, name in zip(chain.order, chain.names, strict=True) if name]
+    assert [kind.forward.flops for kind in blocks] == [
+        2 * LENGTH * HIDDEN**2 * width for width in widths
+    ]

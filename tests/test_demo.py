@@ -12,10 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from meshplan.cli import main
 from meshplan.memory import StateBytes
+from meshplan.plan import make_plan
+from meshplan.reader import load_spec
 from meshplan.render.demo import agrees, bytes_to_text, losses_to_text
+from meshplan.runtime.demo import _batches
+from meshplan.runtime.trace import graph_of
 
 ROOT = Path(__file__).parent.parent
 DEMO = [sys.executable, "-m", "meshplan", "demo"]
@@ -128,6 +133,14 @@ def test_what_it_refuses(flags, message, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert main(["demo", *flags]) == 2
     assert capsys.readouterr() == ("", f"meshplan: 1 problem\n{message}\n")
+
+
+def test_a_batch_is_all_that_the_ranks_take_in_a_step():
+    spec = {"version": 1, "mesh": {"dp_shard": 2}, "batch": {"micro": 3, "accumulate": 4}}
+    plan = make_plan(load_spec(spec), graph_of(nn.Linear(4, 4)), world_size=2)
+    ((inputs, targets),) = _batches(plan, 1)
+    assert inputs.shape == targets.shape == (3 * 4 * 2, 128)
+    assert inputs[:, 1:].equal(targets[:, :-1])
 
 
 def test_a_difference_is_said_and_is_no():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from meshplan.errors import Origin
+from meshplan.memory.estimate import margin
 from meshplan.reader import load_spec
-from meshplan.runtime.fixes import _batches, _Change, _first_blocks, _least, _times
+from meshplan.runtime.fixes import _batches, _Change, _first_blocks, _free, _least, _times
 from meshplan.runtime.question import decided
 from meshplan.runtime.shrink import Source
 from tests.test_estimate_memory import PLAN, result_of, run
@@ -125,3 +127,17 @@ def test_a_batch_is_halved_as_long_as_it_can_be(micro, halves):
         )
         change = change.further() if change.further is not None else None
     assert found == halves
+
+
+@pytest.mark.parametrize("packed", [None, 100 << 20, 60 << 20])
+def test_segments_that_grow_are_a_fix_where_less_is_reserved(packed: int | None) -> None:
+    high, reserved = 110 << 20, 100 << 20
+    group = mock.Mock(packed_bytes=packed, band=(0, high))
+    group.peak.reserved_bytes = reserved
+    estimate = mock.Mock(groups=[group], limit_bytes=90 << 20)
+    estimate.worst.band = (0, high)
+    found = [(fix.setting, fix.total_bytes, fix.fits) for fix in _free(estimate)]
+    less = high - margin(reserved) + margin(60 << 20)
+    expected = [("allocator: expandable", less, True)]
+    assert less <= 90 << 20
+    assert found == (expected if packed == 60 << 20 else [])

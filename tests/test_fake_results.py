@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from meshplan.memory.log import EventLog
 from meshplan.runtime import private_legs, private_results
+from meshplan.runtime.bounding import everything, half, picking
 from meshplan.runtime.ledger import Ledger
 from meshplan.runtime.private_fakes import fake_like, fake_mode
 from meshplan.runtime.shadows import Shadows
@@ -218,3 +219,14 @@ def test_a_size_that_depends_on_numbers_is_left_open_where_that_is_asked_for():
     assert found.shape[1] == 1
     with fake_mode(), pytest.raises(DynamicOutputShapeException):
         torch.empty(4).nonzero()
+
+
+def test_a_mask_beside_other_indices_picks_as_much_as_it_could():
+    x, place = torch.zeros(6, 4, 3), torch.tensor([2])
+    mask = torch.tensor([True, False] * 3)
+    for share, count in ((everything, 6), (half, 3)):
+        mode = fake_mode()
+        with mode, Shadows(mode), picking(share):
+            rows, where, column = (fake_like(mode, each) for each in (x, mask, place))
+            assert rows[where].shape == (count, 4, 3)
+            assert rows[where, column].shape == (count, 3)

@@ -9,6 +9,10 @@ import torch
 from torch import nn
 
 import meshplan
+from meshplan.plan import make_plan
+from meshplan.reader import load_spec
+from meshplan.runtime.materialize import _part
+from meshplan.runtime.trace import graph_of
 from tests import models, parity
 
 FROM_META = ("own_llama", "hf_llama_tied", "gpt2", "qwen3", "bert", "vit", "t5", "resnet")
@@ -142,3 +146,18 @@ def test_what_is_initialised_in_part_is_refused(pool):
     message, untouched = pool(2).run(refusal, Partly, 4, 4)[0]
     assert untouched
     assert "weight was on meta, and its initialisation does not write all of it" in message
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("style", ["colwise", "rowwise"])
+def test_a_part_keeps_nothing_of_the_rest(monkeypatch, rank, style):
+    """A view would keep the whole tensor, and every rank the whole model."""
+    monkeypatch.setattr("meshplan.runtime.materialize.dist.get_rank", lambda: rank)
+    rules = [{"match": "0", "place": {"tp": style}}]
+    spec = load_spec({"version": 1, "mesh": {"tp": 2}, "rules": rules})
+    plan = make_plan(spec, graph_of(nn.Sequential(nn.Linear(4, 8))), world_size=2)
+    value = torch.arange(32.0).reshape(8, 4)
+    part = _part(value, "0.weight", plan)
+    assert part.equal(value.chunk(2, 0 if style == "colwise" else 1)[rank])
+    assert part.untyped_storage().nbytes() == value.nbytes // 2
+    assert part.is_contiguous()

@@ -18,6 +18,9 @@ import pytest
 from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
 from meshplan.memory.analytic import Run, tape_of, work_of
+from meshplan.memory.log import Term
+from meshplan.memory.row import Grad, Tape
+from meshplan.memory.rows import Writer
 from meshplan.memory.shape import shape_of
 from meshplan.memory.tape import play
 from meshplan.memory.told import told_log
@@ -268,3 +271,22 @@ def test_an_unknown_family_is_refused() -> None:
     graph = from_mapping({"model_type": "gemma2"})
     with pytest.raises(PlanError, match="Gemma2ForCausalLM are not known one by one"):
         work_of(graph, Run(batch=1, seq_len=8))
+
+
+def test_gradients_that_a_unit_reduces_are_laid_by_it() -> None:
+    """A parameter of no unit has its own at once; what it takes is told of the others."""
+    w = Writer(Tape(), 4, 4, is_cuda=False)
+    tape, x = w.tape, w.tape.value(64)
+    tape.before[x] = Term.INPUTS
+    for fqn, grads in (("reduced", ()), ("alone", (Grad(x + 1, 64),))):
+        x = w.row("mm", (x,), 64, keeps=(x,), grads=grads, parameters=((fqn, 32),))
+        tape.lay(fqn, 16)
+    tape.lays_itself.add("alone")
+    tape.loss_start = len(tape.rows)
+    w.row("sum", (x,), 4, grads=(Grad(x, 64),))
+    work = play(tape, sums_in_place=True)
+    assert work.settling == {"reduced": ((16, -1),)}
+    made = {event.storage: event.delta for event in work.log.events if event.delta > 0}
+    assert {fqn: made[storage] for fqn, storage in work.gradients.items()} == {
+        "reduced": 32, "alone": 16,
+    }  # fmt: skip

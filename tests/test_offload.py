@@ -155,6 +155,14 @@ def test_what_is_offloaded_is_shown_and_part_of_the_decision() -> None:
     assert "host" not in "\n".join(plan_to_text(plans[0]))
 
 
+def test_what_a_unit_on_the_host_holds_lies_there() -> None:
+    for there in (True, False):
+        a = plan_of(**({"offload": "params"} if there else {})).assignment
+        placed = [each for each in a.tensors.values() if each.unit is not None]
+        assert placed
+        assert all(a.is_on_host(each) is there for each in placed)
+
+
 def test_both_ways_are_offered_where_they_go() -> None:
     def offered(plan: Plan) -> dict[str, Any]:
         changes = {each.setting: each.spec.offload for each in _changes(plan)}

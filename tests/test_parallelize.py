@@ -170,6 +170,15 @@ def test_a_missing_file_on_one_rank_is_told_on_all(pool, tmp_path):
     assert all(untouched for _, _, untouched in results)
 
 
+def test_ranks_that_leave_other_things_open_are_told_so(pool):
+    results = pool(2).run(attempt, [SHARD, {"version": 1, "strategy": "auto"}])
+    told = "rank 1 has another plan file than rank 0, and one is left to the planner"
+    for kind, text, untouched in results:
+        assert kind == "ApplyError"
+        assert told in text
+        assert untouched
+
+
 def test_code_needs_permission(pool):
     plan = SHARD | {"rules": [{"match": "norm", "apply": "tests.test_parallelize:double"}]}
     kind, text, untouched = pool(2).run(attempt, plan, allow_code=False)[0]

@@ -17,7 +17,7 @@ from torch import nn
 import meshplan
 from meshplan import api
 from meshplan.memory.driver import with_workspaces
-from meshplan.plan import Plan
+from meshplan.plan import Plan, make_plan
 from meshplan.planner.asking import question_of_file
 from meshplan.planner.decide import decide
 from meshplan.planner.lock import overrides
@@ -319,3 +319,24 @@ def test_ranks_plan_from_the_config_too(pool: Any) -> None:
     one, other = pool(2).run(parallel, plan)
     assert one == other
     assert "tp" in one[0]
+
+
+class _Scores(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(x)
+        return scores if self.out_features > 1 else scores.mean()
+
+
+@pytest.mark.parametrize(
+    ("width", "words"),
+    [
+        (3, "mean square in float32 of output and targets of its shape"),
+        (1, "what the model returns"),
+    ],
+)
+def test_a_number_that_a_model_returns_is_its_loss(width: int, words: str) -> None:
+    model = _Scores(4, width)
+    stated = {"mesh": {"dp_shard": 2}, "batch": {"micro": 2}}
+    spec = load_spec({"version": 1, "input": {"shape": [2, 4], "dtype": "float32"}} | stated)
+    loop = loop_of(model, make_plan(spec, graph_of(model)))
+    assert ("loss", words) in loop.assumed

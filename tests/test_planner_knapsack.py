@@ -9,6 +9,7 @@ import pytest
 
 from meshplan.planner.cuts import cut
 from meshplan.planner.knapsack import NONE, Menu, _Labels, solve
+from meshplan.planner.mixes import mixes_of
 from meshplan.planner.relaxing import relaxed_each
 
 
@@ -147,3 +148,24 @@ def test_the_first_answer_fits_and_no_exchange_makes_it_better():
     assert len(shares) > 100
     assert np.mean(np.isclose(shares, 1.0)) > 0.9
     assert max(shares) < 1.03
+
+
+def test_mixes_pay_no_more_than_the_slack():
+    """Of all that blocks may take together: what is near enough, and no other beats."""
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        seconds, memory = rng.uniform(1, 2, 3), rng.uniform(0, 5, 3)
+        count, price, slack = 4, float(rng.uniform(0, 0.5)), float(rng.uniform(0.1, 1.5))
+        paid = seconds + price * memory
+        all_ = [np.array(takes) for takes in itertools.product(range(count + 1), repeat=3)]
+        near = [
+            takes for takes in all_
+            if takes.sum() == count and takes @ (paid - paid.min()) <= slack
+        ]  # fmt: skip
+        left = {
+            tuple(map(int, takes)) for takes in near
+            if not any(each @ seconds < takes @ seconds and each @ memory < takes @ memory
+                       for each in near)
+        }  # fmt: skip
+        found = mixes_of(seconds, memory, count, price, slack, (0.0, np.inf))
+        assert {tuple(map(int, takes)) for takes in found.takes} == left

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import meshplan
 from meshplan.blueprint import from_mapping
@@ -18,7 +19,13 @@ from meshplan.memory.driver import Use, communicators, driver_bytes
 from meshplan.mesh import Axis, Mesh
 from meshplan.plan import make_plan
 from meshplan.reader import load_spec
-from meshplan.runtime.mesh import device_mesh, objects_along, reduce_along
+from meshplan.runtime.mesh import (
+    device_mesh,
+    objects_along,
+    reduce_along,
+    unit_mesh,
+    without_partial,
+)
 from tests import models
 
 TIED = from_mapping({
@@ -99,3 +106,27 @@ def test_axis_by_axis_all_ranks_come_to_the_same(pool: Any) -> None:
     assert [own for _, own, *_ in found] == [1.0, 1.0, 5.0, 5.0]
     assert all(sorted(both) == [0, 1, 2, 3] and both == found[0][2] for *_, both, _ in found)
     assert [one for *_, one in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def meshes_of_units() -> list[tuple[int, ...]]:
+    """Of a unit that is sharded alone, and of one that has replicas."""
+    mesh = device_mesh(Mesh((Axis("dp_shard", 2), Axis("cp", 2))))
+    each = [((), ("dp_shard", "cp")), (("dp_shard",), ("cp",))]
+    return [tuple(unit_mesh(mesh, replicate, shard).shape) for replicate, shard in each]
+
+
+def test_what_two_axes_shard_is_cut_over_all_of_their_ranks(pool: Any) -> None:
+    # Of a mesh of two dims FSDP would take the first for replicas, which hold twice as much.
+    assert pool(4).run(meshes_of_units) == [[(4,), (2, 2)]] * 4
+
+
+def without_addends() -> list[Any]:
+    mesh = device_mesh(Mesh((Axis("dp_shard", 2), Axis("tp", 2))))
+    part = DTensor.from_local(torch.ones(2), mesh, [Shard(0), Partial()], run_check=False)
+    done = without_partial(part)
+    assert isinstance(done, DTensor)
+    return [done.placements, done.to_local().tolist()]
+
+
+def test_what_one_axis_adds_up_is_added_where_another_cuts(pool: Any) -> None:
+    assert pool(4).run(without_addends) == [[(Shard(0), Replicate()), [2.0, 2.0]]] * 4

@@ -140,6 +140,18 @@ def test_a_lagging_device_holds_more() -> None:
         assert live == sum(e.delta for e in log_of(shape, job, 0).events)
 
 
+def test_only_the_first_microbatch_of_a_job_does_not_lag() -> None:
+    shape = Shape(layers=2, hidden=256, heads=8, kv_heads=8, head_dim=32, mlp=512, vocab=1024)
+    job = Job(stage=stages(shape, 1)[0], rank=0, batch=1, seq_len=128, accumulate=1, dp=2,
+              tp=2, pp=1, zero=1)  # fmt: skip
+    logs = {
+        (count, steps): [log_of(shape, replace(job, accumulate=count), lag, steps).events
+                         for lag in (0, 40)]
+        for count, steps in ((1, 1), (2, 1), (1, 2))
+    }  # fmt: skip
+    assert {case for case, (calm, late) in logs.items() if calm == late} == {(1, 1)}
+
+
 def test_memory_that_runs_out_makes_the_process_wait() -> None:
     shape = Shape(layers=2, hidden=1024, heads=8, kv_heads=8, head_dim=128, mlp=4096, vocab=8192)
     job = Job(stage=stages(shape, 1)[0], rank=0, batch=4, seq_len=2048, accumulate=4, dp=2,

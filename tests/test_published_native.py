@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from meshplan.blueprint import from_mapping
 from meshplan.memory.frameworks import native
-from meshplan.memory.frameworks.torchtitan import Training
+from meshplan.memory.frameworks.torchtitan import Training, tape_of
 from meshplan.memory.log import EventLog, Term
+from meshplan.memory.shape import shape_of
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1024,
@@ -93,3 +95,16 @@ def test_a_fused_loss_keeps_the_logits_alone() -> None:
     assert not made(bare(chunked), "_log_softmax")
     assert made(bare(replace(chunked, is_compiled=False)), "_log_softmax")
     assert peak(bare(chunked))[Term.LOSS] < 1.2 * LOGITS
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tp_cuts_what_products_make_of_all_tokens(tp: int) -> None:
+    """Queries, keys, values and both inner widths; what goes back to the stream is whole."""
+    tape = tape_of(shape_of(from_mapping(CONFIG)), replace(HOW, tp=tp))
+    made = [
+        tape.nbytes[row.makes[0]] for row in tape.rows
+        if row.op == "mm" and row.module.startswith("model.layers.0.")
+    ]  # fmt: skip
+    cut, whole = (512, 256, 256, 1024, 1024), (512, 512)
+    widths = [*(width // tp for width in cut), *whole]
+    assert sorted(made) == sorted(4 * 1024 * 2 * width for width in widths)

@@ -115,6 +115,12 @@ def test_each_stage_holds_what_it_reads_and_no_more():
     assert found.tensors["model.rotary_emb.inv_freq"] == (0, 1)
 
 
+def test_a_table_that_the_head_shares_weighs_where_it_is_read_first():
+    cut = units(decided("hf_llama_tied", {}, with_flow=False))
+    assert cut[0][0] == "model.embed_tokens"
+    assert cut == units(decided("hf_llama_tied", {}))
+
+
 def test_encoder_and_decoder_follow_each_other():
     first, second = units(decided("t5", {}))
     assert first[0] == "encoder.embed_tokens"
@@ -160,6 +166,11 @@ def test_stages_are_part_of_what_ranks_agree_on():
 )  # fmt: skip
 def test_what_cannot_be_cut_so_is_refused(more, why):
     assert why in refusal("own_llama", more)
+
+
+def test_all_names_that_no_module_has_are_told():
+    said = refusal("own_llama", {"pipeline": {"split": [["embde", "layer"], ["hed"]]}})
+    assert all(f"'{name}' is no module of" in said for name in ("embde", "layer", "hed"))
 
 
 def test_fewer_modules_than_stages_are_refused():

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
-from meshplan.memory import alike, stage_work, told_stages, told_works
+from meshplan.memory import alike, stage_pass, stage_work, told_stages, told_works
 from meshplan.memory.log import EventLog, Term
 from meshplan.memory.replay import replay
 from meshplan.memory.row import Row, Tape
 from meshplan.memory.stage_tape import StageTape
+from meshplan.memory.styled import Styled
 from meshplan.memory.told import told_rank
+from meshplan.memory.work import Work
 from meshplan.plan import Plan
 from tests import told
 from tests.test_told_stages import (
@@ -158,3 +160,32 @@ def test_of_one_rank_only_blocks_near_it_are_told(
     assert one_by_one(plan) == found
     monkeypatch.setattr(told_works, "_near", lambda *_: {0, num - 1})
     assert one_by_one(plan) != found
+
+
+def test_what_is_whole_is_so_by_its_name_or_by_that_of_its_kind() -> None:
+    here, there = "model.layers.0.attn.sinks", "model.layers.1.attn.sinks"
+    styled = Styled(tp=2, whole=frozenset({here}))
+    assert [styled.is_whole(name) for name in (here, there)] == [True, False]
+    assert [styled.of_any_block().is_whole(name) for name in (here, there)] == [True, True]
+
+
+def test_a_rank_of_stages_knows_when_its_gradients_are_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None before it is born; each of several microbatches adds to it later."""
+    ended: list[Work] = []
+    end = stage_pass.Pass.end
+
+    def note(self: stage_pass.Pass, split_of: Any) -> Work:
+        ended.append(end(self, split_of))
+        return ended[-1]
+
+    monkeypatch.setattr(stage_pass.Pass, "end", note)
+    told_rank(decided(LLAMA, plan_of("1F1B", **BATCH)), 0, device="cpu")
+    (work, *_) = ended
+    births: dict[int, int] = {}
+    for number, event in enumerate(work.log.events):
+        births.setdefault(event.storage, number)
+    assert work.gradients
+    assert work.ready.keys() == work.gradients.keys()
+    assert all(births[each] < work.ready[fqn] for fqn, each in work.gradients.items())

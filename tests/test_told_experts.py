@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 
+from meshplan.blueprint import from_mapping
+from meshplan.memory.analytic import Run, tape_of
 from meshplan.memory.experts import Spread
+from meshplan.memory.shape import shape_of
 from meshplan.memory.told import told_log
 from tests.test_told import (
     AUTO,
@@ -292,3 +295,17 @@ def test_more_than_stated_is_told_once_and_nothing_is_dropped(pool: Any) -> None
     assert sorted(map(len, told)) == [0, 1]  # One gets more than its share, the other less.
     assert "times an even share of tokens" in next(filter(None, told))[0]
     assert pool(2).run(over, MIXTRAL, spec | {"experts": {"capacity": 2}}) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "is_cuda", "taken"), [(2048, False, 0), (2049, False, 0), (2048, True, 0),
+                                      (2049, True, 3 * 2 * 2049 * 8)],
+)  # fmt: skip
+def test_long_lists_are_sorted_beside_themselves_on_cuda(
+    seq_len: int, is_cuda: bool, taken: int
+) -> None:
+    """CUDA sorts 4096 numbers in place, and the CPU any."""
+    shape = shape_of(from_mapping(MIXTRAL))
+    run = Run(batch=1, seq_len=seq_len, element_bytes=2, is_cuda=is_cuda, spread=Spread(2))
+    sorts = [row.takes for row in tape_of(shape, run).rows if row.op == "sort"]
+    assert set(sorts) == {taken}

@@ -17,7 +17,7 @@ from meshplan.cli import main
 from meshplan.errors import Origin
 from meshplan.memory import StateBytes
 from meshplan.render.verify import verdict_to_text
-from meshplan.runtime.shrink import Source, model_of_source, shrink
+from meshplan.runtime.shrink import Source, model_of_source, shrink, source_of_config
 from meshplan.runtime.tiny_config import shrink_layers, shrink_sizes
 from meshplan.traffic import Difference, Route
 from meshplan.verdict import Moved, RankReport, Training, Verdict
@@ -245,12 +245,20 @@ def test_configs_keep_ratios_and_what_divides():
     assert tiny.vocab_size % 2 == tiny.intermediate_size % 2 == 1
     tiny, _ = shrink_sizes(MixtralConfig(), layers=2, tp=1, small_tp=1, ep=4)
     assert (tiny.num_local_experts, tiny.num_experts_per_tok) == (8, 2)
+    tiny, _ = shrink_sizes(MixtralConfig(num_experts_per_tok=4), layers=2, tp=1, small_tp=1, ep=1)
+    assert tiny.num_experts_per_tok == 2
     gemma = Gemma2Config(num_hidden_layers=26)
     tiny, _ = shrink_layers(gemma, 4)
     assert tiny.layer_types == gemma.layer_types[:4]
     assert tiny.hidden_size == gemma.hidden_size
     tiny, _ = shrink_sizes(LlavaConfig(), layers=2, tp=1, small_tp=1, ep=1)
     assert tiny.text_config.num_hidden_layers == tiny.vision_config.num_hidden_layers == 2
+
+
+def test_a_config_file_is_built_as_its_first_architecture(tmp_path):
+    config = {"model_type": "llama", "architectures": ["LlamaModel", "LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert source_of_config(tmp_path, HERE).architecture == "LlamaModel"
 
 
 BYTES = StateBytes(1, 1, 1, 1)

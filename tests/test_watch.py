@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -354,6 +355,22 @@ def test_nothing_is_certain_of_a_group_that_others_do_not_know():
 def test_equal_ranks_are_not_said_to_wait_in_vain():
     assert verdict({0: says(), 1: says()}) is None
     assert verdict({0: says(), 1: says(groups=[[[0, 1], 8]])}) is not None
+
+
+@pytest.mark.parametrize(("steady_s", "is_told"), [(0.0, False), (2 * watchdog.STOPPED_S, True)])
+def test_a_rank_that_has_died_is_told_of_once_nothing_moves_for_long(steady_s, is_told):
+    """Until then a connection may break, or the rank that ended may have said why."""
+    given_up: list[object] = []
+    beside = mock.MagicMock()
+    beside.__iter__.return_value = iter([1])
+    beside.stopped_since.return_value = None
+    meeting = mock.Mock(ranks=(0, 1))
+    dog = mock.Mock(
+        _job=mock.Mock(progress=mock.Mock(verb="train_step", meeting=meeting)), _beside=beside,
+        _steady_since=100.0 - steady_s, _can_be_certain=lambda: False, _give_up=given_up.append,
+    )  # fmt: skip
+    watchdog.Watchdog._look_beside(dog, 100.0)
+    assert given_up == ([dog._died(1)] if is_told else [])
 
 
 def test_what_is_under_way_between_ranks_is_seen():

@@ -105,8 +105,10 @@ def _part(value: torch.Tensor, fqn: str, plan: Plan) -> torch.Tensor:
     for dim, slices in enumerate(ranges):
         pieces = [part.narrow(dim, s.start, s.stop - s.start) for s in slices]
         part = torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
-    part = part.to(dtype=dtype)
-    return part.clone() if part.data_ptr() == value.data_ptr() else part.contiguous()
+    part = part.to(dtype=dtype).contiguous()
+    # A view would keep the whole value, wherever in it the part lies.
+    whole = value.untyped_storage().data_ptr()
+    return part.clone() if part.untyped_storage().data_ptr() == whole else part
 
 
 def _take_from_rank_0(tensors: dict[str, torch.Tensor]) -> None:
