@@ -97,13 +97,12 @@ def check_writable(path: str | os.PathLike[str], what: str, fix: str = ELSEWHERE
     Raises:
         SpecError: There is no such folder, or something that is no file has the name.
     """
-    target = Path(path)
     problem = ""
-    if not target.parent.is_dir():
+    if not os.path.isdir(os.path.dirname(path) or os.curdir):
         problem = "its folder does not exist"
-    elif target.is_dir():
+    elif os.path.isdir(path):
         problem = "this is a folder, not a file"
-    elif target.exists() and not target.is_file():
+    elif os.path.exists(path) and not os.path.isfile(path):
         problem = "this is a device, not a file"
     if problem:
         raise SpecError(Problem(f"{what} cannot be written: {problem}", Origin(str(path)), fix))
