@@ -153,16 +153,10 @@ def test_a_lock_says_what_the_plan_leaves_open(job, capsys, path):
     lock = read(lock_path(plan))
     content = {key: value for key, value in lock.content.items() if key != "hash"}
     write(lock.path, {**content, "chosen": {**lock.chosen, path: CHOSEN[path]}})
-    for words in (
-        ["check"],
-        ["show"],
-        ["estimate"],
-        ["report", "-o", str(plan.with_suffix(".html"))],
-    ):
+    for verb in ("check", "estimate"):
         capsys.readouterr()
-        code = main([*words, "-f", str(plan)])
+        assert main([verb, "-f", str(plan)]) in (1, 2)
         out, err = capsys.readouterr()
-        assert code in (1, 2) or words[0] == "report", out
         assert f"plan.lock.yaml:{_line(lock.path, path)}:" in out + err
 
 
@@ -212,11 +206,22 @@ def test_a_config_names_no_kernel_from_elsewhere(tmp_path, more):
         source_of_config(path, load_spec({"version": 1}).origin(""))
 
 
-def test_no_module_of_the_working_directory_is_imported(tmp_path, job):
-    """One file for every module that there is, in a folder where each verb is run."""
-    plan = job(
-        mesh={"dp_shard": 2}, hardware={"nodes": 1, "gpus_per_node": 2, "gpu": "h100-sxm-80gb"}
-    )
+@pytest.mark.parametrize(
+    "words",
+    [
+        "check -f {plan}", "estimate -f {plan} --trace", "plan -f {plan} --dry-run",
+        "draw --what mesh -f {plan} -o {plan}.html",
+        pytest.param("verify -f {plan}", marks=pytest.mark.wide),
+        pytest.param(
+            "demo --plan ddp --steps 2 --set mesh.dp_replicate=2 --set hardware.gpus_per_node=2",
+            marks=pytest.mark.wide,
+        ),
+    ],
+)  # fmt: skip
+def test_no_module_of_the_working_directory_is_imported(tmp_path, job, words):
+    """One file for every module that there is, in the folder where a verb is run."""
+    hardware = {"nodes": 1, "gpus_per_node": 2, "gpu": "h100-sxm-80gb"}
+    plan = job(mesh={"dp_shard": 2}, hardware=hardware)
     here = tmp_path / "here"
     here.mkdir()
     names = (
@@ -226,20 +231,12 @@ def test_no_module_of_the_working_directory_is_imported(tmp_path, job):
         (here / f"{name}.py").write_text("open(__file__ + '.ran', 'w').close()\n")
     script = Path(sysconfig.get_path("scripts"), "meshplan")
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
-    for words in (
-        ["check", "-f", plan], ["estimate", "-f", plan, "--trace"],
-        ["plan", "-f", plan, "--dry-run"],
-        ["draw", "--what", "mesh", "-f", plan, "-o", tmp_path / "mesh.html"],
-        ["verify", "-f", plan],
-        ["demo", "--plan", "ddp", "--steps", "2", "--set", "mesh.dp_replicate=2",
-         "--set", "hardware.gpus_per_node=2"],
-    ):  # fmt: skip
-        done = subprocess.run(
-            [script, *map(str, words)], cwd=here, env=environment,
-            capture_output=True, text=True, timeout=240,
-        )  # fmt: skip
-        assert not sorted(path.name for path in here.glob("*.ran")), words
-        assert done.returncode in (0, 1), done.stderr
+    done = subprocess.run(
+        [script, *words.format(plan=plan).split()],
+        cwd=here, env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert not sorted(path.name for path in here.glob("*.ran"))
+    assert done.returncode in (0, 1), done.stderr
 
 
 def _installed() -> list[Path]:

@@ -176,7 +176,7 @@ def fuzz(job: Any, kind: str, rounds: int, seed: int, capsys: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["plan", "lock", "config", "profile"])
 def test_files_changed_at_random_are_answered(job, capsys, kind):
-    fuzz(job, kind, 30, 0, capsys)
+    fuzz(job, kind, 15, 0, capsys)
 
 
 @pytest.mark.wide
