@@ -346,20 +346,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
+    """As `main`, with streams that take everything but may be full, or closed by their reader."""
     try:
-        args = _parser().parse_args(argv)
-        with _environment(args):
-            code: int = args.run(args)
-        sys.stdout.flush()
-    except MeshplanError as error:
-        print(error, file=sys.stderr)
-        if "--json" in (sys.argv[1:] if argv is None else argv):
-            from meshplan.render.findings import findings_to_json
-
-            print(envelope("problems/1", findings_to_json(error.problems)))
-        return COULD_NOT
-    except SystemExit as stop:  # argparse's way out of --help and --version
-        return stop.code if isinstance(stop.code, int) else YES
+        return _answer(argv)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -372,6 +361,24 @@ def _main(argv: Sequence[str] | None) -> int:
         return COULD_NOT
     except Exception as error:
         return _crash(error)
+
+
+def _answer(argv: Sequence[str] | None) -> int:
+    try:
+        args = _parser().parse_args(argv)
+        with _environment(args):
+            code: int = args.run(args)
+        sys.stdout.flush()
+    except MeshplanError as error:
+        print(error, file=sys.stderr)
+        if "--json" in (sys.argv[1:] if argv is None else argv):
+            from meshplan.render.findings import findings_to_json
+
+            print(envelope("problems/1", findings_to_json(error.problems)))
+        sys.stdout.flush()
+        return COULD_NOT
+    except SystemExit as stop:  # argparse's way out of --help and --version
+        return stop.code if isinstance(stop.code, int) else YES
     return code
 
 

@@ -71,8 +71,8 @@ def write_bytes(path: str | os.PathLike[str], data: bytes, what: str, fix: str =
         SpecError: It cannot be written; what was there is as it was.
     """
     target = Path(path)
-    beside = target.with_name(f".{target.name[:200]}.{os.urandom(8).hex()}.tmp")
     try:
+        beside = target.with_name(f".{target.name[:200]}.{os.urandom(8).hex()}.tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(beside, flags, 0o666), "wb") as file:
             try:

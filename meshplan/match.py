@@ -85,11 +85,16 @@ def compile_selector(selector: Selector) -> Matcher:
         raise PatternError(what, "write several rules")
     if selector.kind == "regex":
         return Matcher(selector, _linear(selector.text, f"/{selector.text}/"))
-    text = _regex(selector.text)
-    if sum(selector.text.count(sign) for sign in ("{", "*")) > _SIMPLE:
-        return Matcher(selector, _linear(text, selector.text))
+    return Matcher(selector, _of_glob(selector.text))
+
+
+def _of_glob(glob: str) -> Any:
+    """The compiled pattern of a glob: one that could go back and try again, by RE2."""
+    text = _regex(glob)
+    if sum(glob.count(sign) for sign in ("{", "*")) > _SIMPLE:
+        return _linear(text, glob)
     try:
-        return Matcher(selector, re.compile(text))
+        return re.compile(text)
     except (RecursionError, OverflowError):
         raise PatternError("the pattern is nested too deeply", "write several rules") from None
 
@@ -299,7 +304,7 @@ def _mend(parts: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str | None:
 
 def _fitting(part: str, names: Iterable[str]) -> set[str]:
     try:
-        pattern = re.compile(_regex(part))
-    except (PatternError, re.error):
+        pattern = _of_glob(part)
+    except PatternError:
         return set()
     return {name for name in names if pattern.fullmatch(name)}

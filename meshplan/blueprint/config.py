@@ -181,14 +181,15 @@ _KERNELS: Final = frozenset(
 _COUNT_KEY: Final = re.compile(
     r"(num|n)_.*(layer|block|expert|stage).*|.*(layers|blocks|depths?)(\[[0-9]+\])?"
 )
-_MOST_MODULES: Final = 10_000
+_MOST_MODULES: Final = 2048
+_FETCHES: Final = ("pretrained", "use_pretrained_backbone")
 
 
 def foreign_problem(config: Mapping[str, Any], file: str) -> Problem | None:
     """Return why transformers must not be asked to build a config, or None.
 
-    It takes a kernel's name such as "org/kernel" for code to be fetched and run, and makes as many
-    modules as a count says.
+    It takes a kernel's name such as "org/kernel" for code to be fetched and run, fetches weights of
+    backbones, and makes as many modules as a count says.
     """
     todo: list[tuple[str, Any]] = [("", config)]
     while todo:
@@ -201,6 +202,9 @@ def foreign_problem(config: Mapping[str, Any], file: str) -> Problem | None:
         if is_asked and isinstance(value, str) and value not in _KERNELS:
             what = f"{value!r} is no kernel that is built in"
             return Problem(what, Origin(file, path), f"write one of {', '.join(sorted(_KERNELS))}")
+        if path.rpartition(".")[2] in _FETCHES and value is True:
+            what = "this asks for weights to be fetched"
+            return Problem(what, Origin(file, path), "write false: only sizes are needed here")
         is_count = _COUNT_KEY.fullmatch(path.rpartition(".")[2]) is not None
         if is_count and isinstance(value, int | float) and value > _MOST_MODULES:
             what = f"{value!r} is more modules than any model has"

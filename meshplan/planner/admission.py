@@ -85,7 +85,12 @@ def _is_own_rule(path: str, rule: Any, spec: Spec) -> bool:
         return (
             rule.keys() == {"match", "place"} and rule["place"] == _EXPERTS and not is_placed(spec)
         )
-    return len(rule) == 2 and "match" in rule and any(key in rule for key in _OF_BLOCKS)
+    is_open = {
+        "activation_checkpointing": _stated(spec, "activation_checkpointing") is None
+        or spec.activation_checkpointing.mode == AUTO,
+        "reshard_after_forward": spec.strategy in (None, AUTO),
+    }
+    return len(rule) == 2 and "match" in rule and any(is_open.get(key) for key in rule)
 
 
 def _in_lock(problem: Problem, origins: Mapping[str, Origin]) -> Problem:
@@ -126,15 +131,17 @@ def _agrees(path: str, stated: Any, now: Any, spec: Spec, sizes: Mapping[str, An
         case "mesh":
             return _keeps_mesh(stated, sizes)
         case "hardware.nodes":  # Fewer may cost less than all that there are.
-            return bool(now == stated or (now < stated and spec.solve.get("objective") == "cost"))
+            return bool(now == stated or (spec.solve.get("objective") == "cost" and now < stated))
         case "strategy":
-            return now is None or STRATEGIES[now].cuts == STRATEGIES[stated].cuts
+            if now is None:  # Nothing is left for it to say.
+                return not sizes.keys() & {"dp_replicate", "dp_shard"}
+            return STRATEGIES[now].cuts == STRATEGIES[stated].cuts
         case "tp_plan" | "sequence_parallel" | "loss_parallel":
             return bool(now == stated or not has_tp)
         case "experts.capacity":
             return bool(now == stated or not has_ep)
         case "activation_checkpointing":
-            return stated.mode in (AUTO, now.mode)
+            return bool(stated.mode == AUTO or now == stated)
         case "offload":
             parts = [(getattr(stated, f.name), getattr(now, f.name)) for f in fields(stated)]
             return all(old in (None, AUTO) or bool(old) == bool(new) for old, new in parts)
@@ -150,7 +157,8 @@ def _sizes(mesh: Any) -> dict[str, Any]:
 def _keeps_mesh(stated: Any, sizes: Mapping[str, Any]) -> bool:
     """Whether axes that the plan gives a size have it, and no others are there."""
     if not isinstance(stated, Mapping):
-        return stated == AUTO or sorted(stated) == sorted(sizes.values())
+        listed = sorted(size for size in stated if size != 1)
+        return listed == sorted(size for size in sizes.values() if isinstance(size, int))
     is_known = all(size in (AUTO, sizes.get(axis, 1)) for axis, size in stated.items())
     return is_known and sizes.keys() <= stated.keys()
 

@@ -10,6 +10,8 @@ import json
 import os
 import re
 import stat
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -257,6 +259,32 @@ def test_counts_have_a_bound_or_a_closed_form(job, capsys):
         assert main(["draw", "--what", "gantt", "-f", str(deep), "--set", change]) == 2
         assert "is too large" in capsys.readouterr().err
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("word", ["nothing", "model.layers.0"])
+def test_near_misses_take_linear_time_too(job, word):
+    plan = job(rules=[{"match": "{*,*}" * 30 + word, "activation_checkpointing": "full"}])
+    began = time.monotonic()
+    assert main(["check", "-f", str(plan)]) == 1
+    assert time.monotonic() - began < 5
+
+
+def test_an_answer_that_nobody_can_take_is_no_crash(tmp_path):
+    """Whether it is one, or the list of what is wrong."""
+    (tmp_path / "bad.yaml").write_text("version: 3")
+    for words in (["check", "-f", str(tmp_path / "bad.yaml")], ["estimate", "--params", "1e9"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [sys.executable, "-P", "-m", "meshplan", *words, "--json"],
+                stdout=full, stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+
+
+def test_no_name_is_no_file():
+    with pytest.raises(SpecError, match="cannot be written: its name is not valid"):
+        files.write_bytes("", b"new", "the lock")
 
 
 def test_names_steer_no_terminal(tmp_path, capsys):
