@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from meshplan.errors import SpecError
 from meshplan.planner.lock import lock_path, read, write
 from meshplan.reader import load_spec
 from meshplan.runtime.shrink import source_of_config
+from tests.pool import forkserver
 from tests.test_planner import LLAMA, job
 
 __all__ = ["job"]
@@ -54,6 +56,8 @@ VERBS = {
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder with a plan that names code, in which nobody has said anything."""
+    forkserver()
+    ensure_running()  # Its environment is that of every process after it: not the one below.
     monkeypatch.delenv(trust.ALLOW_CODE)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.chdir(tmp_path)
