@@ -318,9 +318,9 @@ def _streams() -> Iterator[None]:
 
 @contextmanager
 def _environment(args: argparse.Namespace) -> Iterator[None]:
-    """What processes that a verb starts have to know.
+    """Set what processes that a verb starts have to know, and set it back.
 
-    They begin as `python -c`, which looks for every module in the working directory first.
+    These begin as `python -c`, which looks for every module in the working directory first.
     """
     stated = {"PYTHONSAFEPATH": "1"} | ({ALLOW_CODE: "1"} if args.allow_code else {})
     before = {name: os.environ.get(name) for name in stated}

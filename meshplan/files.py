@@ -16,7 +16,7 @@ from typing import Final
 from meshplan.errors import Origin, Problem, SpecError
 
 ELSEWHERE: Final = "name a file in a folder that exists and may be written"
-"""What to do where a file cannot be written."""
+"""The fix of a file that cannot be written."""
 
 
 def read_bytes(path: str | os.PathLike[str], most: int, what: str) -> bytes:

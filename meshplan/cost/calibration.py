@@ -232,4 +232,4 @@ _FIGURES: Final[Mapping[str, _Figure]] = {
     "residual": _between(0, 1e6, "an error", or_none=True),
     "num_runs": _between(0, 1e9, "a number of runs"),
 }  # fmt: skip
-"""By constant of a profile, what it may be on any machine there is."""
+"""Bounds of each constant of a profile, on any machine there is."""

@@ -1,4 +1,4 @@
-"""What a lock may say: choices that its plan file leaves open, and nothing else.
+"""Check that a lock says choices that its plan file leaves open, and nothing else.
 
 A lock lies beside a plan and may come from anybody. Its statements go on top of the plan's, so each
 is held against what the plan says by itself: a key that the planner never writes, and a choice that
@@ -77,7 +77,7 @@ def check_chosen(
 
 
 def _is_own_rule(path: str, rule: Any, spec: Spec) -> bool:
-    """Whether this is a rule for blocks, or for experts that no rule of the plan places."""
+    """Return whether this is a rule for blocks, or for experts that no rule of the plan places."""
     found = _RULE.fullmatch(path)
     if found is None or int(found[1]) < len(spec.rules) or not isinstance(rule, dict):
         return False
@@ -115,7 +115,7 @@ def _overruled(
 
 
 def _stated(spec: Spec, path: str) -> Any:
-    """What the plan file itself says of a choice; None where it says nothing."""
+    """Return what a file says of a choice; None where it says nothing."""
     if not any(at == path or at.startswith(f"{path}.") for at in spec.origins):
         return None
     found: Any = spec
@@ -135,7 +135,7 @@ def _agrees(path: str, stated: Any, now: Any, spec: Spec, sizes: Mapping[str, An
         case "strategy":
             if now is None:  # Nothing is left for it to say.
                 return not sizes.keys() & {"dp_replicate", "dp_shard"}
-            return STRATEGIES[now].cuts == STRATEGIES[stated].cuts
+            return now in STRATEGIES and STRATEGIES[now].cuts == STRATEGIES[stated].cuts
         case "tp_plan" | "sequence_parallel" | "loss_parallel":
             return bool(now == stated or not has_tp)
         case "experts.capacity":
@@ -143,6 +143,8 @@ def _agrees(path: str, stated: Any, now: Any, spec: Spec, sizes: Mapping[str, An
         case "activation_checkpointing":
             return bool(stated.mode == AUTO or now == stated)
         case "offload":
+            if now is None:
+                return False
             parts = [(getattr(stated, f.name), getattr(now, f.name)) for f in fields(stated)]
             return all(old in (None, AUTO) or bool(old) == bool(new) for old, new in parts)
     return bool(now == stated)

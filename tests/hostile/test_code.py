@@ -19,7 +19,9 @@ import pytest
 from meshplan import trust
 from meshplan.cli import main
 from meshplan.errors import SpecError
-from meshplan.planner.lock import lock_path, read, write
+from meshplan.planner.admission import check_chosen
+from meshplan.planner.asking import loading
+from meshplan.planner.lock import lock_path, overrides, read, write
 from meshplan.reader import load_spec
 from meshplan.runtime.shrink import source_of_config
 from tests.pool import forkserver
@@ -171,6 +173,21 @@ def _line(path: Path, key: str) -> int:
     lines = path.read_text().splitlines()
     chosen = lines.index("chosen:")
     return next(n for n in range(chosen, len(lines)) if lines[n].startswith(f"  {key}:")) + 1
+
+
+@pytest.mark.parametrize(
+    ("stated", "chosen"),
+    [
+        ({"strategy": "full_shard"}, {"strategy": "auto"}),
+        ({"offload": {"params": True}}, {"offload": None}),
+        ({"activation_checkpointing": "full"}, {"activation_checkpointing": None}),
+    ],
+)  # fmt: skip
+def test_a_lock_takes_no_word_of_the_plan_back(stated, chosen):
+    load = loading({"version": 1, "mesh": {"dp_shard": 8}, **stated}, ())
+    origins = {path: load(()).origin("") for path in chosen}
+    with pytest.raises(SpecError, match="a lock cannot change it"):
+        check_chosen(chosen, origins, load, overrides(chosen))
 
 
 def test_no_truncation_of_a_lock_is_taken(job):
