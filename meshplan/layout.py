@@ -130,6 +130,27 @@ class Layout:
             out.append(pieces * min(sizes))
         return tuple(out)
 
+    def turns(self, shape: Sequence[int], mesh: Mesh) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """Where along the axes of each cut the size of the part changes.
+
+        Between two of these positions all ranks that differ in these axes alone hold as much, so
+        few of many ranks need to be looked at. A cut that leaves equal parts has no turns.
+
+        >>> mesh = Mesh.of({"dp_shard": 1000, "tp": 8})
+        >>> Layout((("tp", "dp_shard"), ())).turns((32000, 4096), mesh)
+        {('tp',): (), ('dp_shard',): ()}
+        >>> Layout((("tp", "dp_shard"), ())).turns((11008, 4096), mesh)
+        {('tp',): (), ('dp_shard',): (688,)}
+        """
+        out = {}
+        for dim, (size, axes) in enumerate(zip(shape, self.cuts, strict=True)):
+            sizes = {size // self.pieces(dim)}
+            for joint in _joint(axes):
+                count = mesh.size(*joint)
+                out[tuple(joint)] = tuple(sorted({n for s in sizes for n in _turns(s, count)}))
+                sizes = {part for each in sizes for part in _parts(each, count)}
+        return out
+
     def local_numel(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> int:
         """The number of elements that `rank` holds."""
         return math.prod(self.local_shape(shape, mesh, rank))
@@ -298,6 +319,13 @@ def _parts(size: int, count: int) -> set[int]:
     parts = {piece} if whole else set()
     parts |= {rest} if rest else set()
     return parts | ({0} if whole + bool(rest) < count else set())
+
+
+def _turns(size: int, count: int) -> set[int]:
+    """Which of these parts are smaller than the part before."""
+    piece = -(-size // count)
+    whole, rest = divmod(size, piece) if piece else (0, 0)
+    return {whole, whole + bool(rest)} - {0, *range(count, whole + 2)}
 
 
 def _joint(axes: Sequence[str]) -> list[list[str]]:

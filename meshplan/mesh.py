@@ -132,13 +132,21 @@ class Mesh:
 
     def indices(self, names: Iterable[str]) -> list[int]:
         """`index` of every rank, of which there may be very many."""
-        wanted = set(names)
-        if wanted & {part for loan in self.loans for part in (loan.name, loan.rest)}:
-            return [self.index(rank, wanted) for rank in range(self.world_size)]
+        wanted, weight, weights = set(names), 1, {}
+        for name in reversed(self.coordinates(0)):
+            if name in wanted:
+                weights[name] = weight
+                weight *= self.size(name)
         out = [0]
         for axis in self.axes:
-            step = (axis.size, 1) if axis.name in wanted else (1, 0)
-            out = [at * step[0] + c * step[1] for at in out for c in range(axis.size)]
+            steps = [c * weights.get(axis.name, 0) for c in range(axis.size)]
+            for loan in self.loans:
+                if loan.within == axis.name:
+                    step = weights.get(loan.rest, 0), weights.get(loan.name, 0)
+                    parts = (divmod(c, loan.size) for c in range(axis.size))
+                    here = [rest * step[0] + own * step[1] for rest, own in parts]
+                    steps = [one + more for one, more in zip(steps, here, strict=True)]
+            out = [at + step for at in out for step in steps]
         return out
 
     def spread(self, names: Iterable[str]) -> tuple[str, ...]:

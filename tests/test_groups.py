@@ -35,6 +35,7 @@ def one_by_one(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
     stages = assignment.stages
     for rank in range(mesh.world_size):
         place = mesh.index(rank, ("pp",))
+        part = mesh.index(rank, ("cp",))  # masks over what is gathered are of another size on each
         held = tuple(
             (layout.local_shape(p.info.shape, mesh, rank),
              layout.padded_numel(p.info.shape, mesh, UNIT_AXES, rank))
@@ -42,7 +43,7 @@ def one_by_one(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
             if stages is None or stages.holds(fqn, place)
             for layout in (p.stored, p.computed, p.gradient)
         )  # fmt: skip
-        groups.setdefault((place, held), []).append(rank)
+        groups.setdefault((place, part, held), []).append(rank)
     return tuple(map(tuple, groups.values()))
 
 
@@ -54,6 +55,8 @@ def one_by_one(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
         (LLAMA, {"mesh": {"dp_shard": 64}}),
         (LLAMA, {"mesh": {"dp_replicate": 2, "dp_shard": 9}}),
         (LLAMA, {"mesh": {"dp_shard": 5, "tp": 2}, "tp_plan": "auto"}),
+        # Of 50 rows each of the 8 ranks has 7 and the last 1, as along one axis.
+        (LLAMA, {"mesh": {"dp_shard": 2, "cp": 4}, "batch": {"seq_len": 64}}),
         (LLAMA, {"mesh": {"pp": 2, "dp_shard": 11}, "strategy": "zero1",
                  "pipeline": {"schedule": "1F1B", "microbatches": 2}}),
         # Blocks divide by 8; the ends, which two of the places hold, do not.

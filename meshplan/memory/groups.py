@@ -5,14 +5,18 @@ They hold parts of the same sizes and stand at the same place of the pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from meshplan.assign import Assignment
 from meshplan.layout import Layout
 from meshplan.mesh import UNIT_AXES, Mesh
+
+Numbers = NDArray[np.int64]
 
 
 def equal_ranks(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
@@ -41,37 +45,44 @@ def _grouped(
     Args:
         uneven: Each with the places along pp at which something is cut so.
     """
-    columns: dict[object, Sequence[object]] = {("pp",): mesh.indices(("pp",))}
-    if axes:
-        columns[axes] = mesh.indices(axes)
-    places: dict[_Cut | _Kind, set[int]] = {}
+    place = _positions(mesh, ("pp",))
+    columns = [place, *(_positions(mesh, (axis,)) for axis in axes)]
+    turns: dict[tuple[tuple[str, ...], int], set[int]] = {}
     for cut, held in uneven:
-        kinds = cut.kinds(mesh)
-        for key in (cut,) if kinds is None else kinds:
-            places.setdefault(key, set()).update(held)
-    for key, at in places.items():
-        each = zip(columns["pp",], key.by_rank(mesh), strict=True)
-        columns[key] = [part if place in at else None for place, part in each]
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for rank, own in enumerate(zip(*columns.values(), strict=True)):
-        groups.setdefault(own, []).append(rank)
-    return tuple(map(tuple, groups.values()))
+        if cut.is_nested(mesh):
+            columns.append(np.where(np.isin(place, held), cut.kinds(mesh), -1))
+            continue
+        for joint, ends in cut.turns(mesh).items():
+            for at in held:
+                turns.setdefault((joint, at), set()).update(ends)
+    for joint in {joint for joint, _ in turns}:
+        column = np.zeros(mesh.world_size, np.int64)
+        for at in range(mesh.size("pp")):
+            there = place == at
+            column[there] = _after(turns.get((joint, at), ()), _positions(mesh, joint)[there])
+        columns.append(column)
+    _, first, group = np.unique(_joined(columns), return_index=True, return_inverse=True)
+    ranks = np.split(np.argsort(group, kind="stable"), np.cumsum(np.bincount(group))[:-1])
+    return tuple(tuple(ranks[number].tolist()) for number in np.argsort(first))
 
 
-class _Kind(NamedTuple):
-    """How parts along one axis differ: the first ones are full, one may be shorter, others empty.
+def _positions(mesh: Mesh, axes: Sequence[str]) -> Numbers:
+    """Where each rank stands along axes."""
+    return np.asarray(mesh.indices(axes), np.int64)
 
-    Of 16,384 ranks three need to be looked at.
-    """
 
-    axis: str
-    num_full: int
-    has_shorter: bool
+def _after(turns: Iterable[int], positions: Numbers) -> Numbers:
+    """How many of the turns each position has behind it."""
+    return np.searchsorted(np.asarray(sorted(turns), np.int64), positions, side="right")
 
-    def by_rank(self, mesh: Mesh) -> list[int]:
-        """Of each rank: -1 full, 0 the next part, 1 one behind that which differs from it."""
-        most = int(self.has_shorter)
-        return [min(max(at - self.num_full, -1), most) for at in mesh.indices((self.axis,))]
+
+def _joined(columns: Sequence[Numbers]) -> Numbers:
+    """One number per rank that tells rows of these columns apart."""
+    out = columns[0]
+    for column in columns[1:]:
+        both = (out - out.min()) * int(np.ptp(column) + 1) + column - column.min()
+        out = np.unique(both, return_inverse=True)[1]
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,32 +99,30 @@ class _Cut:
             for dim, (size, axes) in enumerate(zip(self.shape, self.layout.cuts, strict=True))
         )
 
-    def kinds(self, mesh: Mesh) -> list[_Kind] | None:
-        """How parts differ along each axis that matters. None: not so simple."""
-        if self.layout.packed:
-            return None
-        out = []
-        for size, axes in zip(self.shape, self.layout.cuts, strict=True):
-            if not axes:
-                continue
-            *outer, last = axes
-            own, rest = divmod(size, mesh.size(*outer))
-            if rest:
-                return None
-            if own % mesh.size(last):
-                part = -(-own // mesh.size(last))
-                out.append(_Kind(last, own // part, own % part > 0))
+    def is_nested(self, mesh: Mesh) -> bool:
+        """Whether an axis cuts parts that another has left of several sizes.
+
+        Then not every turn is one of every rank.
+        """
+        ends = self.layout.turns(self.shape, mesh)
+        last = {axes[-1] for axes in self.layout.cuts if axes}
+        return any(turns and not last & {*joint} for joint, turns in ends.items())
+
+    def turns(self, mesh: Mesh) -> dict[tuple[str, ...], set[int]]:
+        """Where along which axes a rank holds, or stores, less than the rank before."""
+        padded = self.layout.without(*UNIT_AXES)
+        out: dict[tuple[str, ...], set[int]] = {}
+        for layout in (self.layout, padded):
+            for joint, ends in layout.turns(self.shape, mesh).items():
+                out.setdefault(joint, set()).update(ends)
         return out
 
-    def by_rank(self, mesh: Mesh) -> list[tuple[tuple[int, ...], int]]:
-        """What each rank holds."""
-        known: dict[int, tuple[tuple[int, ...], int]] = {}
-        out = []
-        for rank, at in enumerate(mesh.indices(self.layout.axes)):
-            if at not in known:
-                known[at] = self.of_rank(mesh, rank)
-            out.append(known[at])
-        return out
+    def kinds(self, mesh: Mesh) -> Numbers:
+        """A number for what each rank holds."""
+        columns = [_after(ends, _positions(mesh, at)) for at, ends in self.turns(mesh).items()]
+        _, first, kind = np.unique(_joined(columns), return_index=True, return_inverse=True)
+        held = [self.of_rank(mesh, int(rank)) for rank in first]
+        return np.asarray([held.index(each) for each in held])[kind]
 
     def of_rank(self, mesh: Mesh, rank: int) -> tuple[tuple[int, ...], int]:
         """(the shape that a rank holds, elements of its storage)."""

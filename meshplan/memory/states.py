@@ -8,14 +8,15 @@ not know activations, gathered parameters or communication buffers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
 from meshplan.assign import Assignment
 from meshplan.graph import DTYPE_BYTES
 from meshplan.layout import Layout
+from meshplan.memory.groups import equal_ranks
 from meshplan.mesh import UNIT_AXES, Mesh
 from meshplan.optimizers import SHAPED_STATES
 from meshplan.spec import OPTIMIZER_STATES
@@ -65,25 +66,10 @@ def state_bytes(assignment: Assignment, optimizer: str, rank: int = 0) -> StateB
 def state_bytes_by_rank(assignment: Assignment, optimizer: str) -> tuple[StateBytes, ...]:
     """`state_bytes` of every rank of the mesh, of which there may be very many."""
     kinds, mesh = _kinds(assignment), assignment.mesh
-    # What a rank holds of a tensor depends on where it is along the axes that cut it, and not on
-    # which stage it is of.
-    along = {axes: mesh.indices(axes) for axes in {kind.stored.axes for kind in kinds}}
-    known: dict[_Kind, dict[int, StateBytes]] = {}
-    there: dict[int, list[tuple[_Kind, int, list[int], dict[int, StateBytes]]]] = {}
-    for kind, tensors in kinds.items():
-        alike = known.setdefault(replace(kind, places=()), {})
-        for place in dict.fromkeys(kind.places):
-            count = tensors * kind.places.count(place)
-            there.setdefault(place, []).append((kind, count, along[kind.stored.axes], alike))
-    out = []
-    for rank, place in enumerate(mesh.indices(("pp",))):
-        parts = []
-        for kind, count, at, alike in there.get(place, ()):
-            if at[rank] not in alike:
-                alike[at[rank]] = _of_kind(kind, mesh, optimizer, rank)
-            parts.append((count, alike[at[rank]]))
-        out.append(_added(parts))
-    return tuple(out)
+    by_rank: dict[int, StateBytes] = {}
+    for ranks in equal_ranks(assignment):
+        by_rank |= dict.fromkeys(ranks, _sum(kinds, mesh, optimizer, ranks[0]))
+    return tuple(by_rank[rank] for rank in range(mesh.world_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,22 +107,15 @@ def _places(assignment: Assignment, fqn: str) -> tuple[int, ...]:
 
 def _sum(kinds: Mapping[_Kind, int], mesh: Mesh, optimizer: str, rank: int) -> StateBytes:
     place = mesh.index(rank, ("pp",))
-    return _added(
-        (count, _of_kind(kind, mesh, optimizer, rank))
-        for kind, tensors in kinds.items()
-        if (count := tensors * kind.places.count(place))
-    )
-
-
-def _added(parts: Iterable[tuple[int, StateBytes]]) -> StateBytes:
-    """So many of each."""
     parameters = gradients = states = buffers = there = 0
-    for count, one in parts:
-        parameters += count * one.parameters_bytes
-        gradients += count * one.gradients_bytes
-        states += count * one.optimizer_bytes
-        buffers += count * one.buffers_bytes
-        there += count * one.host_bytes
+    for kind, tensors in kinds.items():
+        if count := tensors * kind.places.count(place):
+            one = _of_kind(kind, mesh, optimizer, rank)
+            parameters += count * one.parameters_bytes
+            gradients += count * one.gradients_bytes
+            states += count * one.optimizer_bytes
+            buffers += count * one.buffers_bytes
+            there += count * one.host_bytes
     return StateBytes(parameters, gradients, states, buffers, there)
 
 

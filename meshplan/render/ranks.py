@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshplan.mesh import Mesh
 from meshplan.plan import Plan
 from meshplan.render.text import columns
 
@@ -28,31 +29,30 @@ def map_of_ranks(plan: Plan) -> list[str]:
         per_row, noun = world // mesh.axes[0].size if len(mesh.axes) > 1 else world, "row"
         where = "nodes not stated"
     num_rows = world // per_row
-    at = [mesh.coordinates(rank) for rank in range(world)]
-    names = (*mesh.names, *(loan.name for loan in mesh.loans))
-    of_column = [n for n in names if all(c[n] == at[r % per_row][n] for r, c in enumerate(at))]
-    of_row = [
-        n
-        for n in names
-        if n not in of_column and all(c[n] == at[r - r % per_row][n] for r, c in enumerate(at))
+    steps = _steps(mesh)
+    of_column = [
+        n for n, (step, size) in steps.items() if size == 1 or per_row % (step * size) == 0
     ]
-    mixed = [name for name in names if name not in of_column and name not in of_row]
+    of_row = [n for n, (step, _) in steps.items() if n not in of_column and step % per_row == 0]
+    mixed = [name for name in steps if name not in of_column and name not in of_row]
     rows, cols = _some(num_rows, _MOST_ROWS), _some(per_row, _MOST_COLUMNS)
 
     def cell(row: int | None, col: int | None) -> str:
         if row is None or col is None:
             return _GAP
         rank = row * per_row + col
-        return ":".join([str(rank), *(str(at[rank][name]) for name in mixed)])
+        return ":".join([str(rank), *(str(mesh.coordinates(rank)[name]) for name in mixed)])
 
     def label(row: int | None) -> str:
         if row is None:
             return ""
         words = [f"{noun} {row}"] if noun == "node" else []
-        return ", ".join([*words, *(f"{name} {at[row * per_row][name]}" for name in of_row)])
+        return ", ".join(
+            [*words, *(f"{name} {mesh.coordinates(row * per_row)[name]}" for name in of_row)]
+        )
 
     table = [
-        ["", name, *(_GAP if col is None else str(at[col][name]) for col in cols)]
+        ["", name, *(_GAP if col is None else str(mesh.coordinates(col)[name]) for col in cols)]
         for name in of_column
     ]
     head = "rank" if not mixed else f"rank:{':'.join(mixed)}"
@@ -62,6 +62,18 @@ def map_of_ranks(plan: Plan) -> list[str]:
     ]
     title = f"mesh {mesh} = {world} rank{'' if world == 1 else 's'} ({where})"
     return [title, *("  " + line for line in columns(table, "<>" + ">" * len(cols)))]
+
+
+def _steps(mesh: Mesh) -> dict[str, tuple[int, int]]:
+    """By axis: how many ranks stand at one position before the next follows, and its size."""
+    out, step = {}, mesh.world_size
+    for axis in mesh:
+        step //= axis.size
+        out[axis.name] = step, axis.size
+    for loan in mesh.loans:
+        step, _ = out[loan.within]
+        out[loan.name] = step, loan.size
+    return out
 
 
 def _some(count: int, most: int) -> Sequence[int | None]:
