@@ -13,7 +13,7 @@ from meshplan.blueprint import OtherModelError, from_config
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.formulas import ROWS
 from meshplan.graph import ModelGraph
-from meshplan.sizing import check_enough, graph_of, read_limit, read_sizing
+from meshplan.sizing import check_enough, graph_of, questions, read_limit, read_sizing
 from meshplan.solve import (
     STATES_ONLY,
     Answer,
@@ -378,18 +378,19 @@ def _find_model(
         flag = "--model" if model is not None else "--config"
         if (model, config) not in ((stated.entry, None), (None, stated.config)):
             notes.append(f"{flag} goes before the model of {spec.origin('model')}")
-    if config is not None:
-        return from_config(config, Origin("--config")), tuple(notes), None
     entry, origin = model, Origin("--model")
-    if entry is None and stated is not None and stated.entry is not None:
+    if (model, config) == (None, None) and stated is not None and stated.entry is not None:
         entry, origin = stated.entry, spec.origin("model.entry")
     if entry is not None:
         from meshplan.runtime.live import live_graph  # torch
 
         live, rehearse = live_graph(entry, origin, spec)
         return live, tuple(notes), rehearse
-    if stated is not None and stated.config is not None:
-        return graph_of(spec), tuple(notes), None
+    graph = from_config(config, Origin("--config")) if config is not None else None
+    if graph is None and stated is not None and stated.config is not None:
+        graph = graph_of(spec)
+    if graph is not None:
+        return graph, (*notes, *graph.notes, *questions(params=graph.num_params)), None
     known = "only the number of parameters" if stated is not None else "nothing"
     notes.append(
         f"{known} is known of the model, so {_WITHOUT_MODEL}; "

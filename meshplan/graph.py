@@ -154,6 +154,7 @@ class ModelGraph:
             parameter, with `*` for the numbers of layers. Empty where it has none.
         tp_derived: Likewise, the styles that `tp_plan: auto` reads from the data flow of this
             model, where that is known without one. Empty where it is not.
+        notes: What a reader has to know about where it is from.
     """
 
     name: str
@@ -164,6 +165,7 @@ class ModelGraph:
     outline: Flow | None = field(default=None, repr=False, compare=False)
     tp_preset: Mapping[str, str] = field(default_factory=dict)
     tp_derived: Mapping[str, str] = field(default_factory=dict, compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
     _owned: Mapping[str, tuple[TensorInfo, ...]] = field(init=False, repr=False, compare=False)
     _first_name: Mapping[str, str] = field(init=False, repr=False, compare=False)
     _blocks: list[tuple[str, ...]] = field(

@@ -28,6 +28,28 @@ _PATHS: Final[Mapping[str, str]] = {
 """Where a plan file states each of the four."""
 
 
+_BEYOND: Final[Mapping[str, tuple[int, str]]] = {
+    "params": (10**14, "parameters: ten times as many as any model that was trained"),
+    "gpus": (10**6, "GPUs: more than any cluster has"),
+    "memory": (10**13, "bytes in one GPU: more than any device has"),
+}
+"""What no machine and no model has yet, so that a figure is rather a typing error."""
+
+
+def questions(**facts: int | None) -> list[str]:
+    """Notes that ask about the figures that no machine has.
+
+    Args:
+        facts: Figures by the names params, gpus and memory; None where it is not stated.
+    """
+    asked = []
+    for name, value in facts.items():
+        most, what = _BEYOND[name]
+        if value is not None and value > most:
+            asked.append(f"is {name} right? {value:,} {what}")
+    return asked
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
     """What is known before the first formula; None is not stated.
@@ -70,6 +92,7 @@ def read_sizing(
             notes.append(f"hardware.headroom leaves {spec.hardware.headroom:.0%} of memory free")
             facts["memory"] = int(facts["memory"] * (1 - spec.hardware.headroom))
     _check_nodes(facts)
+    notes += questions(**{name: facts.get(name) for name in _BEYOND})
     return Sizing(
         num_params=facts.get("params"),
         num_gpus=facts.get("gpus"),
@@ -126,6 +149,7 @@ def _facts_of_flags(
     graph = read("config", lambda path: from_config(path, Origin("--config")), "")
     if graph is not None:
         facts["params"] = graph.num_params
+        notes += graph.notes
     memory = read(
         "gpu", lambda name: _memory_of(name, Origin("--gpu"), notes, all_counts=all_counts), ""
     )
@@ -149,6 +173,7 @@ def _facts_of_plan(spec: Spec, notes: list[str]) -> dict[str, int]:
     facts = {}
     if (graph := graph_of(spec)) is not None:
         facts["params"] = graph.num_params
+        notes += graph.notes
     if (hardware := spec.hardware) is not None:
         facts |= {"gpus": hardware.world_size, "nodes": hardware.nodes}
         if hardware.memory_bytes is not None:

@@ -124,7 +124,7 @@ def from_mapping(config: Mapping[str, Any], file: str = "<config>") -> ModelGrap
     else:
         build_gpt2(facts, build)
     graph = build.graph(causal_lm, facts.sizes)
-    return replace(graph, outline=_outline(graph, config))
+    return replace(graph, outline=_outline(graph, config), notes=facts.notes())
 
 
 _KEEPING = ("output_hidden_states", "output_attentions", "output_router_logits")

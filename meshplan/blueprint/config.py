@@ -9,11 +9,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from meshplan.blueprint.keys import KEYS, MAX_SIZE, misfits, unknown
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.files import read_bytes
+from meshplan.match import near
+from meshplan.values import quote
 
 _MAX_FILE_BYTES: Final = 16 * 10**6
-_MAX_SIZE: Final = 10**9
+_MOST_NOTED: Final = 8
+"""Keys that nobody knows and that a note names."""
 
 _ALIASES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -39,7 +43,7 @@ class Facts:
         self.problems.append(Problem(what, Origin(self.file, key), fix))
 
     def size(
-        self, key: str, default: int | None = None, *, most: int = _MAX_SIZE, least: int = 1
+        self, key: str, default: int | None = None, *, most: int = MAX_SIZE, least: int = 1
     ) -> int:
         """An int; null and absence mean the default. Asked again, the same answer."""
         if key in self.sizes:
@@ -53,7 +57,7 @@ class Facts:
             value = self.defaults.get(key, default)
         if type(value) is not int or not least <= value <= most:
             fix = f"write an int from {least} to {most}"
-            self.problem(key_stated, f"{value!r} is not a size", fix)
+            self.problem(key_stated, f"{_shown(value)} is not a size", fix)
             value = 1
         self.sizes[key] = value
         return value
@@ -70,14 +74,14 @@ class Facts:
         if value is None:
             return default
         if not isinstance(value, bool):
-            self.problem(key, f"{value!r} is not true or false", "write true or false")
+            self.problem(key, f"{_shown(value)} is not true or false", "write true or false")
         return bool(value)
 
     def layers(self, key: str) -> frozenset[int]:
         """A list of layer indices; null and absence mean none."""
         value = self.config.get(key) or []
         if not isinstance(value, list) or any(type(i) is not int for i in value):
-            self.problem(key, f"{value!r} is not a list of layers", "write a list of ints")
+            self.problem(key, f"{_shown(value)} is not a list of layers", "write a list of ints")
             return frozenset()
         return frozenset(value)
 
@@ -97,7 +101,10 @@ class Facts:
 
     def experts(self, *, scales_weights: bool) -> None:
         """How a router chooses, and what changes what it keeps."""
-        self.size("num_experts_per_tok")
+        chosen, count = self.size("num_experts_per_tok"), self.size("num_experts")
+        if chosen > count and self.config.get("num_experts_per_tok") is not None:
+            what = f"{chosen} experts cannot be chosen of {count}"
+            self.problem("num_experts_per_tok", what, f"write {count} at most")
         if scales_weights:
             self.sizes["norm_topk_prob"] = 1
         if self.config.get("experts_implementation") not in (None, "grouped_mm"):
@@ -111,12 +118,28 @@ class Facts:
         value = self.config.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            self.problem(key, f"{value!r} is not a probability", "write a number from 0 to 1")
+            self.problem(key, f"{_shown(value)} is not a probability", "write a number from 0 to 1")
             value = 0
         self.sizes[key] = int(value > 0)
 
+    def notes(self) -> tuple[str, ...]:
+        """The keys that nobody here knows, each with the known one that it may be meant for."""
+        keys = unknown(self.config)
+        words = []
+        for key in keys[:_MOST_NOTED]:
+            meant = near(key, KEYS)
+            guess = f" (or is {meant} meant?)" if meant and meant not in self.config else ""
+            words.append(f"{quote(key)}{guess}")
+        if len(keys) > _MOST_NOTED:
+            words.append(f"{len(keys) - _MOST_NOTED} more")
+        return (f"{self.file}: no figure depends on {', '.join(words)}",) if words else ()
+
     def finish(self) -> None:
         """Raise what was found, before anything is built on it."""
+        told = {problem.origin.path for problem in self.problems if problem.origin}
+        for key, kind in misfits(self.config):
+            if key not in told:
+                self.problem(key, f"{_shown(self.config[key])} is not {kind.what}", kind.fix)
         if self.problems:
             raise SpecError(self.problems)
 
@@ -169,6 +192,11 @@ def read_json(file: Path, origin: Origin | None) -> Mapping[str, Any]:
         what = f"the file holds a {type(config).__name__}, not an object of keys and values"
         raise SpecError(Problem(what, here, ask))
     return config
+
+
+def _shown(value: object) -> str:
+    """A value as a message names it: on one line and not too long."""
+    return quote(value) if isinstance(value, str) else quote(repr(value))[1:-1]
 
 
 _KERNEL_KEYS: Final = ("attn_implementation", "experts_implementation")

@@ -5,18 +5,14 @@ They hold parts of the same sizes and stand at the same place of the pipeline.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-from numpy.typing import NDArray
-
 from meshplan.assign import Assignment
 from meshplan.layout import Layout
 from meshplan.mesh import UNIT_AXES, Mesh
-
-Numbers = NDArray[np.int64]
 
 
 def equal_ranks(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
@@ -45,44 +41,31 @@ def _grouped(
     Args:
         uneven: Each with the places along pp at which something is cut so.
     """
-    place = _positions(mesh, ("pp",))
-    columns = [place, *(_positions(mesh, (axis,)) for axis in axes)]
-    turns: dict[tuple[tuple[str, ...], int], set[int]] = {}
+    place = mesh.indices(("pp",))
+    columns: list[Sequence[object]] = [place, *(mesh.indices((axis,)) for axis in axes)]
+    turns: dict[tuple[str, ...], dict[int, set[int]]] = {}
     for cut, held in uneven:
         if cut.is_nested(mesh):
-            columns.append(np.where(np.isin(place, held), cut.kinds(mesh), -1))
+            kinds = zip(place, cut.kinds(mesh), strict=True)
+            columns.append([kind if at in held else None for at, kind in kinds])
             continue
         for joint, ends in cut.turns(mesh).items():
             for at in held:
-                turns.setdefault((joint, at), set()).update(ends)
-    for joint in {joint for joint, _ in turns}:
-        column = np.zeros(mesh.world_size, np.int64)
-        for at in range(mesh.size("pp")):
-            there = place == at
-            column[there] = _after(turns.get((joint, at), ()), _positions(mesh, joint)[there])
-        columns.append(column)
-    _, first, group = np.unique(_joined(columns), return_index=True, return_inverse=True)
-    ranks = np.split(np.argsort(group, kind="stable"), np.cumsum(np.bincount(group))[:-1])
-    return tuple(tuple(ranks[number].tolist()) for number in np.argsort(first))
+                turns.setdefault(joint, {}).setdefault(at, set()).update(ends)
+    for joint, by_place in turns.items():
+        behind = [_behind(by_place.get(at, ()), mesh.size(*joint)) for at in range(mesh.size("pp"))]
+        each = zip(place, mesh.indices(joint), strict=True)
+        columns.append([behind[at][position] for at, position in each])
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for rank, own in enumerate(zip(*columns, strict=True)):
+        groups.setdefault(own, []).append(rank)
+    return tuple(map(tuple, groups.values()))
 
 
-def _positions(mesh: Mesh, axes: Sequence[str]) -> Numbers:
-    """Where each rank stands along axes."""
-    return np.asarray(mesh.indices(axes), np.int64)
-
-
-def _after(turns: Iterable[int], positions: Numbers) -> Numbers:
-    """How many of the turns each position has behind it."""
-    return np.searchsorted(np.asarray(sorted(turns), np.int64), positions, side="right")
-
-
-def _joined(columns: Sequence[Numbers]) -> Numbers:
-    """One number per rank that tells rows of these columns apart."""
-    out = columns[0]
-    for column in columns[1:]:
-        both = (out - out.min()) * int(np.ptp(column) + 1) + column - column.min()
-        out = np.unique(both, return_inverse=True)[1]
-    return out
+def _behind(turns: Iterable[int], count: int) -> list[int]:
+    """How many of the turns each of so many positions has behind it."""
+    ends = sorted(turns)
+    return [bisect_right(ends, position) for position in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +100,19 @@ class _Cut:
                 out.setdefault(joint, set()).update(ends)
         return out
 
-    def kinds(self, mesh: Mesh) -> Numbers:
-        """A number for what each rank holds."""
-        columns = [_after(ends, _positions(mesh, at)) for at, ends in self.turns(mesh).items()]
-        _, first, kind = np.unique(_joined(columns), return_index=True, return_inverse=True)
-        held = [self.of_rank(mesh, int(rank)) for rank in first]
-        return np.asarray([held.index(each) for each in held])[kind]
+    def kinds(self, mesh: Mesh) -> list[tuple[tuple[int, ...], int]]:
+        """What each rank holds."""
+        columns = []
+        for joint, ends in self.turns(mesh).items():
+            behind = _behind(ends, mesh.size(*joint))
+            columns.append([behind[position] for position in mesh.indices(joint)])
+        known: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
+        out = []
+        for rank, at in enumerate(zip(*columns, strict=True)):
+            if at not in known:
+                known[at] = self.of_rank(mesh, rank)
+            out.append(known[at])
+        return out
 
     def of_rank(self, mesh: Mesh, rank: int) -> tuple[tuple[int, ...], int]:
         """(the shape that a rank holds, elements of its storage)."""

@@ -1,0 +1,97 @@
+"""Sizes that no machine has are answered soon, or asked about.
+
+Which seeded bug would this catch? Work for each rank, microbatch or block where few of
+them stand for all, a value of a config that is taken unread, an answer to a typing error without
+a word.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from meshplan.blueprint import from_mapping
+from meshplan.blueprint.families import FAMILIES
+from meshplan.blueprint.keys import misfits, unknown
+from meshplan.cli import main
+from meshplan.errors import SpecError
+from tests.test_planner import LLAMA, job
+
+__all__ = ["job"]
+
+SOON_S = 20.0  # a tenth of it on a quiet machine
+
+
+def answered(*words: str) -> int:
+    """The exit code of an answer that comes soon."""
+    began = time.monotonic()
+    code = main([*words])
+    assert time.monotonic() - began < SOON_S
+    return code
+
+
+@pytest.mark.parametrize("verb", ["show", "check", "estimate"])
+def test_a_million_ranks(job, verb):
+    mesh = {"dp_replicate": 125, "dp_shard": 1000, "tp": 8}
+    plan = job(mesh=mesh, strategy="hybrid_shard", tp_plan="auto", hardware=None,
+               batch={"micro": 1, "seq_len": 1024})  # fmt: skip
+    assert answered(verb, "-f", str(plan)) == 0
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "gpt2"])
+def test_every_key_that_transformers_writes_is_known(name):
+    from transformers import AutoConfig
+
+    content = json.loads(AutoConfig.for_model(name).to_json_string(use_diff=False))
+    assert unknown(content) == []
+    assert list(misfits(content)) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [
+        ("attention_dropout", float("nan"), "nan is not a probability"),
+        ("initializer_range", -1, "-1 is not a number of 0 or more"),
+        ("use_cache", "yes", "'yes' is not true or false"),
+        ("rope_parameters", 3, "3 is not an object"),
+        ("layer_types", ["full_attention", 1], "is not a list of words"),
+        ("eos_token_id", "</s>", "'</s>' is not a token's number"),
+        ("pretraining_tp", 10**30, "is not a size"),
+        ("hidden_act", ["silu"] * 10_000, "is not a word"),
+        ("num_experts_per_tok", 10**9, "1000000000 experts cannot be chosen of 8"),
+    ],
+)
+def test_a_key_that_no_figure_depends_on_is_read(key, value, what):
+    config = LLAMA | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", key: value}
+    with pytest.raises(SpecError) as error:
+        from_mapping(config)
+    (problem,) = error.value.problems
+    assert what in problem.what
+    assert problem.origin.path == key
+    assert len(str(problem)) < 300
+
+
+def test_a_key_that_nobody_knows_is_named_with_the_one_that_may_be_meant(job, capsys):
+    plan = job({**LLAMA, "num_kv_heads": 2, "num_hidden_layer": 3, "_private": 1})
+    assert main(["check", "-f", str(plan)]) == 0
+    assert "no figure depends on 'num_kv_heads'" in capsys.readouterr().err
+    plan = job({key: LLAMA[key] for key in ("model_type", "hidden_size")} | {"num_hidden_layer": 3})
+    assert main(["estimate", "--config", str(plan.with_name("config.json")), "--gpus", "8"]) == 0
+    err = capsys.readouterr().err
+    assert "'num_hidden_layer' (or is num_hidden_layers meant?)" in err
+    assert "_private" not in err
+
+
+def test_figures_that_no_machine_has_are_asked_about(job, capsys):
+    config = LLAMA | {"intermediate_size": 10**9, "hidden_size": 10**6, "num_attention_heads": 8}
+    plan = job(config, mesh={"dp_shard": 8}, strategy="full_shard")
+    assert main(["check", "-f", str(plan)]) == 0
+    assert "is params right?" in capsys.readouterr().err
+    assert main(["estimate", "--params", "3e9", "--gpus", "3e6"]) == 0
+    assert "is gpus right? 3,000,000 GPUs" in capsys.readouterr().err
+    assert main(["estimate", "--params", "3e9", "--gpus", "8", "--memory", "80TiB"]) == 0
+    assert "is memory right?" in capsys.readouterr().err
+    assert main(["estimate", "--params", "1e12", "--gpus", "100000", "--memory", "1TB"]) == 0
+    assert "right?" not in capsys.readouterr().err
