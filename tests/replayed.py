@@ -22,7 +22,7 @@ from meshplan.mesh import DATA_AXES
 from meshplan.plan import Plan, make_plan
 from meshplan.reader import load_spec
 from meshplan.runtime import blocks
-from meshplan.runtime.batch import chunk, mapped
+from meshplan.runtime.batch import mapped, microbatch, part_of
 from meshplan.runtime.blocks import trace_work
 from meshplan.runtime.imagine import imagine_step
 from meshplan.runtime.record import record
@@ -108,7 +108,7 @@ def decided(model_name: str, plan: Mapping[str, Any], world: int) -> tuple[Any, 
     rehearse = rehearser(model, example) if spec.reads_flow else None
     found = make_plan(spec, graph_of(model, flow), world_size=world, rehearse=rehearse)
     ranks = found.mesh.size(*DATA_AXES)
-    batch = mapped((inputs, targets), lambda t: chunk(t, ranks, "data ranks")[0])
+    batch = mapped((inputs, targets), lambda t: part_of(t, ranks, 0, "data ranks"))
     cp = found.mesh.size("cp")
     batch = mapped(batch, lambda t: t.chunk(cp, 1)[0].clone() if t.ndim > 1 else t)
     return model, found, batch
@@ -116,11 +116,8 @@ def decided(model_name: str, plan: Mapping[str, Any], world: int) -> tuple[Any, 
 
 def work_of(model: Any, plan: Plan, batch: Any, rank: int, device: str = "cpu") -> Work:
     """Traced from one microbatch with memory of its own."""
-
-    def first(tensor: torch.Tensor) -> torch.Tensor:
-        return chunk(tensor, plan.accumulate, "microbatches")[0].clone()
-
-    return trace_work(model, plan, *mapped(batch, first), models.loss, rank, device)
+    first = mapped(microbatch(batch, plan.accumulate), torch.clone)
+    return trace_work(model, plan, *first, models.loss, rank, device)
 
 
 def figures(log: EventLog) -> Figures:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import pytest
 
 import meshplan
+from meshplan.plan import make_plan
+from meshplan.reader import load_spec
 from meshplan.runtime.trace import graph_of
-from meshplan.traffic import Difference, Forecast, Forward, Route, Traffic, differences, forecast
+from meshplan.traffic import (
+    Difference,
+    Forecast,
+    Forward,
+    Route,
+    Traffic,
+    differences,
+    forecast,
+    units,
+)
 from tests import models
 from tests.counted import told_and_counted
 from tests.test_tensor_parallel import NORMS, PLAIN
@@ -152,3 +165,34 @@ def test_an_axis_without_a_rule_is_named():
     assert forecast(plan, forward).unknown == ()
     changed = replace(plan, assignment=replace(plan.assignment, tensors=tensors))
     assert forecast(changed, forward).unknown == ("what the axis other sends",)
+
+
+class OneByOne(units._Play):
+    """Plays every microbatch."""
+
+    def _repeat(self, stretch: Sequence[str], times: int) -> None:
+        for _ in range(times):
+            super()._repeat(stretch, 1)
+
+
+def test_microbatches_that_are_alike_count_as_if_each_was_played():
+    rng = random.Random(0)
+    spec = load_spec({"version": 1, "mesh": {"dp_shard": 2}})
+    few = make_plan(spec, graph_of(models.build("own_llama")))
+    for _ in range(300):
+        names = "abcd"[: rng.randint(1, 4)]
+        unit = next(iter(few.assignment.units.values()))
+        own = {n: replace(unit, fqn=n, reshard_after_forward=rng.random() < 0.6) for n in names}
+        events = []
+        for name in rng.choices(names, k=len(names) + 1):
+            events.append(units._Event("enter", (name,), rng.random() < 0.8))
+            if rng.random() < 0.2:
+                events.append(units._Event("redo", tuple(names), True))
+            events.append(units._Event("leave", (name,), rng.random() < 0.8))
+        warm, pairs = rng.randint(0, 4), rng.randint(0, 12)
+        order = rng.choice(
+            ["F" * warm + "FB" * pairs + "B" * warm, "F" * pairs + "B" * pairs, "F" * pairs]
+        )
+        passes = units.Passes(tuple(order), rng.random() < 0.3, rng.random() < 0.7)
+        played = dict(OneByOne(own, events, passes).uses())
+        assert dict(units._Play(own, events, passes).uses()) == played

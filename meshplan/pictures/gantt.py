@@ -27,7 +27,7 @@ _NAMES: Final = {
 }
 _MOST_RANKS: Final = 16
 _MOST_SINGLE: Final = 500
-_MOST_BLOCKS: Final = 200_000
+_MOST_BLOCKS: Final = 20_000
 _MOST_LINES: Final = 8
 
 

@@ -5,6 +5,7 @@ What is taken for granted is said, in words, so that nobody reads the answer for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -110,7 +111,7 @@ def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> L
         ApplyError: The sequence does not divide over cp.
     """
     spec, said = _with_length(plan.spec)
-    few = sample_inputs(model, spec, _SAMPLES, 0)
+    few = sample_inputs(model, spec, _SAMPLES, 0, _KEPT)
     are_tokens = any(t.ndim == 2 and not t.is_floating_point() for _, t in tensors_in(few))
     check_stated(plan.spec, plan.micro, reads_tokens=are_tokens)
     _check_in_parts(plan)
@@ -260,7 +261,9 @@ def _mean_square(output: Any, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _classes(count: int, samples: int, rest: tuple[int, ...]) -> torch.Tensor:
-    return torch.zeros((samples, *rest), dtype=torch.int64)
+    shape = samples, *rest
+    where = "cpu" if math.prod(shape) <= _KEPT else "meta"
+    return torch.zeros(shape, dtype=torch.int64, device=where)
 
 
 def _numbers(samples: int, rest: tuple[int, ...]) -> torch.Tensor:

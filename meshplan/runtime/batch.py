@@ -12,13 +12,14 @@ from meshplan.errors import ApplyError, Problem
 
 def chunked(value: Any, count: int) -> list[Any]:
     """`value` as `count` equal microbatches."""
+    return [microbatch(value, count, number) for number in range(count)]
+
+
+def microbatch(value: Any, count: int, number: int = 0) -> Any:
+    """One of the `count` equal microbatches of `value`."""
     if count == 1:
-        return [value]
-
-    def part(number: int) -> Any:
-        return mapped(value, lambda tensor: chunk(tensor, count, "microbatches")[number])
-
-    return [part(number) for number in range(count)]
+        return value
+    return mapped(value, lambda tensor: part_of(tensor, count, number, "microbatches"))
 
 
 def taken_together(value: Any, ranks: int, count: int) -> list[Any]:
@@ -27,26 +28,29 @@ def taken_together(value: Any, ranks: int, count: int) -> list[Any]:
     Each rank has an equal part of the batch and cuts that: not what `chunked` makes of the whole.
     """
 
-    def part(number: int) -> Any:
+    def of(number: int) -> Any:
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.ndim == 0:
                 return tensor
-            own = chunk(tensor, ranks, "data ranks")
-            return torch.cat([chunk(each, count, "microbatches")[number] for each in own])
+            own = (part_of(tensor, ranks, rank, "data ranks") for rank in range(ranks))
+            return torch.cat([part_of(each, count, number, "microbatches") for each in own])
 
         return mapped(value, cut)
 
-    return [value] if count == 1 else [part(number) for number in range(count)]
+    return [value] if count == 1 else [of(number) for number in range(count)]
 
 
-def chunk(tensor: torch.Tensor, count: int, what: str) -> tuple[torch.Tensor, ...]:
-    """A tensor in equal parts along dim 0; one without dims is in every part.
+def part_of(tensor: torch.Tensor, count: int, number: int, what: str) -> torch.Tensor:
+    """One of `count` equal parts of a tensor along dim 0; one without dims is in every part.
+
+    Args:
+        what: The parts, in words of a message.
 
     Raises:
         ApplyError: The samples do not divide.
     """
     if tensor.ndim == 0:
-        return (tensor,) * count
+        return tensor
     if tensor.shape[0] % count:
         raise ApplyError(
             Problem(
@@ -54,7 +58,8 @@ def chunk(tensor: torch.Tensor, count: int, what: str) -> tuple[torch.Tensor, ..
                 fix=f"use a multiple of {count}",
             )
         )
-    return tensor.chunk(count)
+    size = tensor.shape[0] // count
+    return tensor[number * size : (number + 1) * size]
 
 
 def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -18,7 +18,7 @@ from meshplan.memory.replay import Prepared
 from meshplan.memory.replay.main import check_rules
 from meshplan.plan import Plan
 from meshplan.runtime.assumed import loop_of
-from meshplan.runtime.batch import chunk, mapped
+from meshplan.runtime.batch import mapped, microbatch
 from meshplan.runtime.blocks import trace_work
 from meshplan.runtime.composing import COMPOSED_ERROR, alike_ranks
 from meshplan.runtime.question import decided_of
@@ -82,10 +82,8 @@ class Certifier:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             loop = loop_of(self._model, plan)
-            inputs, targets = mapped(
-                (loop.inputs, loop.targets),
-                lambda tensor: chunk(tensor, plan.accumulate, "microbatches")[0].clone(),
-            )
+            first = microbatch((loop.inputs, loop.targets), plan.accumulate)
+            inputs, targets = mapped(first, lambda tensor: tensor.clone())
             for same in alike_ranks(plan, [ranks[0] for ranks in groups]):
                 self._told(f"tracing a microbatch of the plan of {name}, rank {same[0]}")
                 try:

@@ -24,7 +24,7 @@ from meshplan.mesh import DATA_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.apart import run_apart
 from meshplan.runtime.assumed import loop_of
-from meshplan.runtime.batch import chunk, mapped
+from meshplan.runtime.batch import mapped, microbatch
 from meshplan.runtime.blocks import trace_work
 from meshplan.runtime.private_fakes import untraceable
 from meshplan.runtime.question import Imagined, Question, decided
@@ -89,10 +89,8 @@ def _compose(
     try:
         with contextlib.redirect_stdout(sys.stderr):
             loop = loop_of(model, plan)
-            inputs, targets = mapped(
-                (loop.inputs, loop.targets),
-                lambda tensor: chunk(tensor, plan.accumulate, "microbatches")[0].clone(),
-            )
+            first = microbatch((loop.inputs, loop.targets), plan.accumulate)
+            inputs, targets = mapped(first, lambda tensor: tensor.clone())
             work = trace_work(model, plan, inputs, targets, loop.loss_fn, ranks[0], question.device)
         prepared = Prepared(work)
         return [composed_log(prepared, plan, rank) for rank in ranks], loop.assumed

@@ -32,6 +32,8 @@ from meshplan.runtime.question import Imagined, Question, decided
 from meshplan.runtime.repeats import Repeats, cut, is_alike, repeats_of
 from meshplan.runtime.stumble import UnknownShapeError, refused
 
+_MOST_PLAYED: Final = 1 << 12
+"""Blocks, each as often as there are microbatches, that a trace runs in minutes."""
 _CERTIFYING: Final = 2
 """How many periods more than the smallest model the one has that proves the others."""
 _NOT_CERTIFIED: Final = "nothing is extrapolated"
@@ -110,6 +112,7 @@ def _logs(
     THE place where tiers are chosen. Where nothing repeats a composed step costs as much as the
     whole one, and tells less.
     """
+    _check_played(plan, 1)
     words = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     asked, why = None if question.tier is None else Tier(str(question.tier)), ""
     if asked == Tier.REPLAY or (asked is None and is_cheaper(model, plan, ranks)):
@@ -120,6 +123,7 @@ def _logs(
             if asked:
                 raise _not_by(asked, str(error)) from None
             why = f"; nothing is composed: {error}"
+    _check_played(plan, plan.accumulate)
     repeats = _worth_cutting(model, plan) if asked != Tier.WHOLE else None
     if repeats is not None:
         told(f"imagining a step of {words} with few blocks")
@@ -135,6 +139,31 @@ def _logs(
     logs = [each.log for each in imagined]
     whole = _Answer(logs, imagined[0].assumed, Tier.WHOLE, _NOT_CERTIFIED + why)
     return _beside_composed(question, plan, ranks, whole)
+
+
+def _check_played(plan: Plan, accumulate: int) -> None:
+    """Refuse to run so many microbatches one by one that nobody waits for it.
+
+    Args:
+        accumulate: Passes of a step that are run; of a pipeline each has all its microbatches.
+    """
+    stages, blocks = plan.assignment.stages, len(plan.graph.blocks())
+    count = accumulate * (stages.microbatches if stages is not None else 1)
+    if count * max(blocks, 1) <= _MOST_PLAYED:
+        return
+    key = "pipeline.microbatches" if stages is not None and accumulate == 1 else "batch.accumulate"
+    what = f"a trace would run {count:,} microbatches one by one, of {blocks} blocks each"
+    fix = (
+        f"--set {key}={_few(plan)} asks of fewer, of which memory hardly differs; a config alone, "
+        "without --trace and --tier, is answered at once"
+    )
+    raise PlanError(Problem(what, plan.spec.origin(key), fix))
+
+
+def _few(plan: Plan) -> int:
+    """Microbatches with which a pipeline is as full as with more."""
+    stages = plan.assignment.stages
+    return 2 if stages is None else 4 * stages.num_ranks * stages.virtual
 
 
 def _not_by(tier: Tier, why: str) -> PlanError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -19,8 +20,13 @@ TOKENS: Final = 16
 """The length of a sequence where the plan does not state one."""
 
 
-def sample_inputs(model: nn.Module, spec: Spec, samples: int, step: int) -> Any:
+def sample_inputs(
+    model: nn.Module, spec: Spec, samples: int, step: int, most: int | None = None
+) -> Any:
     """A batch of this many samples, the same for the same step.
+
+    Args:
+        most: Of how many elements a tensor may be and have numbers; a larger one lies on "meta".
 
     Returns:
         A tensor, or keyword arguments, as the plan's `input`, transformers' `main_input_name`
@@ -33,27 +39,29 @@ def sample_inputs(model: nn.Module, spec: Spec, samples: int, step: int) -> Any:
     tokens = spec.batch.seq_len or TOKENS
     vocab = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2)
 
-    def integers(*shape: int) -> torch.Tensor:
+    def drawn(shape: Sequence[int], *, are_real: bool = False) -> torch.Tensor:
+        if most is not None and math.prod(shape) > most:
+            return torch.empty(shape, dtype=None if are_real else torch.int64, device="meta")
+        if are_real:
+            return torch.randn(shape, generator=generator)
         # Low numbers are special tokens, such as padding, wherever there are any.
         return torch.randint(min(3, vocab - 1), vocab, shape, generator=generator)
 
     if spec.input is not None:
         shape, dtype = (samples, *spec.input.shape[1:]), getattr(torch, spec.input.dtype)
-        if dtype.is_floating_point:
-            return torch.randn(shape, generator=generator).to(dtype)
-        return integers(*shape).to(dtype)
+        return drawn(shape, are_real=dtype.is_floating_point).to(dtype)
     config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
     size = getattr(config, "image_size", None)
     if name == "pixel_values" and isinstance(size, int):
         channels = getattr(config, "num_channels", 3)
-        return {name: torch.randn(samples, channels, size, size, generator=generator)}
+        return {name: drawn((samples, channels, size, size), are_real=True)}
     if name == "input_ids" and config is not None:
-        out = {name: integers(samples, tokens)}
+        out = {name: drawn((samples, tokens))}
         if getattr(config, "is_encoder_decoder", False):
-            out["decoder_input_ids"] = integers(samples, tokens)
+            out["decoder_input_ids"] = drawn((samples, tokens))
         return out
     if _reads_tokens(model):
-        return integers(samples, tokens)
+        return drawn((samples, tokens))
     what = f"nothing says what {type(model).__name__} takes"
     fix = (
         "state its input in the plan, with the samples first: input: {shape: [2, 16], dtype: fp32}"

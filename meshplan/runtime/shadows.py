@@ -57,8 +57,8 @@ class Shadows(Watching):
         self._phase = phase
 
     def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """Say what the numbers of a fake tensor are."""
-        if real.numel() <= _MOST:
+        """Say what the numbers of a fake tensor are, if there are any and not too many."""
+        if real.numel() <= _MOST and not real.is_meta:
             with without_modes():
                 self._keep(fake, real.detach().clone())
 
@@ -84,6 +84,11 @@ class Shadows(Watching):
                 return out
             results = self._results
             return func(*args, **kwargs) if results is None else results.of(func, args, kwargs)
+        is_free = _has_free_shape(func) and any(map(is_fake, tensors))
+        out = None if is_free or func in _ANSWERS else func(*args, **kwargs)
+        if any(t.numel() > _MOST for t in tree_leaves(out) if isinstance(t, torch.Tensor)):
+            self._forget_written(func, args)
+            return out
         with without_modes():
             real_args, real_kwargs = tree_map_only(
                 torch.Tensor, lambda t: self._real.get(t, t), (args, kwargs)
@@ -91,8 +96,7 @@ class Shadows(Watching):
             real = func(*real_args, **real_kwargs)
         if func in _ANSWERS:
             return real
-        is_free = _has_free_shape(func) and any(map(is_fake, tensors))
-        out = self._like(real) if is_free else func(*args, **kwargs)
+        out = self._like(real) if is_free else out
         for fake, number in zip(tree_leaves(out), tree_leaves(real), strict=True):
             if isinstance(fake, torch.Tensor) and number.numel() <= _MOST:
                 self._keep(fake, number)

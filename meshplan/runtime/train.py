@@ -14,7 +14,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.mesh import DATA_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.applied import applied, own_module
-from meshplan.runtime.batch import as_arguments, chunk, chunked, mapped
+from meshplan.runtime.batch import as_arguments, chunked, mapped, part_of
 from meshplan.runtime.checks.batches import compared
 from meshplan.runtime.checks.forward_writes import begin_microbatch
 from meshplan.runtime.checks.optimizers import unknown_to_model
@@ -59,11 +59,11 @@ def local_batch(model: nn.Module, batch: Any) -> Any:
     ranks = plan.num_data_ranks
     index = plan.mesh.index(dist.get_rank(), DATA_AXES)
 
-    def part(tensor: torch.Tensor) -> torch.Tensor:
-        own = chunk(tensor, ranks, "data ranks")[index].to(device())
+    def local(tensor: torch.Tensor) -> torch.Tensor:
+        own = part_of(tensor, ranks, index, "data ranks").to(device())
         return own if whole is None or own is tensor else mark(own, whole)
 
-    return mapped(batch, part)
+    return mapped(batch, local)
 
 
 @guarded("train_step")

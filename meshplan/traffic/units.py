@@ -147,6 +147,30 @@ def _events(plan: Plan, units: Mapping[str, Unit], forward: Forward) -> list[_Ev
     return [event for _, _, event in sorted(found, key=lambda item: item[:2])]
 
 
+def _stretches(order: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
+    """The order in parts: forwards that each have their backward at once, forwards, backwards.
+
+    >>> [(*stretch, times) for stretch, times in _stretches("FFFBFBB")]
+    [('F', 2), ('F', 'B', 2), ('B', 1)]
+    """
+    at = 0
+    while at < len(order):
+        pairs = 0
+        while tuple(order[at + 2 * pairs : at + 2 * pairs + 2]) == ("F", "B"):
+            pairs += 1
+        if pairs:
+            yield order[at : at + 2], pairs
+            at += 2 * pairs
+            continue
+        kind, begin = order[at], at
+        while at < len(order) and order[at] == kind and tuple(order[at : at + 2]) != ("F", "B"):
+            at += 1
+        if kind == "F":
+            yield order[begin:at][:1], at - begin
+        else:
+            yield order[begin:at], 1
+
+
 class _Play:
     """Plays steps until one is like the next."""
 
@@ -166,18 +190,53 @@ class _Play:
             yield fqn, Use(group.gathers, tuple(group.reductions))
 
     def _step(self) -> None:
-        last = max((n for n, kind in enumerate(self._passes.order) if kind == "B"), default=-1)
-        for number, kind in enumerate(self._passes.order):
-            if kind == "F":
-                self._forward()
-            else:
-                is_last = number == last and not self._passes.splits
-                self._backward(is_last=is_last)
+        order = self._passes.order
+        last = max((n for n, kind in enumerate(order) if kind == "B"), default=len(order))
+        for stretch, times in _stretches(order[:last]):
+            self._repeat(stretch, times)
+        if last < len(order):
+            self._backward(is_last=not self._passes.splits)
+            self._repeat(order[last + 1 :], 1)
         if self._passes.splits and self._passes.settles:
             for group in self._groups.values():
                 group.is_whole = False
                 group.reductions = [1]
             self._forget()
+
+    def _repeat(self, stretch: Sequence[str], times: int) -> None:
+        """Play these passes so often; those that begin as the ones before did, at once.
+
+        What a backward looks up of the order is what the forwards of its own stretch have left, but
+        in the first one, before which nothing ran.
+        """
+        groups = self._groups.values()
+        begun: object = None
+        before: list[tuple[int, int, int]] = []
+        for done in range(times):
+            now = [(bool(self._order), g.phase, g.is_whole, g.is_coming) for g in groups]
+            if now == begun:
+                self._add(before, times - done)
+                return
+            begun = now
+            before = [(g.gathers, len(g.reductions), len(g.places)) for g in groups]
+            before.append((0, 0, len(self._order)))
+            for kind in stretch:
+                if kind == "F":
+                    self._forward()
+                else:
+                    self._backward(is_last=False)
+
+    def _add(self, before: Sequence[tuple[int, int, int]], times: int) -> None:
+        """Count what was done since then so many times more."""
+        *each, (_, _, ran) = before
+        again = self._order[ran:]
+        for group, (gathers, reductions, places) in zip(self._groups.values(), each, strict=True):
+            group.gathers += (group.gathers - gathers) * times
+            group.reductions += group.reductions[reductions:] * times
+            if left := group.places[places:]:
+                later = [len(again) * number for number in range(1, times + 1)]
+                group.places += [place + more for more in later for place in left]
+        self._order += again * times
 
     def _forward(self) -> None:
         for event in self._events:

@@ -95,3 +95,28 @@ def test_figures_that_no_machine_has_are_asked_about(job, capsys):
     assert "is memory right?" in capsys.readouterr().err
     assert main(["estimate", "--params", "1e12", "--gpus", "100000", "--memory", "1TB"]) == 0
     assert "right?" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"batch": {"micro": 1, "seq_len": 1024, "accumulate": 65_536}}, 0),
+        ({"batch": {"micro": 10**6, "seq_len": 10**9}}, 1),
+    ],
+)
+def test_a_report_of_a_step_that_has_no_end(job, changed, code):
+    plan = job(strategy="full_shard", mesh={"dp_shard": 8}, **changed)
+    out = plan.with_name("out.html")
+    assert answered("report", "-f", str(plan), "-o", str(out)) == code
+    assert out.stat().st_size < 4_000_000
+
+
+def test_a_trace_of_a_step_that_has_no_end(job, capsys):
+    """Tensors of 10^9 positions have no numbers; microbatches that nobody waits for are refused."""
+    plan = job(strategy="full_shard", mesh={"dp_shard": 8}, batch={"micro": 4, "seq_len": 10**9})
+    assert answered("estimate", "-f", str(plan), "--trace") in (1, 2)
+    stages = {"schedule": "1F1B", "microbatches": 65_536}
+    plan = job(mesh={"pp": 8}, strategy=None, pipeline=stages,
+               batch={"micro": 65_536, "seq_len": 1024})  # fmt: skip
+    assert answered("estimate", "-f", str(plan), "--trace") == 2
+    assert "--set pipeline.microbatches=32" in capsys.readouterr().err
