@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from meshplan import trust
 from meshplan.errors import Problem, SpecError
@@ -26,20 +27,21 @@ def _trust(args: argparse.Namespace) -> int:
     entry = spec.model.entry if spec.model is not None else None
     named = [(entry, spec.origin("model.entry"))] if entry and entry not in OWN_MODELS else []
     named += spec.applied_code
-    if args.forget:
-        is_known = trust.forget(path)
-    else:
-        is_known = trust.is_trusted(path)
-        trust.trust(path)
+    whole = spec.origins[""]
+    if not args.json:  # What a person could not see is not trusted.
+        for each, origin in named:
+            print(f"{origin}: {each}")
+        sys.stdout.flush()
+    is_known = trust.forget(whole) if args.forget else trust.is_trusted(whole)
+    if not args.forget:
+        trust.trust(whole)
     if args.json:
         code = [{"code": each, "line": origin.line, "path": origin.path} for each, origin in named]
         print(envelope("trust/1", {"plan": str(path), "is_trusted": not args.forget, "code": code}))
         return YES
-    for each, origin in named:
-        print(f"{origin}: {each}")
     if not named:
         print_notes(args, ["this file names no code that is not meshplan's own"])
-    state = "is not trusted any more" if args.forget else "is trusted as it is now"
+    state = "is not trusted any more" if args.forget else "is trusted as it is now, in this folder"
     was = "" if is_known == args.forget else ", as before"
     print(f"{path} {state}{was}")
     return YES

@@ -7,7 +7,7 @@ rooms that check things build `Problem`s and raise them all at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +19,14 @@ class Origin:
         path: The dotted path inside it, such as "rules[0].place.tp"; "" for the whole file.
         line: 1-based line, 0 when the source has no lines.
         column: 1-based column, 0 when the source has no columns.
+        digest: SHA-256 of the text that was parsed, "" for what came from no file.
     """
 
     file: str
     path: str = ""
     line: int = 0
     column: int = 0
+    digest: str = field(default="", compare=False, repr=False)
 
     @property
     def place(self) -> str:

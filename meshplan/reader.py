@@ -36,7 +36,7 @@ from meshplan.source import (
     split_override,
 )
 from meshplan.spec import Spec
-from meshplan.trust import PERSONS_WORDS
+from meshplan.trust import PERSONS_WORDS, digest_of
 from meshplan.values import Findings, Value, quote, show
 
 _BEGIN: Final = "begin with version: 1"
@@ -75,7 +75,8 @@ def load_spec(
         name = str(source)
         if name in PERSONS_WORDS:  # Else what such a file says would pass for a person's word.
             name = os.path.join(os.curdir, name)
-        plan = _Composer(name, found).compose(read_text(name))
+        text = read_text(name)
+        plan = _Composer(name, found, digest=digest_of(text)).compose(text)
         if plan is None and not found.problems:
             found.add(Origin(name), "the file is empty", _BEGIN)
     else:
@@ -181,10 +182,19 @@ class _Composer:
         found: Takes the problems.
         base: The path at which the text stands.
         has_lines: False for a text from the command line.
+        digest: Of a plan file's text; every origin carries it to the check of code that may run.
     """
 
-    def __init__(self, file: str, found: Findings, base: str = "", has_lines: bool = True) -> None:
+    def __init__(
+        self,
+        file: str,
+        found: Findings,
+        base: str = "",
+        has_lines: bool = True,
+        digest: str = "",
+    ) -> None:
         self._file, self._found, self._base, self._has_lines = file, found, base, has_lines
+        self._digest = digest
         self._open: list[_Open] = []
         self._anchors: set[str] = set()
         self._root: Value | None = None
@@ -311,7 +321,7 @@ class _Composer:
     def _at(self, mark: Any, path: str) -> Origin:
         if not self._has_lines:
             return Origin(self._file, path or self._base)
-        return Origin(self._file, path, mark.line + 1, mark.column + 1)
+        return Origin(self._file, path, mark.line + 1, mark.column + 1, self._digest)
 
 
 def _scalar(text: str) -> Any:

@@ -16,13 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from meshplan import trust
+from meshplan import reader, source, trust
 from meshplan.cli import main
 from meshplan.errors import SpecError
 from meshplan.planner.admission import check_chosen
 from meshplan.planner.asking import loading
 from meshplan.planner.lock import lock_path, overrides, read, write
 from meshplan.reader import load_spec
+from meshplan.runtime.entry import model_of_entry
 from meshplan.runtime.shrink import source_of_config
 from tests.pool import forkserver
 from tests.test_planner import LLAMA, job
@@ -105,6 +106,52 @@ def test_trust_ends_with_a_change_of_the_file(folder, capsys):
     (folder / "plan.yaml").write_text(PLAN)
     assert main(["show", "-f", "plan.yaml"]) == 0
     assert main(["trust", "--forget", "plan.yaml"]) == 0
+    assert main(["show", "-f", "plan.yaml"]) == 2
+
+
+def test_trust_is_of_what_was_read_and_not_of_what_lies_there_later(folder, monkeypatch):
+    """A file that is swapped between reading and the check, in either direction."""
+    evil = load_spec("plan.yaml")
+    harmless = PLAN.replace("evil_code:build", "meshplan.runtime.demo_model:build")
+    (folder / "plan.yaml").write_text(harmless)
+    assert main(["trust", "plan.yaml"]) == 0
+    with pytest.raises(trust.UntrustedError):
+        model_of_entry(evil.model.entry, evil.origin("model.entry"))
+
+    def read_and_swap(name):
+        text = source.read_text(name)
+        (folder / "plan.yaml").write_text(PLAN)
+        return text
+
+    (folder / "plan.yaml").write_text(harmless + "# again")
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "read_text", read_and_swap)
+        assert main(["trust", "plan.yaml"]) == 0
+    assert main(["show", "-f", "plan.yaml"]) == 2
+    assert not (folder / "RAN").exists()
+
+
+def test_trust_is_of_one_working_directory(folder, monkeypatch, capsys):
+    """Else the same names would find the modules of another folder."""
+    assert main(["trust", "plan.yaml"]) == 0
+    other = folder / "other"
+    other.mkdir()
+    (other / "evil_code.py").write_text(EVIL)
+    with monkeypatch.context() as patch:
+        patch.chdir(other)
+        assert main(["show", "-f", "../plan.yaml"]) == 2
+        assert "meshplan trust ../plan.yaml" in capsys.readouterr().err
+    assert not (other / "RAN").exists()
+    assert main(["show", "-f", "plan.yaml"]) == 0
+
+
+def test_nothing_is_trusted_that_could_not_be_shown(folder):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "meshplan", "trust", "plan.yaml"],
+            stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert done.returncode == 2
     assert main(["show", "-f", "plan.yaml"]) == 2
 
 

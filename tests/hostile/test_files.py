@@ -24,8 +24,8 @@ from meshplan.cli import CRASHED, main
 from meshplan.cost.calibration import read_profile, write_profile
 from meshplan.errors import MeshplanError, SpecError
 from meshplan.planner.lock import lock_path, read
+from meshplan.reader import load_spec
 from meshplan.report.main import Report
-from meshplan.trust import trust
 from tests.test_calibrate import MADE
 from tests.test_planner import LLAMA, job
 
@@ -181,7 +181,7 @@ def test_what_is_read_is_a_file_and_has_an_end(tmp_path, kind):
     words = "not a regular file|bytes, and a plan at most 1,000|directory"
     with pytest.raises(SpecError, match=words):
         files.read_bytes(path, 1000, "a plan")
-    for read_it in (read, read_profile, trust):
+    for read_it in (read, read_profile, load_spec):
         with pytest.raises(MeshplanError):
             read_it(path)
     for words in (["--config", str(path), "--gpus", "8"], ["-f", str(path)]):
