@@ -39,7 +39,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 def _draw(args: argparse.Namespace) -> int:
     from meshplan.pictures.main import check_what
     from meshplan.pictures.palette import theme_of
-    from meshplan.pictures.types import check_target
+    from meshplan.pictures.types import check_target, import_matplotlib
 
     path = plan_file(args)
     if args.what is None:
@@ -49,6 +49,7 @@ def _draw(args: argparse.Namespace) -> int:
     if args.output is None:
         return _in_terminal(path, args)
     check_target(Path(args.output))
+    import_matplotlib()
     picture = _picture(path, args)
     saved = picture.save(args.output)
     if args.json:

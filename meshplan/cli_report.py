@@ -27,6 +27,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
+    from meshplan.pictures.types import import_matplotlib
     from meshplan.report.main import check_target
     from meshplan.reporting import make_report
 
@@ -34,6 +35,7 @@ def _report(args: argparse.Namespace) -> int:
     if args.output is None:
         raise SpecError(Problem("nothing says where the report goes", None, "add -o report.html"))
     check_target(Path(args.output))
+    import_matplotlib()
     report = make_report(
         path, args.set, model=args.model, config=args.config, gpu=args.gpu, memory=args.memory,
         profile=args.profile, why_not=args.why_not, told=lambda text: print_notes(args, [text]),

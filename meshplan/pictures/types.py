@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
+import importlib
 import io
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -180,6 +182,27 @@ def check_target(path: Path) -> None:
         fix = f"let the name end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
         raise SpecError(Problem(kind, origin, fix))
     check_writable(path, "the picture")
+
+
+def import_matplotlib() -> None:
+    """Import matplotlib without the `matplotlibrc` of the working directory.
+
+    matplotlib looks there first, whatever the environment says, and that folder may be a
+    stranger's. So it is imported from the root folder; the file in the user's home, or the one
+    that MATPLOTLIBRC names, is still found. For the command line: in a program of the user's the
+    working directory is the user's too, and changing it would disturb other threads.
+    """
+    if "matplotlib" in sys.modules:
+        return
+    here = os.open(os.curdir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.chdir(os.sep)
+        try:
+            importlib.import_module("matplotlib")
+        finally:
+            os.fchdir(here)
+    finally:
+        os.close(here)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -148,7 +148,9 @@ def source_of_config(path: str | Path, origin: Origin) -> Source:
     if (problem := foreign_problem(content, str(file))) is not None:
         raise SpecError(problem)
     try:
-        config = _transformers().CONFIG_MAPPING[content["model_type"]].from_dict(dict(content))
+        known = _transformers().CONFIG_MAPPING
+        with _offline():
+            config = known[content["model_type"]].from_dict(dict(content))
     except ImportError:
         fix = "install transformers, or name a function that builds the model: --model pkg.mod:fn"
         what = "a config is built by transformers, which is not installed"
@@ -168,6 +170,21 @@ def source_of_config(path: str | Path, origin: Origin) -> Source:
 def _transformers() -> Any:
     """The package; importing it takes seconds."""
     return importlib.import_module("transformers")
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Keep transformers from the network while it builds a config that anybody may have written.
+
+    As HF_HUB_OFFLINE=1 does, which the hub reads only once, when it is imported.
+    """
+    constants = importlib.import_module("huggingface_hub.constants")
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _model_class(name: str) -> Any:
@@ -193,7 +210,8 @@ def model_of_source(source: Source, *, on_meta: bool = False) -> nn.Module:
         )
     else:
         cls = _model_class(source.architecture)
-        with contextlib.redirect_stdout(sys.stderr), torch.device("meta" if on_meta else "cpu"):
+        device = torch.device("meta" if on_meta else "cpu")
+        with contextlib.redirect_stdout(sys.stderr), device, _offline():
             model = cls(source.config)
     if source.blocks is not None:
         model = copy.deepcopy(model)  # The user may have named a model instead of a function.

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import sysconfig
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
+import huggingface_hub as hub
 import pytest
+import transformers
 
 from meshplan import reader, source, trust
 from meshplan.cli import main
@@ -24,7 +27,7 @@ from meshplan.planner.asking import loading
 from meshplan.planner.lock import lock_path, overrides, read, write
 from meshplan.reader import load_spec
 from meshplan.runtime.entry import model_of_entry
-from meshplan.runtime.shrink import source_of_config
+from meshplan.runtime.shrink import model_of_source, source_of_config
 from tests.pool import forkserver
 from tests.test_planner import LLAMA, job
 
@@ -311,6 +314,53 @@ def test_no_module_of_the_working_directory_is_imported(tmp_path, job, words):
     )  # fmt: skip
     assert not sorted(path.name for path in here.glob("*.ran"))
     assert done.returncode in (0, 1), done.stderr
+
+
+def test_no_matplotlibrc_of_the_working_directory_is_read(job, tmp_path):
+    """It is what matplotlib asks first, and a pipe of that name would block for good."""
+    plan = job(mesh={"dp_shard": 8}, strategy="full_shard")
+    drawn = {}
+    for name in ("clean", "planted"):
+        (tmp_path / name).mkdir()
+    os.mkfifo(tmp_path / "planted" / "matplotlibrc")
+    for name in ("clean", "planted"):
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "meshplan", "draw", "--what", "mesh", "-f", plan,
+             "-o", "mesh.svg"],
+            cwd=tmp_path / name, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        drawn[name] = (tmp_path / name / "mesh.svg").read_bytes()
+    assert drawn["clean"] == drawn["planted"]
+
+
+def test_a_model_of_a_config_is_built_offline(tmp_path, monkeypatch):
+    """Whatever a class of transformers asks the hub for, nothing leaves the machine."""
+    asked: list[object] = []
+
+    def fetch(*_, **__):
+        hub.hf_hub_download("org/name", "config.json", cache_dir=tmp_path)
+
+    def connect(*words, **__):
+        asked.append(words)
+        raise OSError("no network in a test")
+
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", connect)
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    llama = source_of_config(tmp_path, load_spec({"version": 1}).origin(""))
+    for call in (
+        lambda: source_of_config(tmp_path, load_spec({"version": 1}).origin("")),
+        lambda: model_of_source(llama, on_meta=True),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(transformers.LlamaConfig, "from_dict", fetch)
+            patch.setattr(transformers.LlamaForCausalLM, "__init__", fetch)
+            with pytest.raises((SpecError, hub.errors.LocalEntryNotFoundError)):
+                call()
+    assert not asked
+    assert not hub.is_offline_mode()
 
 
 def _installed() -> list[Path]:
