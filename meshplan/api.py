@@ -30,11 +30,13 @@ if TYPE_CHECKING:
     from meshplan.memory import MemoryEstimate
     from meshplan.plan import Plan
     from meshplan.planner.decision import Question
+    from meshplan.planner.lock import Lock
     from meshplan.rehearsal import Rehearse
     from meshplan.verdict import Verdict
 
 PlanSource = str | os.PathLike[str] | Mapping[str, Any]
 _WITHOUT_MODEL = "rules, heads and shapes were not checked"
+_NAME_MODEL = "add --model pkg.mod:function, --config PATH, or one of them to the plan's 'model'"
 
 
 def estimate_states(
@@ -87,8 +89,7 @@ def estimate_states(
     check_enough(size, ask_max_params, ask_min_gpus)
     a, n, limit_bytes = size.num_params, size.num_gpus, size.memory_bytes
     rows: tuple[StatesRow, ...] = ()
-    largest: list[Answer] = []
-    fewest: list[Answer] = []
+    largest, fewest = list[Answer](), list[Answer]()
     if a and n:
         rows = tabulate(
             num_params=a, num_gpus=n, nodes=size.nodes, memory_bytes=limit_bytes, plan=size.plan_row
@@ -168,8 +169,9 @@ def check_plan(
 
 
 def _checked(
-    plan: PlanSource, overrides: Sequence[str], model: str | None, config: str | Path | None
-) -> CheckResult:
+    plan: PlanSource, overrides: Sequence[str], model: str | None, config: str | Path | None,
+    lock: Lock | None = None,
+) -> CheckResult:  # fmt: skip
     from meshplan.plan import make_plan, problems_without_model  # half of the start-up
     from meshplan.reader import load_spec
 
@@ -182,7 +184,7 @@ def _checked(
         return CheckResult(problems=tuple(problems_without_model(spec)), notes=notes)
     told: list[str] = []
     try:
-        spec = _whole(plan, overrides, spec, graph, model, config, told.append)
+        spec = _whole(plan, overrides, spec, graph, model, config, told.append, lock)
         decided = make_plan(spec, graph, rehearse=rehearse)
     except PlanError as error:
         return CheckResult(problems=tuple(error.problems), notes=notes)
@@ -198,9 +200,10 @@ def _whole(
     model: str | None,
     config: str | Path | None,
     told: Callable[[str], None],
+    lock: Lock | None = None,
 ) -> Spec:
     """The spec with nothing left to the planner."""
-    if not spec.free_fields:
+    if lock is None and not spec.free_fields:
         return spec
     from meshplan.planner import asking, whole  # numpy
 
@@ -212,18 +215,17 @@ def _whole(
     is_live = model is not None or (spec.model is not None and spec.model.entry is not None)
     path = None if is_live else asking.config_of(spec, config)[0]
     load = asking.loading(plan, overrides)
-    return whole.whole_spec(plan, load, graph, told, ask if is_live else None, path)
+    return whole.whole_spec(plan, load, graph, told, ask if is_live else None, path, lock)
 
 
 def _closed(
-    plan: PlanSource,
-    overrides: Sequence[str],
-    spec: Spec,
-    model: str | None,
-    config: str | Path | None,
+    plan: PlanSource, overrides: Sequence[str], model: str | None, config: str | Path | None,
     told: Callable[[str], None],
-) -> Spec:
+) -> Spec:  # fmt: skip
     """The same for a model that has yet to be found."""
+    from meshplan.reader import load_spec
+
+    spec = load_spec(plan, overrides)
     if not spec.free_fields:
         return spec
     graph, _, _ = _find_model(spec, model, config)
@@ -236,20 +238,23 @@ def decide(
     *,
     model: str | None = None,
     config: str | Path | None = None,
+    lock: Lock | None = None,
 ) -> Plan:
-    """The Plan of a plan file, decided for its model; arguments as for `check_plan`.
+    """The Plan of a plan file, decided for its model; other arguments as for `check_plan`.
+
+    Args:
+        lock: Its choices complete the plan; None takes those of the lock beside the file.
 
     Raises:
-        SpecError: The plan or the model cannot be read, or nothing says which model it is.
+        SpecError: One of them cannot be read, the lock does not hold, or no model is known.
         PlanError: The plan does not fit the model.
     """
-    checked = _checked(plan, overrides, model, config)
+    checked = _checked(plan, overrides, model, config, lock)
     if checked.problems:
         raise PlanError(checked.problems)
     if checked.plan is None:
-        fix = "add --model pkg.mod:function, --config PATH, or one of them to the plan's 'model'"
         what = "nothing says which modules the model has"
-        raise SpecError(Problem(what, Origin(str(plan), "model"), fix))
+        raise SpecError(Problem(what, Origin(str(plan), "model"), _NAME_MODEL))
     return checked.plan
 
 
@@ -273,12 +278,11 @@ def verify_plan(
         SpecError: The plan or the model cannot be read or made small.
         PlanError: The plan's mesh contradicts itself.
     """
-    from meshplan.reader import load_spec
     from meshplan.runtime.shrink import MAX_RANKS, shrink, source_of
     from meshplan.runtime.verify import verify
     from meshplan.verdict import refused
 
-    spec = _closed(plan, overrides, load_spec(plan, overrides), model, config, told)
+    spec = _closed(plan, overrides, model, config, told)
     source = source_of(spec, model, config)
     try:
         problems = check_plan(plan, overrides, model=model, config=config).problems
@@ -325,9 +329,7 @@ def estimate_memory(
         PlanError: The plan does not fit the model, says too little, or its step cannot be traced.
         ApplyError: A process that traces was killed.
     """
-    from meshplan.reader import load_spec
-
-    spec = _closed(plan, overrides, load_spec(plan, overrides), model, config, told)
+    spec = _closed(plan, overrides, model, config, told)
     device, limit_bytes, notes = read_limit(gpu, memory, spec)
     is_config = model is None and (config is not None or (spec.model and spec.model.config))
     if is_config and not trace and not fixes and tier in (None, 1):

@@ -307,11 +307,11 @@ def _diff(args: argparse.Namespace) -> int:
         raise SpecError(Problem("diff takes two plans, and -f names a third", None, "leave it out"))
     sides, known = [], []
     for name in args.plans:
-        path, chosen = planning.plan_of_lock(name) or (name, [])
-        plan = api.decide(path, [*args.set, *chosen], config=args.config)
+        path, lock = planning.plan_of_lock(name) or (name, None)
+        plan = api.decide(path, args.set, config=args.config, lock=lock)
         sides.append((name, plan))
         # What --set changes no lock tells of.
-        known.append({} if args.set else planning.figures_of_lock(path, plan))
+        known.append({} if args.set else planning.figures_of_lock(path, plan, lock))
     found = planning.compare(*sides, profile=args.profile, known=(known[0], known[1]))
     if args.json:
         print(envelope("diff/1", difference_to_json(found)))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from meshplan.planner.changed import Change
     from meshplan.planner.difference import Difference
     from meshplan.planner.explain import WhyNot
+    from meshplan.planner.lock import Lock
     from meshplan.planner.module import ModuleAnswer
     from meshplan.planner.remedy import Trouble
     from meshplan.planner.reshard import Reshard
@@ -278,23 +279,28 @@ def retarget_settings(words: str) -> list[str]:
     return out
 
 
-def plan_of_lock(path: str | os.PathLike[str]) -> tuple[str, list[str]] | None:
-    """(the plan file that a lock was made for, its choices as statements); None of other files.
+def plan_of_lock(path: str | os.PathLike[str]) -> tuple[str, Lock] | None:
+    """(the plan file that a lock was made for, the lock, for `decide`); None of other files.
 
     Raises:
-        SpecError: It is a lock, and the plan is not beside it, or has changed since.
+        SpecError: It is a lock, and cannot be read, or the plan is not beside it.
     """
     found = locking.source_of_lock(Path(path))
     return found and (str(found[0]), found[1])
 
 
-def figures_of_lock(plan: str | os.PathLike[str], decided: Plan) -> dict[str, float]:
+def figures_of_lock(
+    plan: str | os.PathLike[str], decided: Plan, lock: Lock | None = None
+) -> dict[str, float]:
     """What the lock beside a plan file expects of the plan, for `compare`; {} without one.
+
+    Args:
+        lock: With which the plan was decided.
 
     Raises:
         SpecError: There is a lock, and it cannot be read.
     """
-    return locking.figures_of_lock(plan, decided)
+    return locking.figures_of_lock(plan, decided, lock)
 
 
 def lock_plan(

@@ -86,6 +86,7 @@ LATE_BETWEEN = {
     ("cli_draw", "render"),
     ("cli_draw", "runtime"),
     ("cli_trust", "reader"),
+    ("cli_report", "pictures"),
     ("cli_report", "report"),
     ("cli_report", "reporting"),
     ("cli", "memory"),

@@ -72,8 +72,9 @@ def test_a_last_lock_that_people_edited_is_not_compared(job, capsys):
 
 
 def test_figures_that_hardly_move_are_no_change():
-    old = {"expected": {"step_s": 1.0}, "chosen": {"batch.micro": 1000}}
-    new = {"expected": {"step_s": 1.0005}, "chosen": {"batch.micro": 1001}}
+    rest = {"inputs": {"plan": "a", "model": "b"}, "memory": [{"high_bytes": 3}]}
+    old = rest | {"expected": {"step_s": 1.0}, "chosen": {"batch.micro": 1000}}
+    new = rest | {"expected": {"step_s": 1.0005}, "chosen": {"batch.micro": 1001}}
     assert changes(old, new) == (Change("batch.micro", 1000, 1001),)
     assert len(changes(old, new | {"expected": {"step_s": 1.002}})) == 2
 

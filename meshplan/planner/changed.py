@@ -8,6 +8,8 @@ from typing import Any, Final
 
 _ENOUGH: Final = 1e-3
 """A figure that moves by a smaller share is the same."""
+EXPECTED: Final = ("step_s", "tokens_per_s_per_gpu", "mfu")
+"""The figures of a lock that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +41,18 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Change, ...
 
 
 def fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(path, value) of what a lock says, so far as people left it."""
+    """(path, value) of what a lock says."""
     for name in ("plan", "model", "profile", "profile_file"):
-        yield f"inputs.{name}", _mapping(content, "inputs").get(name)
-    for path, value in _mapping(content, "chosen").items():
+        yield f"inputs.{name}", content["inputs"].get(name)
+    for path, value in content["chosen"].items():
         if path == "mesh" and isinstance(value, Mapping):
             yield from ((f"mesh.{axis}", size) for axis, size in value.items())
         else:
             yield path, value
-    for name in ("step_s", "tokens_per_s_per_gpu", "mfu"):
-        yield f"expected.{name}", _mapping(content, "expected").get(name)
-    groups = content.get("memory")
-    high = [
-        group["high_bytes"]
-        for group in (groups if isinstance(groups, list) else ())
-        if isinstance(group, Mapping) and isinstance(group.get("high_bytes"), int)
-    ]
+    for name in EXPECTED:
+        yield f"expected.{name}", content["expected"].get(name)
+    high = (group.get("high_bytes", 0) for group in content["memory"])
     yield "memory.high_bytes", max(high, default=None)
-
-
-def _mapping(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A part that people may have edited: the lock is theirs, and only its choices are checked."""
-    found = content.get(name)
-    return found if isinstance(found, Mapping) else {}
 
 
 def _same(field: str, old: Any, new: Any) -> bool:

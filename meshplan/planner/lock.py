@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from meshplan.errors import Origin, Problem, SpecError
 from meshplan.files import check_writable, read_bytes, write_bytes
 from meshplan.graph import ModelGraph
 from meshplan.planner.admission import check_chosen
+from meshplan.planner.changed import EXPECTED
 from meshplan.reader import read_yaml
 from meshplan.spec import Spec
 from meshplan.values import Value, plain
@@ -28,6 +30,8 @@ from meshplan.values import Value, plain
 FORMAT: Final = 2
 _AGAIN: Final = "run meshplan plan again"
 _ELSEWHERE: Final = "say -o FILE, in a folder that is there and may be written to"
+INSTEAD: Final = "give the plan file itself, or run meshplan plan again"
+"""The fix of a lock that was named and does not hold."""
 _MOST_BYTES: Final = 4 * 2**20
 
 
@@ -156,7 +160,23 @@ def _checked(content: Any) -> Mapping[str, Any]:
             raise ValueError(f"its inputs have no {name}")
     if content.get("hash") != _hash_of(content):
         raise ValueError("it was changed after it was written")
+    _check_figures(content)
     return content
+
+
+def _check_figures(content: Mapping[str, Any]) -> None:
+    """Check what is compared and printed: whoever writes a lock can hash it too."""
+    expected, groups = content.get("expected"), content.get("memory")
+    if not isinstance(expected, dict):
+        raise ValueError("it has no expected")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise ValueError("it has no memory")
+    figures = [(f"expected.{name}", expected.get(name)) for name in EXPECTED]
+    figures += [("memory.high_bytes", group.get("high_bytes", 0)) for group in groups]
+    for name, value in figures:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < math.inf):
+            raise ValueError(f"its {name} is {value!r}")
 
 
 def _profile_of(path: Path, inputs: Mapping[str, Any]) -> tuple[Path, str] | None:
@@ -203,6 +223,25 @@ def locked(source: Any, load: Callable[[Sequence[str]], Spec], graph: ModelGraph
             return f"{path.name} was made with another state of {profile.name}"
     check_chosen(lock.chosen, lock.origins, load, overrides(lock.chosen), graph)
     return lock
+
+
+def check_holds(lock: Lock, load: Callable[[Sequence[str]], Spec], graph: ModelGraph) -> None:
+    """Refuse a lock that somebody names, where the one beside a plan file would be passed over.
+
+    Args:
+        load: Reads its plan file with statements on top.
+
+    Raises:
+        SpecError: It was made for another plan or model, or says more than the plan leaves open.
+    """
+    for is_other, other in (
+        (lock.spec != spec_hash(load(())), "state of its plan file"),
+        (lock.model != model_hash(graph), "model"),
+    ):
+        if is_other:
+            what = f"this lock was made for another {other}"
+            raise SpecError(Problem(what, Origin(str(lock.path)), INSTEAD))
+    check_chosen(lock.chosen, lock.origins, load, overrides(lock.chosen), graph)
 
 
 def chosen_spec(

@@ -9,17 +9,17 @@ from typing import Any, Final
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.plan import Plan
-from meshplan.planner.admission import check_chosen
 from meshplan.planner.asking import loading
 from meshplan.planner.changed import Change, changes, fields
 from meshplan.planner.decision import Decision
 from meshplan.planner.lock import (
     FORMAT,
+    INSTEAD,
+    Lock,
     file_hash,
     lock_path,
     locked,
     model_hash,
-    overrides,
     read,
     spec_hash,
     write,
@@ -52,31 +52,36 @@ def changes_since(
     return changes(lock.content, lock_of(decision, target.parent)) if lock else None
 
 
-def figures_of_lock(source: Any, plan: Plan) -> dict[str, float]:
+def figures_of_lock(source: Any, plan: Plan, lock: Lock | None = None) -> dict[str, float]:
     """What the lock of a plan file expects of it, as of `Side`; {} where there is none that holds.
+
+    Args:
+        lock: That is known to hold; None looks for the one beside the plan file.
 
     Raises:
         SpecError: The lock cannot be read.
     """
-    lock = locked(source, loading(source, ()), plan.graph)
-    if isinstance(lock, str):
+    found = lock or locked(source, loading(source, ()), plan.graph)
+    if isinstance(found, str):
         return {}
-    said = dict(fields(lock.content))
+    said = dict(fields(found.content))
     rate = said["expected.tokens_per_s_per_gpu"]
-    found = {
+    figures = {
         "step_s": said["expected.step_s"],
         # Samples that are no sequences have no tokens.
-        "tokens_per_s": rate * plan.mesh.world_size if isinstance(rate, (int, float)) else None,
+        "tokens_per_s": rate and rate * plan.mesh.world_size,
         "peak_bytes": said["memory.high_bytes"],
     }
-    return {name: float(x) for name, x in found.items() if isinstance(x, (int, float)) and x > 0}
+    return {name: float(x) for name, x in figures.items() if x}
 
 
-def source_of_lock(path: Path) -> tuple[Path, list[str]] | None:
-    """(the plan file of a lock, its choices as statements); None where `path` is no lock.
+def source_of_lock(path: Path) -> tuple[Path, Lock] | None:
+    """(the plan file of a lock, the lock); None where `path` is no lock.
+
+    Whether the lock holds, `check_holds` says once the model is known.
 
     Raises:
-        SpecError: The plan file is not beside it, says something else by now, or leaves less open.
+        SpecError: The plan file is not beside it.
     """
     if not path.name.endswith(_SUFFIX):
         return None
@@ -84,17 +89,10 @@ def source_of_lock(path: Path) -> tuple[Path, list[str]] | None:
     if lock is None:
         return None
     source = path.with_name(f"{path.name.removesuffix(_SUFFIX)}.yaml")
-    fix = "give the plan file itself, or run meshplan plan again"
     if not source.is_file():
         what = f"this is the lock of {source.name}, which is not beside it"
-        raise SpecError(Problem(what, Origin(str(path)), fix))
-    load = loading(source, ())
-    if spec_hash(load(())) != lock.spec:
-        what = f"this lock was made for another state of {source.name}"
-        raise SpecError(Problem(what, Origin(str(path)), fix))
-    statements = overrides(lock.chosen)
-    check_chosen(lock.chosen, lock.origins, load, statements)
-    return source, statements
+        raise SpecError(Problem(what, Origin(str(path)), INSTEAD))
+    return source, lock
 
 
 def lock_of(decision: Decision, folder: Path) -> dict[str, Any]:

@@ -8,9 +8,16 @@ from typing import Any
 
 from meshplan.errors import PlanError, Problem
 from meshplan.graph import ModelGraph
-from meshplan.planner.asking import Load, config_of, question_of, with_profile, with_shorter
+from meshplan.planner.asking import (
+    Load,
+    config_of,
+    loading,
+    question_of,
+    with_profile,
+    with_shorter,
+)
 from meshplan.planner.decision import Question
-from meshplan.planner.lock import chosen_spec, locked, profile_of_lock
+from meshplan.planner.lock import Lock, check_holds, chosen_spec, locked, profile_of_lock
 from meshplan.planner.objectives import answer
 from meshplan.sizing import graph_of
 from meshplan.spec import Spec
@@ -23,8 +30,16 @@ def whole_spec(
     told: Callable[[str], None] = lambda text: None,
     ask: Callable[[], Question] | None = None,
     config: str | Path | None = None,
+    lock: Lock | None = None,
 ) -> Spec:
-    """The spec with nothing left to the planner; arguments as for `whole_statements`."""
+    """The spec with nothing left to the planner; other arguments as for `whole_statements`.
+
+    Args:
+        lock: Somebody's choice among the locks; None asks the one beside the plan file.
+    """
+    if lock is not None:
+        check_holds(lock, loading(source, ()), graph)
+        return chosen_spec(load, lock.chosen, str(lock.path))
     if not load(()).free_fields:
         return load(())
     return chosen_spec(load, *whole_statements(source, load, graph, told, ask, config))

@@ -217,6 +217,51 @@ def test_a_lock_says_what_the_plan_leaves_open(job, capsys, path):
         assert main([verb, "-f", str(plan)]) in (1, 2)
         out, err = capsys.readouterr()
         assert f"plan.lock.yaml:{_line(lock.path, path)}:" in out + err
+    capsys.readouterr()
+    assert main(["diff", str(lock.path), str(plan), "--set", "clip_grad_norm=1"]) == 2
+    assert f"plan.lock.yaml:{_line(lock.path, path)}:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("settings", [[], ["--set", "optimizer=sgd"]])
+def test_a_lock_that_diff_names_is_of_its_plan_and_model(job, tmp_path, capsys, settings):
+    """As the lock beside a plan file, but refused where that one is passed over."""
+    plan = job(mesh={"dp_shard": 8}, strategy="auto")
+    assert main(["plan", "-f", str(plan), "-q"]) == 0
+    lock = lock_path(plan)
+    words = ["diff", str(lock), str(plan), *settings]
+    assert main(words) == 0
+    before = plan.read_text()
+    for change, other in (
+        (lambda: plan.write_text(before + " "), None),
+        (lambda: plan.write_text(before.replace('"global": 64', '"global": 32')), "state"),
+        (lambda: job(LLAMA | {"vocab_size": 8192}, mesh={"dp_shard": 8}, strategy="auto"), "model"),
+    ):
+        change()
+        capsys.readouterr()
+        assert main(words) == (2 if other else 0)
+        if other:
+            err = capsys.readouterr().err
+            assert f"{lock}: this lock was made for another {other}" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("expected", 3), ("expected", {"step_s": "soon"}), ("expected", {"mfu": float("inf")}),
+        ("expected", {"step_s": True}), ("memory", None), ("memory", [3]),
+        ("memory", [{"high_bytes": -1}]),
+    ],
+)  # fmt: skip
+def test_figures_of_a_lock_are_figures(job, capsys, name, value):
+    """Well hashed, as whoever writes a hostile lock can."""
+    plan = job(mesh={"dp_shard": 8}, strategy="auto")
+    assert main(["plan", "-f", str(plan), "-q"]) == 0
+    lock = read(lock_path(plan))
+    content = {key: each for key, each in lock.content.items() if key != "hash"}
+    write(lock.path, {**content, name: value})
+    for words in (["check", "-f", str(plan)], ["diff", str(plan), str(lock.path)]):
+        assert main(words) == 2
+        assert "this is no lock file of this version: it" in capsys.readouterr().err
 
 
 def _line(path: Path, key: str) -> int:
