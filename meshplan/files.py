@@ -74,21 +74,31 @@ def write_bytes(path: str | os.PathLike[str], data: bytes, what: str, fix: str =
     try:
         beside = target.with_name(f".{target.name[:200]}.{os.urandom(8).hex()}.tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(beside, flags, 0o666), "wb") as file:
+        try:
+            handle = os.open(beside, flags, 0o666)
             try:
-                _keep_permissions(target, file.fileno())
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(beside, target)
-            except BaseException:
-                beside.unlink(missing_ok=True)
-                raise
+                _keep_permissions(target, handle)
+                _write_all(handle, data)
+                os.fsync(handle)
+            finally:
+                os.close(handle)  # Some file systems tell only here that the disk is full.
+            os.replace(beside, target)
+        except BaseException:
+            with suppress(OSError):  # What went wrong before is what is told.
+                os.unlink(beside)
+            raise
         _sync_folder(target.parent)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "its name is not valid"
         problem = Problem(f"{what} cannot be written: {reason}", Origin(os.fspath(path)), fix)
         raise SpecError(problem) from None
+
+
+def _write_all(handle: int, data: bytes) -> None:
+    """Write everything: the operating system may take a part at a time."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(handle, rest) :]
 
 
 def check_writable(path: str | os.PathLike[str], what: str, fix: str = ELSEWHERE) -> None:

@@ -6,6 +6,9 @@ name that can be guessed, a rename before the content is on the disk, a read wit
 
 from __future__ import annotations
 
+import errno
+import functools
+import itertools
 import json
 import os
 import re
@@ -21,11 +24,13 @@ import pytest
 
 from meshplan import files
 from meshplan.cli import CRASHED, main
-from meshplan.cost.calibration import read_profile, write_profile
+from meshplan.cost.calibration import profile_from, read_profile, write_profile
 from meshplan.errors import MeshplanError, SpecError
-from meshplan.planner.lock import lock_path, read
+from meshplan.pictures.types import SUFFIXES, Picture
+from meshplan.planner.lock import lock_path, read, write
 from meshplan.reader import load_spec
 from meshplan.report.main import Report
+from meshplan.trust import trust
 from tests.test_calibrate import MADE
 from tests.test_planner import LLAMA, job
 
@@ -38,60 +43,144 @@ class Crash(BaseException):
     """As a process that is killed: nothing after it runs, not even what tidies up."""
 
 
-CALLS = ("open", "fchmod", "fsync", "replace", "close", "lstat", "unlink")
+CALLS = ("mkdir", "open", "lstat", "fchmod", "write", "fsync", "close", "replace", "unlink")
+"""What writing asks of the operating system."""
 
 
-def crash_at(monkeypatch, number):
-    """From this call of the operating system on every one raises; returns how many there were."""
-    count = [0]
+class Injected:
+    """Something goes wrong at one call of the operating system.
 
-    def counted(call):
-        def run(*args, **more):
-            count[0] += 1
-            if count[0] >= number:
-                raise Crash
-            return call(*args, **more)
+    Args:
+        how: "killed": that call and all after it raise, and a write is torn; "fails": it alone is
+            refused; "interrupted": Ctrl-C comes before it; "late": Ctrl-C comes after it.
+        number: Of the call, from 1; 0 for none.
+    """
 
-        return run
+    def __init__(self, monkeypatch, how="", number=0):
+        self.how, self.number, self.num_calls = how, number, 0
+        self._real = {name: getattr(os, name) for name in CALLS}
+        self._opened: set[int] = set()
+        for name in CALLS:
+            monkeypatch.setattr(files.os, name, functools.partial(self._call, name))
 
-    for name in CALLS:
-        monkeypatch.setattr(files.os, name, counted(getattr(os, name)))
-    return count
+    def _call(self, name, *args, **more):
+        self.num_calls += 1
+        is_here = self.number == self.num_calls
+        if self.how == "killed" and 0 < self.number <= self.num_calls:
+            if is_here and name == "write":
+                self._real[name](args[0], args[1][: len(args[1]) // 2])
+            raise Crash
+        if is_here and self.how == "fails":
+            raise OSError(errno.EIO, "Input/output error")
+        if is_here and self.how == "interrupted":
+            raise KeyboardInterrupt
+        done = self._real[name](*args, **more)
+        if name == "open":
+            self._opened.add(done)
+        elif name == "close":
+            self._opened.discard(args[0])
+        if is_here and self.how == "late":
+            raise KeyboardInterrupt
+        return done
+
+    def tidy(self):
+        """Close what the crash kept open, as the end of a process does."""
+        for handle in self._opened:
+            self._real["close"](handle)
 
 
-def write_with(kind, path):
+def picture():
+    from matplotlib.figure import Figure
+
+    return Picture(what="mesh", title="a mesh", alt="of nothing", figure=Figure(figsize=(1, 1)))
+
+
+def content_of(kind, folder):
+    """(how a file of this kind is written to a path, the path)."""
+    if kind == "lock":
+        return lambda path: write(path, {"lock": 2, "chosen": {}}), folder / "plan.lock.yaml"
     if kind == "report":
         report = Report(verdict="v", html="new " * 1000, fits=True, shown=(), left_out=())
-        report.save(path)
-    elif kind == "profile":
-        from meshplan.cost.calibration import profile_from
+        return report.save, folder / "report.html"
+    if kind == "profile":
+        profile = profile_from(MADE)
+        return lambda path: write_profile(profile, path), folder / "profile.json"
+    if kind == "trust":
+        plan = folder / "plan.yaml"
+        plan.write_text("version: 1")
+        origin = load_spec(plan).origins[""]
+        return lambda path: trust(origin), folder / "record"
+    return picture().save, folder / f"picture{kind}"
 
-        write_profile(profile_from(MADE), path)
-    else:
-        files.write_bytes(path, b"new " * 1000, "the lock")
+
+WRITTEN = {
+    "lock": "planner/lock.py", "report": "report/main.py", "profile": "cost/calibration.py",
+    "trust": "trust.py", **dict.fromkeys(SUFFIXES, "pictures/types.py"),
+}  # fmt: skip
+"""By kind of file, where the package writes it."""
+LEAST = 76
+"""Places at which writing one kind of file is stopped: more than 530 for the seven."""
 
 
-@pytest.mark.parametrize("kind", ["lock", "report", "profile"])
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_crash_leaves_the_old_file_or_the_new_one(tmp_path, kind, is_there):
-    path = tmp_path / ("page.html" if kind == "report" else "file")
-    write_with(kind, path)
+def test_every_kind_of_file_that_is_written_is_known():
+    package = Path(files.__file__).parent
+    writes = re.compile(r"\bwrite_bytes\(|\.write_text\(|\bopen\([^)\n]*, [\"'][wax]|\.savefig\(")
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if writes.search(path.read_text()) and path != Path(files.__file__)
+    }
+    # These two write to a pipe and to nowhere.
+    assert found - {"cores.py", "cli.py"} == set(WRITTEN.values())
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_whatever_stops_a_write_leaves_the_old_file_or_the_new_one(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    save, path = content_of(kind, tmp_path)
+    path = save(path) or path  # What is trusted says itself where.
     new = path.read_bytes()
     path.unlink()
-    for number in range(1, 12):
-        if is_there:
-            path.write_bytes(OLD)
-        with pytest.MonkeyPatch.context() as patch:
-            crash_at(patch, number)
-            with suppress(Crash):
-                write_with(kind, path)
-        now = path.read_bytes() if path.exists() else None
-        assert now in ((OLD, new) if is_there else (None, new)), number
-        path.unlink(missing_ok=True)
-    assert now == new  # The last number is past the last call.
+    others = {each for each in tmp_path.rglob("*") if each.is_file()}
+    num_stops = 0
+    for old in (None, OLD):
+        for how in ("killed", "fails", "interrupted", "late"):
+            for number in itertools.count(1):
+                if old is not None:
+                    path.write_bytes(old)
+                with pytest.MonkeyPatch.context() as patch:
+                    stopped = Injected(patch, how, number)
+                    with suppress(Crash, KeyboardInterrupt, SpecError):
+                        save(path)
+                stopped.tidy()
+                now = path.read_bytes() if path.exists() else None
+                where = how, number, "new" if old is None else "over an old one"
+                assert now in (old, new), where
+                left = {each for each in tmp_path.rglob("*") if each.is_file()} - others - {path}
+                if how == "killed":  # Nobody is left to tidy up.
+                    assert all(re.fullmatch(r"\..*\.[0-9a-f]{16}\.tmp", x.name) for x in left)
+                else:
+                    assert not left, where
+                save(path)  # Nothing that is left is in the way.
+                assert path.read_bytes() == new
+                for each in (*left, path):
+                    each.unlink()
+                if number > stopped.num_calls:
+                    assert now == new
+                    break
+                num_stops += 1
+    assert num_stops >= LEAST, num_stops
 
 
-@pytest.mark.parametrize("call", ["open", "fsync", "replace"])
+def test_a_write_that_takes_a_part_at_a_time_is_whole(tmp_path, monkeypatch):
+    real = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "write", lambda handle, data: real(handle, data[:100]))
+        files.write_bytes(tmp_path / "file", OLD, "the lock")
+    assert (tmp_path / "file").read_bytes() == OLD
+
+
+@pytest.mark.parametrize("call", ["open", "write", "fsync", "close", "replace"])
 def test_a_full_or_read_only_disk_leaves_everything_as_it_was(tmp_path, monkeypatch, call):
     path = tmp_path / "file"
     path.write_bytes(OLD)
@@ -228,8 +317,6 @@ def test_patterns_take_linear_time(job, pattern):
     ],
 )  # fmt: skip
 def test_profiles_say_what_a_machine_may_do(tmp_path, name, value):
-    from meshplan.cost.calibration import profile_from
-
     path = tmp_path / "profile.json"
     write_profile(profile_from(MADE), path)
     facts = json.loads(path.read_text())
