@@ -89,7 +89,7 @@ def test_two_commands_set_up_everything_and_ci_runs_the_second():
     assert shell_lines((ROOT / "CONTRIBUTING.md").read_text()) == [tests]
 
 
-@pytest.mark.parametrize("path", [".ci/run", "tools/test.sh"])
+@pytest.mark.parametrize("path", [".ci/run", "tools/test.sh", "tools/pin.sh"])
 def test_scripts_stop_at_the_first_failure(path):
     assert "\nset -euo pipefail\n" in (ROOT / path).read_text()
     assert os.access(ROOT / path, os.X_OK)
@@ -122,6 +122,45 @@ def test_constraints_pin_exact_versions_of_everything_required():
     required = re.findall(r'"([\w-]+)', section)
     assert required
     assert set(required) <= set(pins)
+
+
+LINK = re.compile(r"""\]\(([^)\s]+)|^\[[^]]+\]:\s*(\S+)|\b(?:src|href|srcset)=["']([^"']+)""", re.M)
+"""Links and images, in Markdown and in the HTML that Markdown takes."""
+
+
+def test_the_readme_links_as_an_index_shows_it():
+    """An index of packages shows the page by itself: what is relative leads nowhere there."""
+    repository = re.search(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    links = ["".join(found) for found in LINK.findall(README)]
+    assert len(links) >= 12
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    for link in links:
+        if link.startswith(f"{repository}/") and "/issues" not in link:
+            kind, branch, path = link.removeprefix(f"{repository}/").split("/", 2)
+            path = ROOT / path.partition("#")[0]
+            assert branch == "main", link
+            assert path.is_file() if kind == "blob" else kind == "tree" and path.is_dir(), link
+
+
+@pytest.mark.parametrize(
+    "text", ["[a](docs/a.md)", "![a](a.png)", '<img src="a.png">', "[a]: docs/a.md"]
+)
+def test_a_relative_link_would_be_found(text):
+    assert len(LINK.findall(text)) == 1
+
+
+def test_hashed_requirements_pin_what_constraints_do_and_name_no_machine():
+    """Written by tools/pin.sh."""
+    text = (ROOT / "requirements-hashed.txt").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    pin, digest = r"[a-z0-9-]+==[\w.+!]+ \\", r"    --hash=sha256:[0-9a-f]{64}( \\)?"
+    assert [line for line in lines if not re.fullmatch(f"{pin}|{digest}", line)] == []
+    pinned = dict(re.findall(r"^(\S+)==(\S+) \\\n    --hash", text, re.MULTILINE))
+    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    wanted = dict(line.lower().split("==") for line in constraints if not line.startswith("#"))
+    wanted = {re.sub(r"[-_.]+", "-", name): version for name, version in wanted.items()}
+    assert wanted.items() <= pinned.items()
+    assert "://" not in text
 
 
 def files_of_the_repository() -> list[Path]:

@@ -142,8 +142,8 @@ def test_trust_is_of_one_working_directory(folder, monkeypatch, capsys):
     (other / "evil_code.py").write_text(EVIL)
     with monkeypatch.context() as patch:
         patch.chdir(other)
-        assert main(["show", "-f", "../plan.yaml"]) == 2
-        assert "meshplan trust ../plan.yaml" in capsys.readouterr().err
+        assert main(["show", "-f", str(folder / "plan.yaml")]) == 2
+        assert f"meshplan trust {folder}" in capsys.readouterr().err
     assert not (other / "RAN").exists()
     assert main(["show", "-f", "plan.yaml"]) == 0
 

@@ -125,7 +125,8 @@ def test_a_verb_reads_and_writes_what_the_page_says(job, tmp_path, verb):
     log = watched(tmp_path, verb, words)
     said = dict(zip(("reads", "runs", "writes"), ROWS[verb], strict=True))
 
-    caches = (f"{tmp_path}/home/", f"{tmp_path}/tmp/", f"{tmp_path}/watch/", "/dev/", "/proc/")
+    folders = (str(tmp_path / name) for name in ("home", "tmp", "watch"))
+    caches = tuple(f"{each}{os.sep}" for each in (*folders, "/dev", "/proc"))
     written = {
         Path(path)
         for what, path, *_ in log
