@@ -304,7 +304,7 @@ def test_a_layout_of_any_name_is_drawn(name):
 def test_the_same_plan_is_the_same_svg_and_matplotlib_is_left_alone():
     import matplotlib
 
-    stated = {"svg.fonttype": "path", "svg.hashsalt": "mine", "svg.id": None}
+    stated = {"svg.fonttype": "path", "svg.hashsalt": "mine"}
     with matplotlib.rc_context(stated):
         before = dict(matplotlib.rcParams)
         one, two = (draw(llama(2), "mesh").svg() for _ in range(2))

@@ -178,7 +178,7 @@ def _offline() -> Iterator[None]:
 
     As HF_HUB_OFFLINE=1 does, which the hub reads only once, when it is imported.
     """
-    constants = importlib.import_module("huggingface_hub.constants")
+    constants: Any = importlib.import_module("huggingface_hub.constants")
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = True
     try:
