@@ -7,7 +7,7 @@ Knows the words of the format. Refuses to know the file syntax (`reader`), the m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -385,7 +385,7 @@ class Spec:
         while parent:
             if parent in self.origins:
                 found = self.origins[parent]
-                return replace(found, path=path)
+                return Origin(found.file, path, found.line, found.column, found.digest)
             cut = max(parent.rfind("."), parent.rfind("["))
             parent = parent[:cut] if cut > 0 else ""
         return Origin(self.source, path)
