@@ -209,7 +209,8 @@ class _Program:
     def happens(self, where: str) -> bool:
         """Whether the fault is here; tells the parent so."""
         case = self.case
-        step = -1 if case.kind == "configuration" else case.step
+        is_before = case.kind == "configuration" or where in ("start", "guard")
+        step = -1 if is_before else case.step
         is_here = self.is_culprit and where == case.where and self.step == step
         if is_here:
             self.connection.send(("fault", "", time.monotonic()))
@@ -237,6 +238,10 @@ class _Program:
             plan["activation_checkpointing"] = "full"
         seed = 7 if self.happens("seed") else 0
         torch.manual_seed(seed)
+        self.mishap("start")
+        with meshplan.guarded():
+            dist.barrier()
+            self.mishap("guard")
         name = "gpt2" if self.happens("model") else "own_llama"
         model = meshplan.parallelize(models.build(name, seed), plan)
         root = next(iter(model.stages.values())) if hasattr(model, "stages") else model

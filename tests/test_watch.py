@@ -27,6 +27,8 @@ SLOW_S = 1.5
 """How long a rank keeps the others waiting: several times what a watchdog in haste needs."""
 
 TIMEOUT_S = 100.0
+SECONDS = 10.0
+"""Within which every other rank has ended."""
 
 CASES = [
     (
@@ -65,6 +67,14 @@ CASES = [
         faults.Case(kind="stop", where="data", culprit=0, holds_store=True, in_haste=True),
         r"rank 0 is stopped .* while rank 1 waits for it in train_step 2",
     ),
+    (  # The others do not even have a connection to the store that their watchdogs may use.
+        faults.Case(kind="stop", where="start", culprit=0, holds_store=True, in_haste=True),
+        r"rank 0 is stopped .* while rank 1 waits for it in faults.py:\d+ in run",
+    ),
+    (  # Nor have their watchdogs read in the store which process is whose.
+        faults.Case(kind="stop", where="guard", culprit=0, holds_store=True, in_haste=True),
+        r"rank 0 is stopped .* while rank 1 waits for it in parallelize 1",
+    ),
     (
         faults.Case(kind="kill", where="state", step=3, in_haste=True),
         r"rank 0 waits in full_state_dict 1 for rank 1, which died or was ended",
@@ -83,6 +93,7 @@ def test_who_waits_in_vain_is_told_why(case, words):
     for rank in set(range(case.world)) - gone:
         told = ends[rank].text.replace(f"[rank{rank}]: ", "")
         assert ends[rank].how == "error", ends
+        assert ends[rank].seconds < SECONDS
         assert faults.re.search(words, told), told
 
 

@@ -29,7 +29,8 @@ from meshplan.errors import ApplyError, MeshplanError, Problem
 from meshplan.mesh import DATA_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.pretend import is_pretending
-from meshplan.runtime.private import group_sequences, group_store
+from meshplan.runtime.private import group_sequences
+from meshplan.runtime.watch import watchdog
 from meshplan.runtime.watch.job import (
     ALIVE,
     DEAD,
@@ -42,7 +43,7 @@ from meshplan.runtime.watch.job import (
     wait_for_readers,
 )
 from meshplan.runtime.watch.meeting import enter_forward, meet, missed
-from meshplan.runtime.watch.watchdog import Watchdog
+from meshplan.runtime.watch.server import Server
 
 GRACE_S: Final = 3.0
 """How long a rank that failed waits for the others to fail alike before it ends the group."""
@@ -54,7 +55,7 @@ _LOST: Final = ("connection", "socket", "broken pipe", "timed out")
 
 
 _job: Job | None = None
-_dog: Watchdog | None = None
+_dog: watchdog.Watchdog | None = None
 
 
 @contextlib.contextmanager
@@ -79,10 +80,10 @@ def guarded(verb: str = "") -> Iterator[None]:
     if job.cause:
         what = f"the process group is dead since {job.cause}"
         raise ApplyError(Problem(what, fix=job.fix or RESTART))
-    publish_ends(job, job.store)
     before = group_sequences()
     is_outermost = bool(verb) and _enter(job, verb)
     try:
+        publish_ends(job, job.store)
         yield
     except BaseException as error:
         if hasattr(error, _SETTLED):
@@ -135,9 +136,11 @@ def _current() -> Job | None:
         return None
     world = dist.group.WORLD
     if _job is None or _job.world is not world:
-        _job = Job(world, group_store(), number=0 if _job is None else _job.number + 1)
+        server = Server()
+        own_store, dog_store = server.connect(2, watchdog.STOPPED_S)
+        _job = Job(world, own_store, number=0 if _job is None else _job.number + 1)
         _report_uncaught()
-        _dog = Watchdog(_job)
+        _dog = watchdog.Watchdog(_job, dog_store, server)
         _dog.start()
     return _job
 

@@ -191,15 +191,13 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 
 
 def group_store() -> dist.Store:
-    """The store in which the ranks met, with a connection of its own where the store can.
+    """The store in which the ranks met, with the connection that torch uses itself.
 
-    `ProcessGroup.get_group_store` is public but undocumented. A clone, because a thread may be
-    waiting on the first connection.
+    `ProcessGroup.get_group_store` is public but undocumented.
     """
     world = dist.group.WORLD
     assert world is not None
-    store = world.get_group_store()
-    return store.clone()
+    return world.get_group_store()
 
 
 def store_port(store: dist.Store) -> int | None:

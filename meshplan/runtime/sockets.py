@@ -33,19 +33,55 @@ def own_ends(process: int | str = "self") -> dict[int, End]:
 
     Empty where the kernel has no /proc, so that nothing can be told apart.
     """
-    by_inode = {}
+    connections = _connections()
+    return {
+        descriptor: connections[inode]
+        for inode, descriptor in _sockets(process).items()
+        if inode in connections
+    }
+
+
+def processes_at(port: int) -> list[int]:
+    """The other processes of this machine that hold the far end of a connection to this port.
+
+    One that was forked holds what its parent held. Empty where the kernel tells of none.
+    """
+    connections = _connections()
+    own = _sockets("self").keys() & connections
+    far = {tuple(reversed(end)) for end in map(connections.__getitem__, own) if _is_to(end, port)}
+    inodes = {inode for inode, end in connections.items() if end in far}
+    others = (int(name) for name in _listed("/proc") if name.isdigit() and int(name) != os.getpid())
+    return [process for process in others if inodes and inodes & _sockets(process).keys()]
+
+
+def _is_to(end: End, port: int) -> bool:
+    return end[1].endswith(f":{port:04X}")
+
+
+def _listed(folder: str) -> list[str]:
+    """The names in a folder of /proc; none where it is another user's, or gone."""
     try:
-        descriptors = os.listdir(f"/proc/{process}/fd")
+        return os.listdir(folder)
     except OSError:
-        return {}
-    for name in descriptors:
+        return []
+
+
+def _sockets(process: int | str) -> dict[str, int]:
+    """The sockets of a process by inode, with one descriptor of each."""
+    out = {}
+    for name in _listed(f"/proc/{process}/fd"):
         try:
             target = os.readlink(f"/proc/{process}/fd/{name}")
         except OSError:
             continue  # Closed meanwhile.
         if target.startswith("socket:["):
-            by_inode[target[8:-1]] = int(name)
-    out: dict[int, End] = {}
+            out[target[8:-1]] = int(name)
+    return out
+
+
+def _connections() -> dict[str, End]:
+    """Every established TCP connection that this process can see, by inode."""
+    out: dict[str, End] = {}
     for path in _TABLES:
         try:
             with open(path) as file:
@@ -54,8 +90,8 @@ def own_ends(process: int | str = "self") -> dict[int, End]:
             continue
         for line in lines:
             words = line.split()
-            if words[3] == _ESTABLISHED and words[9] in by_inode:
-                out[by_inode[words[9]]] = (words[1], words[2])
+            if words[3] == _ESTABLISHED:
+                out[words[9]] = (words[1], words[2])
     return out
 
 

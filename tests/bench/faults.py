@@ -23,7 +23,7 @@ PAGE: Final = Path(__file__).with_suffix(".md")
 
 FAULTS: Final[Mapping[str, tuple[str, ...]]] = {
     "kill": ("data", "model", "loss", "backward", "optimizer", "state"),
-    "stop": ("data", "model", "loss", "backward", "optimizer", "state"),
+    "stop": ("start", "guard", "data", "model", "loss", "backward", "optimizer", "state"),
     "raise": ("data", "model", "loss", "backward", "optimizer", "state"),
     "nan": ("loss",),
     "uneven": ("end of loop", "leave", "size"),
@@ -55,6 +55,9 @@ def draw(random_: random.Random) -> Case:
     culprit = random_.randrange(world)
     if plan.startswith("pp") and where in ("loss", "backward"):
         culprit = random_.randrange(world // 2, world)  # Where the last stage is.
+    holds_store = random_.random() < 0.3
+    if where == "start":  # Of another rank than that with the store nobody knows a process yet.
+        culprit, holds_store = 0, True
     return Case(
         kind=kind,
         where=where.strip(),
@@ -63,7 +66,7 @@ def draw(random_: random.Random) -> Case:
         world=world,
         culprit=culprit,
         step=step,
-        holds_store=random_.random() < 0.3,
+        holds_store=holds_store,
     )
 
 

@@ -52,7 +52,8 @@ class Beside:
             if not self._store.check([key]):
                 return  # It is being written.
             rank, process, began = json.loads(self._store.get(key))
-            self._processes[rank] = process, began
+            # Another thread may be reading them.
+            self._processes = {**self._processes, rank: (process, began)}
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._processes)

@@ -44,6 +44,9 @@ _WAITING: Final = tuple(
 ) + (_OWN + "runtime/pipeline/", _OWN + "runtime/watch/meeting.py")
 """Files in which a thread that does not run waits for other ranks."""
 
+_IN_STORE: Final = (_OWN + "runtime/watch/", _OWN + "runtime/guard.py")
+"""Files that ask the store, or wait for what other ranks write there."""
+
 _BACKWARD: Final = (_TORCH + "autograd/graph.py", "_engine_run_backward")
 """A backward on the CPU that does not run waits for collectives that hooks in C++ began."""
 
@@ -83,6 +86,12 @@ class Look:
         return [f"{os.path.basename(f)}:{n} in {name}" for f, n, name in own[:_SHOWN]]
 
     @property
+    def needs_store(self) -> bool:
+        """Whether the thread cannot go on while the store of the group is silent."""
+        in_store = bool(self.lines) and self.lines[0][0].startswith(_IN_STORE)
+        return in_store or _is_in_setup(self.lines) or bool(self.wait)
+
+    @property
     def where(self) -> str:
         """The line of the user's code."""
         return next(iter(self.user_lines), "")
@@ -117,7 +126,7 @@ def user_line() -> str:
 def wait_in(lines: tuple[Line, ...]) -> str:
     """The function in which a thread that does not run can only wait for other ranks."""
     inner = next((line for line in lines if not line[0].startswith(_PASSED)), None)
-    if inner is None or any(name in _SETUP for _, _, name in lines[:12]):
+    if inner is None or _is_in_setup(lines):
         return ""
     file = inner[0]
     if (file, inner[2]) == _BACKWARD:
@@ -128,6 +137,10 @@ def wait_in(lines: tuple[Line, ...]) -> str:
     called = [line[2] for line in inside if line[0].startswith(_COLLECTIVES)]
     # The outermost function of torch.distributed is the one that the user knows.
     return called[-1] if called else "a collective"
+
+
+def _is_in_setup(lines: tuple[Line, ...]) -> bool:
+    return any(name in _SETUP for _, _, name in lines[:12])
 
 
 def is_of_user(file: str) -> bool:

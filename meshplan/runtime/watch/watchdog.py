@@ -21,7 +21,6 @@ from meshplan.errors import Problem
 from meshplan.runtime.private import (
     group_facts,
     group_sequences,
-    group_store,
     num_groups,
     store_port,
 )
@@ -41,7 +40,6 @@ from meshplan.runtime.watch.job import (
     claim,
     door,
     first_cause,
-    is_store_served_elsewhere,
     post,
     publish_ends,
     tables,
@@ -49,6 +47,7 @@ from meshplan.runtime.watch.job import (
 )
 from meshplan.runtime.watch.meeting import missed, says_of_meeting, will_not_come
 from meshplan.runtime.watch.notices import Notices
+from meshplan.runtime.watch.server import Server, stopped
 from meshplan.runtime.watch.stack import Look, look_at
 from meshplan.runtime.watch.verdict import verdict
 
@@ -75,12 +74,14 @@ class Watchdog(threading.Thread):
 
     Args:
         job: The job of this rank.
+        store: A connection to the store of the group for this thread alone.
+        server: The process that serves that store.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, store: dist.Store, server: Server) -> None:
         super().__init__(name="meshplan-watchdog", daemon=True)
-        self._job = job
-        self._store = group_store()
+        self._job, self._server = job, server
+        self._store = store
         self._ended = threading.Event()
         self._interval_s = TICK_S * max(1.0, job.size / RANKS_PER_TICK)
         self._heard = 0
@@ -117,8 +118,8 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # Where the store has gone.
-            self._beside.introduce()
             self._store_watch.start()
+            self._beside.introduce()
             while not self._ended.wait(self._pause_s()) and not self._job.cause:
                 if dist.group.WORLD is not self._job.world:
                     self._leave()
@@ -303,13 +304,11 @@ class Watchdog(threading.Thread):
         return rank in self._beside and self._beside.is_gone(rank)
 
     def is_store_silent(self) -> bool:
-        """Whether rank 0 is stopped and may serve the store, so that this must not be asked."""
-        if is_store_served_elsewhere() or self._job.rank == 0 or 0 not in self._beside:
-            return False
-        return self._beside.is_stopped(0)
+        """Whether the rank that serves the store is stopped, so that this must not be asked."""
+        return self._server.is_stopped()
 
     def _watch_store(self) -> None:
-        """Give up where rank 0 is stopped, without asking the store: another thread may hang."""
+        """Give up where the store is silent, without asking it: another thread may hang there."""
         since = looked = time.monotonic()
         while not self._ended.wait(self._interval_s) and not self._job.cause:
             now = time.monotonic()
@@ -317,11 +316,11 @@ class Watchdog(threading.Thread):
             looked = now
             if was_late or not self.is_store_silent():
                 since = now
-            elif now - since >= STOPPED_S and (self.is_asked or self._look_here()[0].wait):
-                told = self._stopped(0)
+            elif now - since >= STOPPED_S and (self.is_asked or self._look_here()[0].needs_store):
+                told = self._stopped(0, self._server.process)
                 self._job.fix, self._job.cause = told.fix or "", told.what
                 # The store's connections are ended as well: this rank may be waiting there.
-                close_between_ranks(self._beside.tables())
+                close_between_ranks(self._beside.tables() + self._server.table())
 
     def _look_beside(self, now: float) -> None:
         """Give up where another rank is stopped or dead, and nothing else would tell."""
@@ -335,7 +334,7 @@ class Watchdog(threading.Thread):
         for rank in self._beside:
             since = self._beside.stopped_since(rank, now)
             if since is not None and now - since >= STOPPED_S:
-                return self._give_up(self._stopped(rank))
+                return self._give_up(self._stopped(rank, self._beside.process(rank)))
             if rank in awaited and is_long and self._beside.is_gone(rank):
                 return self._give_up(self._died(rank))
         if at is not None and is_still and self._can_be_certain():
@@ -350,13 +349,7 @@ class Watchdog(threading.Thread):
         what = f"rank {self._job.rank} waits in {where} for rank {rank}, which died or was ended"
         return Problem(what, fix=f"see the log of that rank; then {RESTART}")
 
-    def _stopped(self, rank: int) -> Problem:
+    def _stopped(self, rank: int, process: int | None) -> Problem:
         own = self._says()
-        process = self._beside.process(rank)
-        what = (
-            f"rank {rank} is stopped (process {process}, by SIGSTOP or the like) and does not "
-            f"answer, while rank {self._job.rank} waits for it in "
-            f"{own['running'] or own['waits'] or own['where']}"
-        )
-        fix = f"find out who stopped it, and let it go on or end it; then {RESTART}"
-        return Problem(what, fix=fix)
+        where = own["running"] or own["waits"] or own["where"]
+        return stopped(rank, process, self._job.rank, where)
