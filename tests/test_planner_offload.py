@@ -117,6 +117,33 @@ def test_nothing_in_the_space_is_faster(job, block):
     assert num_there or block
 
 
+@pytest.mark.parametrize("seed", [1, 23])
+def test_the_lower_bound_of_a_search_cut_short_holds_for_what_lies_on_the_host(job, seed):
+    """Also where the time is up before that is looked at, which here is the fastest by far."""
+
+    def cut_short(num_looks: int | None) -> Found:
+        at = job_of(job(TINY, **small(seed)))
+        at.profile = replace(at.profile, pcie_bytes_per_s=1e15, host_bytes_per_s=1e16)
+        held = memory_bounds(at.usual)
+        at.capacity = float(np.quantile(held[np.isfinite(held)], 0.2))
+        looks = iter(range(num_looks or 0))
+
+        def run(numbers: Numbers) -> Found:
+            return search(
+                numbers, at.capacity, always_fits, tolerance=0.0,
+                is_stopped=lambda: num_looks is not None and next(looks, None) is None,
+            )  # fmt: skip
+
+        return searched(at, run)[1]
+
+    whole = cut_short(None)
+    assert whole.best is not None
+    for num_looks in range(6):
+        found = cut_short(num_looks)
+        assert not found.is_whole
+        assert found.lower_s <= whole.best.seconds
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("what", ["bound", "twins", "copies"])
 def test_a_mistake_shows(job, monkeypatch, what):

@@ -273,6 +273,38 @@ def test_a_gap_is_told_when_the_time_is_up_after_an_answer():
             ) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.5, 1.0])
+def test_whenever_the_time_is_up_nothing_is_faster_than_the_lower_bound(spread):
+    """Of rows that wait, of those not yet come to, and of those put off by a wrong guess."""
+    cut_short = 0
+    for seed in range(160, 220):
+        numbers, capacity = (random_rounds if seed % 2 else random_numbers)(seed, num_rows=8)
+        rng = np.random.default_rng(seed)
+        extra = rng.uniform(0, spread, len(numbers.grid)) * capacity
+        guesses = extra * rng.uniform(0.5, 2.0, len(extra))
+        rows = range(len(extra))
+        expected = min(fastest(numbers, row, capacity - extra[row]) for row in rows)
+
+        def measure(candidate: Candidate, extra: Any = extra, room: float = capacity) -> Measured:
+            excess = float(extra[candidate.row])
+            return Measured(max(candidate.linear_bytes) + excess <= room, excess)
+
+        def guess(candidate: Candidate, guesses: Any = guesses) -> Guess:
+            return Guess(float(guesses[candidate.row]))
+
+        for num_looks in range(40):
+            looks = iter(range(num_looks))
+            found = search(
+                numbers, capacity, measure, guess=guess, tolerance=0.0,
+                is_stopped=lambda looks=looks: next(looks, None) is None,
+            )  # fmt: skip
+            if found.is_whole:
+                break
+            cut_short += 1
+            assert found.lower_s <= expected * (1 + 1e-9), (seed, num_looks)
+    assert cut_short > 100
+
+
 def test_an_answer_is_there_soon_though_all_that_is_fast_holds_too_much():
     """The last rows are far slower, and all that fits: nobody waits for those before them."""
     numbers, _ = random_numbers(1, num_rows=80)

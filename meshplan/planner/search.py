@@ -100,6 +100,8 @@ class _Search:
         self._guessed: list[tuple[float, int]] = []
         """Likewise, of rows that wait with another time, which rests on a guess."""
         self._states: dict[int, State] = {}
+        self._following = 0.0
+        """Seconds from below of every row that has not begun to wait."""
         self._failures, self._passed_over = 0.0, 0
         self._unproved = float("inf")
         """Seconds of the fastest row that was given up."""
@@ -119,36 +121,39 @@ class _Search:
         """
         found, waiting = self.found, self._waiting
         for bound, row in by_bound(self._numbers, self._capacity, self._times, self._bytes):
-            while waiting and waiting[0][0] <= bound:
-                if self._is_done():
-                    break
-                self._look_closer(*heapq.heappop(waiting), bound)
-            if self._is_done(bound):
+            self._following = bound
+            while waiting and waiting[0][0] <= bound and not self._is_done():
+                self._look_closer(*heapq.heappop(waiting))
+            if self._is_done():
                 break
             heapq.heappush(waiting, (bound, row))
+        else:
+            self._following = float("inf")
         while (waiting or self._doubt()) and not self._is_done():
             self._look_closer(*heapq.heappop(waiting))
         if found.is_whole:
-            found.lower_s = found.best.seconds if found.best else float("inf")
-            if waiting:
-                found.lower_s = min(waiting[0][0], found.lower_s)
+            best_s = found.best.seconds if found.best else float("inf")
+            found.lower_s = min(self._least_waiting(), best_s)
         found.lower_s = min(found.lower_s, self._unproved)
         if found.best is not None and self._slack and found.is_whole:
             self._collect()
         return found
 
-    def _is_done(self, bound: float = float("inf")) -> bool:
+    def _least_waiting(self) -> float:
+        """Seconds from below of all rows whose turn has not come, also those not yet waiting."""
+        return min(self._following, self._waiting[0][0]) if self._waiting else self._following
+
+    def _is_done(self) -> bool:
         """Whether no row can be faster, or the time is up."""
         found = self.found
-        least = min(bound, self._waiting[0][0]) if self._waiting else bound
-        if found.best and least >= found.best.seconds * (1 - self._tolerance):
+        if found.best and self._least_waiting() >= found.best.seconds * (1 - self._tolerance):
             return not self._doubt()
         if self._is_late():
             found.is_whole = False
             # What is to be looked at again at once waits with no time of its own.
             waiting = (max(s, float(self._times[row])) for s, row in self._waiting)
             guessed = (s for s, row in self._guessed if self._rests_on_guess(row))
-            least = min([bound, *waiting, *guessed])
+            least = min([self._following, *waiting, *guessed])
             found.lower_s = min(least, found.best.seconds) if found.best else least
             return True
         return False
@@ -200,20 +205,15 @@ class _Search:
                     self._seed([(candidate, measured)])
                 return
 
-    def _look_closer(self, bound: float, row: int, following: float = float("inf")) -> None:
-        """Solve one row; measure its answer if no other row may be faster, else let it wait.
-
-        Args:
-            bound: What the row takes at the least.
-            following: What the rows that are not waiting yet take at the least.
-        """
+    def _look_closer(self, bound: float, row: int) -> None:
+        """Solve a row that takes `bound` at the least; measure its answer if none may be faster."""
         found = self.found
         if row in self._out:
             return
         if (state := self._states.get(row)) is None:
             state = self._states[row] = State(self._capacity - self.taken(row))
         limit = (found.best.seconds if found.best else float("inf")) * (1 - self._tolerance)
-        least = min(following, self._waiting[0][0] if self._waiting else following)
+        least = self._least_waiting()
         # What it takes with blocks in parts is known soon, and mostly enough.
         sure = row_bound(self._numbers, row, state.capacity)
         if max(bound, least) < sure < limit:

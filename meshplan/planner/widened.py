@@ -45,18 +45,18 @@ def searched(job: Job, run: Callable[[Numbers], Found]) -> tuple[Numbers, Found]
     """A search of the whole space: without what is offloaded, then with it where it may win.
 
     Args:
-        run: One search of what the job has.
+        run: One search of what the job has. After its time limit it still bounds what it was given.
     """
     numbers = job.usual
     found = run(numbers)
     num_base = len(numbers.grid)
-    if found.is_whole and widen(job, found.best.seconds if found.best else float("inf")):
+    if widen(job, found.best.seconds if found.best else float("inf")):
         numbers = job.usual
         is_new = np.arange(len(numbers.grid)) >= num_base
         # What has one stage is told soonest, and rules out much of what has more.
         is_alone = numbers.grid["pp"] == 1
         for some in (is_new & is_alone, is_new & ~is_alone):
-            if some.any() and found.is_whole:
+            if some.any():
                 with np.errstate(invalid="ignore"):  # Infinity less infinity is no bound.
                     found = _together(found, run(_only(numbers, some, found)))
     return numbers, found
@@ -96,6 +96,7 @@ def _together(one: Found, two: Found) -> Found:
         best=two.best or one.best,
         measured=two.measured or one.measured,
         lower_s=min(one.lower_s, two.lower_s),
+        is_whole=one.is_whole and two.is_whole,
         near=sorted([*one.near, *(c for c in two.near if c not in one.near)],
                     key=lambda c: (c.seconds, c.row)),
         refused={**one.refused, **two.refused},
