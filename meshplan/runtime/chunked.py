@@ -34,12 +34,13 @@ class ChunkedLoss:
 
     Args:
         plan: Of the model.
+        is_trial: Whether a forward runs beside the training, of which no loss need be taken.
     """
 
     now: ContextVar[ChunkedLoss | None] = ContextVar("chunked_loss", default=None)
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, *, is_trial: bool = False) -> None:
+        self._plan, self._is_trial = plan, is_trial
         self._num_taken = 0
 
     def __enter__(self) -> ChunkedLoss:
@@ -48,7 +49,7 @@ class ChunkedLoss:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         ChunkedLoss.now.reset(self._token)
-        if error is None and not self._num_taken:
+        if error is None and not self._num_taken and not self._is_trial:
             use = self._plan.assignment.chunked_loss
             assert use is not None
             raise ApplyError(

@@ -10,8 +10,14 @@ from meshplan.runtime.chunked import ChunkedLoss
 from meshplan.runtime.loss import LossParallel
 
 
-def loss_mode(plan: Plan) -> AbstractContextManager[Any]:
-    """On parts of the vocabulary, over parts of the tokens, or as torch does it."""
+def loss_mode(plan: Plan, *, is_trial: bool = False) -> AbstractContextManager[Any]:
+    """On parts of the vocabulary, over parts of the tokens, or as torch does it.
+
+    Args:
+        is_trial: Whether a forward runs beside the training, of which no loss need be taken.
+    """
     if plan.assignment.loss_parallel:
         return LossParallel()
-    return ChunkedLoss(plan) if plan.assignment.chunked_loss is not None else nullcontext()
+    if plan.assignment.chunked_loss is None:
+        return nullcontext()
+    return ChunkedLoss(plan, is_trial=is_trial)

@@ -38,8 +38,7 @@ class FewSamples:
         self._plan, self._samples = plan, samples
         self._kept: list[list[torch.Tensor]] = []
         self._form: Any = None
-        # Along cp a rank has a part of each sample, and nothing here puts them together.
-        self._is_on = samples < ENOUGH and plan.assignment.context is None
+        self._is_on = samples < ENOUGH
 
     def keep(self, output: Any, targets: Any) -> None:
         """Remember what a microbatch gave, as far as it is little."""
@@ -66,12 +65,18 @@ class FewSamples:
             can_ask: Whether this rank may call the loss function beside the training.
         """
         plan = self._plan
-        others = [name for name in plan.mesh.names if name not in (*DATA_AXES, "pp")]
+        others = [name for name in plan.mesh.names if name not in (*DATA_AXES, "cp", "pp")]
         rank = dist.get_rank()
+        part = plan.mesh.index(rank, ("cp",))  # Along cp each asks about its part of all samples.
         is_asked = plan.mesh.index(rank, DATA_AXES) < _RANKS and not plan.mesh.index(rank, others)
         told: list[list[list[torch.Tensor]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(told, self._kept if is_asked else [])
-        every = [tensors for kept in told for tensors in kept]
+        every = [
+            tensors
+            for other, kept in enumerate(told)
+            for tensors in kept
+            if plan.mesh.index(other, ("cp",)) == part
+        ]
         own = self._of(every, loss_fn) if self._kept and can_ask else None
         problems: list[Problem | None] = [None] * dist.get_world_size()
         dist.all_gather_object(problems, own)

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 
 from meshplan.errors import Problem
 from meshplan.plan import Plan
+from meshplan.runtime.guard import fails_together, is_lost_connection
 from meshplan.runtime.loss import take_loss
 from meshplan.runtime.loss_weights import IGNORED, PAIR, token_targets, tokens_by_sample
 from meshplan.runtime.mesh import local_of
@@ -149,23 +151,31 @@ def value_of(given: Any, targets: Any) -> tuple[Value, torch.dtype] | None:
     return Value(float(loss.detach()), number, told, shifted), loss.dtype
 
 
-def three_of(loss_fn: LossFn, output: Any, targets: Any, given: Any, samples: int) -> Three | None:
+def three_of(
+    loss_fn: LossFn,
+    output: Any,
+    targets: Any,
+    given: Any,
+    samples: int,
+    tokens: int | None = None,
+) -> Three | None:
     """The loss function about all samples and about halves of them.
 
     Of a single sample the halves are those of its tokens.
 
     Args:
         given: What it returned for all; None where it was not called.
+        tokens: The size of dim 1, to cut that in halves instead, whatever the targets are.
 
     Returns:
         None where that cannot be told: samples do not lie along dim 0, or it is random.
     """
     every = (t for _, t in tensors_in((output, targets)) if not isinstance(t, Pending))
     found = [t for t in every if t.is_floating_point()]
-    dim, length = 0, samples
-    if samples == 1:
-        tokens = [t for t in token_targets(targets) if t.ndim > 1]
-        dim, length = 1, tokens[0].shape[1] if tokens else 1
+    dim, length = (0, samples) if tokens is None else (1, tokens)
+    if tokens is None and samples == 1:
+        rows = [t for t in token_targets(targets) if t.ndim > 1]
+        dim, length = 1, rows[0].shape[1] if rows else 1
     size = sum(t.numel() for t in found)
     row = max(1, size // max(1, length))
     half = min(length // 2, _WIDE // (2 * row))
@@ -218,12 +228,24 @@ def three_of_parts(
                 for o, t in list(zip(outputs, targets, strict=True))[len(values) :]:
                     loss = take_loss(loss_fn, _as(o, dtype), _as(t, dtype))
                     values.append(value_of(loss, t))
-        except Exception:  # The user's function, about what it was not made for: fewer samples,
-            continue  # another dtype. What it does with its own is raised where it is called.
+        except Exception as error:  # The user's function, about what it was not made for: fewer
+            # samples, another dtype. What it does with its own is raised where it is called.
+            if any(isinstance(t, Pending) for _, t in tensors_in(outputs[0])):
+                refuse_alone(error)  # Other ranks may be in the head.
+            continue
         if changed[0] or None in values:
             return None
         return three_from([value for value in values if value is not None], found)
     return None
+
+
+def refuse_alone(error: Exception) -> None:
+    """Raise what was raised beside the training, unless all ranks have: they wait for each other.
+
+    Some ranks may then stand in a collective that the user's code on another one never came to.
+    """
+    if is_lost_connection(error) or not fails_together(error, range(dist.get_world_size())):
+        raise error
 
 
 def _as(item: Any, dtype: torch.dtype | None) -> Any:
@@ -274,14 +296,14 @@ def loss_problem(three: Three, plan: Plan) -> Problem | None:
     kind = plan.spec.loss
     origin = plan.spec.origin("loss")
     if kind == "sum":
-        if _is(first.loss + second.loss, three):
+        if agrees(first.loss + second.loss, three):
             return None
         what = f"the plan says loss: sum, but loss_fn does not return a sum over samples: {shown}"
         fix = "say loss: mean, or tokens for a mean over the targets that are not -100; or " + PAIR
         return Problem(what, origin, fix)
-    of_tokens = _token_mean(three)
+    of_tokens = token_mean(three)
     if kind == "tokens":
-        if of_tokens is None or _is(of_tokens, three):
+        if of_tokens is None or agrees(of_tokens, three):
             return None
         what = (
             f"the plan says loss: tokens, but loss_fn does not return the mean over the targets "
@@ -293,41 +315,16 @@ def loss_problem(three: Three, plan: Plan) -> Problem | None:
     return _mean_problem(three, of_tokens, shown, plan)
 
 
-def lone_problem(three: Three, are_uneven: bool, plan: Plan) -> Problem | None:
-    """What the halves of one sample tell of a loss that the plan takes for a mean over samples.
-
-    Args:
-        are_uneven: Whether samples hold unequal numbers of targets that are not -100.
-    """
-    whole, first, second = three.whole, three.first, three.second
-    if plan.spec.loss != "mean" or whole.count is not None or not math.isfinite(whole.loss):
-        return None
-    of_tokens = _token_mean(three)
-    shown = f"it is {whole.loss:.6g}, and {first.loss:.6g} and {second.loss:.6g} for each half"
-    origin = plan.spec.origin("loss")
-    if of_tokens is not None and _is(of_tokens, three):
-        what = (
-            f"loss_fn returns a mean over the targets that are not {IGNORED} ({shown}), and "
-            "microbatches of one sample each hold unequal numbers of them: the mean of their means "
-            "is not that of one process"
-        )
-        return Problem(what, origin, f"say loss: tokens; or {PAIR}") if are_uneven else None
-    if _is(first.loss + second.loss, three):
-        what = f"loss_fn returns a sum, and the plan takes it for a mean: {shown}"
-        return Problem(what, origin, "say loss: sum, or divide by the number of samples")
-    return None  # A loss that looks at neighbours says no more about parts of one sample.
-
-
 def _mean_problem(three: Three, of_tokens: float | None, shown: str, plan: Plan) -> Problem | None:
     whole, first, second = three.whole, three.first, three.second
     origin = plan.spec.origin("loss")
     are_finite = math.isfinite(first.loss) and math.isfinite(second.loss)
-    if are_finite and _is((first.loss + second.loss) / 2, three):
+    if are_finite and agrees((first.loss + second.loss) / 2, three):
         return None
-    if are_finite and _is(first.loss + second.loss, three):
+    if are_finite and agrees(first.loss + second.loss, three):
         what = f"loss_fn returns a sum over samples, and the plan takes it for their mean: {shown}"
         return Problem(what, origin, "say loss: sum, or divide by the number of samples")
-    if of_tokens is not None and _is(of_tokens, three) and first.tokens != second.tokens:
+    if of_tokens is not None and agrees(of_tokens, three) and first.tokens != second.tokens:
         what = (
             f"loss_fn returns a mean over the targets that are not {IGNORED}, and parts of a batch "
             f"hold unequal numbers of them ({first.tokens:.0f} and {second.tokens:.0f}): the mean "
@@ -362,7 +359,7 @@ def _pair_problem(three: Three, shown: str) -> Problem | None:
     adds_up = len(counts) == 3 and abs(counts[0] - counts[1] - counts[2]) <= 1e-6 * abs(counts[0])
     # A mean over no token is not a number, and times none of them it stays that.
     parts = [value.loss for value in (first, second) if value.count or math.isfinite(value.loss)]
-    if adds_up and _is(sum(parts), three):
+    if adds_up and agrees(sum(parts), three):
         return None
     what = "sum" if adds_up else "count"
     return Problem(
@@ -372,7 +369,7 @@ def _pair_problem(three: Three, shown: str) -> Problem | None:
     )
 
 
-def _token_mean(three: Three) -> float | None:
+def token_mean(three: Three) -> float | None:
     """The mean over all tokens from those of the halves."""
     return _weighted(three, three.first.tokens, three.second.tokens)
 
@@ -381,7 +378,7 @@ def _is_shifted(three: Three) -> bool:
     """Whether it is a mean over the targets that are not the first of their row."""
     counts = three.first.shifted, three.second.shifted
     of_tokens = _weighted(three, *counts)
-    return of_tokens is not None and counts[0] != counts[1] and _is(of_tokens, three)
+    return of_tokens is not None and counts[0] != counts[1] and agrees(of_tokens, three)
 
 
 def _weighted(three: Three, first: float | None, second: float | None) -> float | None:
@@ -391,5 +388,6 @@ def _weighted(three: Three, first: float | None, second: float | None) -> float 
     return sum(loss * count for loss, count in pairs if count) / (first + second)
 
 
-def _is(expected: float, three: Three) -> bool:
+def agrees(expected: float, three: Three) -> bool:
+    """Whether the loss of the whole is as expected, but for rounding."""
     return abs(three.whole.loss - expected) <= three.tolerance

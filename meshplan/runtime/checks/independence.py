@@ -13,8 +13,9 @@ DistributedDataParallel does, and `check` says it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ from meshplan.runtime.checks.halves import (
     LossFn,
     Three,
     loss_problem,
+    refuse_alone,
     three_from,
     three_of_parts,
     undisturbed,
@@ -120,7 +122,8 @@ def compare_forwards(
     def run(part: int) -> list[torch.Tensor]:
         args, kwargs = as_arguments(samples.inputs[part])
         # Stages send their output to one another, and that whole.
-        mode = nullcontext() if isinstance(inner, PipelinedModule) else loss_mode(plan)
+        is_pipelined = isinstance(inner, PipelinedModule)
+        mode = nullcontext() if is_pipelined else loss_mode(plan, is_trial=True)
         with in_evaluation(inner), undisturbed(changed), mode, _Values() as asked[part]:
             output = inner(*args, **kwargs)
         if loss_fn is not None and part in (WHOLE, FIRST, LAST):
@@ -129,7 +132,7 @@ def compare_forwards(
 
     found: dict[int, list[torch.Tensor]] = {}
     # The user's code may raise anything when it gets other samples.
-    with suppress(Exception):
+    with trying(plan):
         found |= {part: run(part) for part in (WHOLE, FIRST_AGAIN, LAST_AGAIN)}
     if largest(not found or any(changed))[0]:
         return None
@@ -137,7 +140,7 @@ def compare_forwards(
     asks_values = asked[WHOLE].told != asked[FIRST_AGAIN].told or asked[WHOLE].has_changed
     if asks_fewer or loss_fn is not None:
         # A model may be made for so many samples and no fewer.
-        with suppress(Exception):
+        with trying(plan):
             found |= {part: run(part) for part in (FIRST, LAST)}
     among_as_many = _largest_distance(found, samples, SAME_SIZE)
     among_fewer = _largest_distance(found, samples, FEWER)
@@ -146,7 +149,7 @@ def compare_forwards(
     told = largest(among_as_many, among_fewer)
     if told[0] or told[1] > floor:
         rounding = math.inf
-        with suppress(Exception), _rounded_otherwise(inner):
+        with trying(plan), _rounded_otherwise(inner):
             again = found | {FIRST_AGAIN: run(WHOLE)}
             rounding = _largest_distance(again, samples, SAME_SIZE[:1])
         most = max(floor, min(ceiling, _OTHER_KERNELS * rounding))
@@ -158,10 +161,23 @@ def compare_forwards(
             return Found(mixes=mixes, asks_values=asks_values)
     if loss_fn is None or FIRST not in outputs or LAST not in outputs:
         return Found(asks_values=asks_values)
-    with loss_mode(plan):
+    with loss_mode(plan, is_trial=True):
         three = _three(loss_fn, outputs, samples, dtype)
     problem = None if three is None else loss_problem(three, plan)
     return Found(problem=problem, asks_values=asks_values)
+
+
+@contextmanager
+def trying(plan: Plan) -> Iterator[None]:
+    """Let the user's code raise about other samples: all ranks then do, as they hold the same.
+
+    Not along cp, where each has another part of them, and one that raises is waited for.
+    """
+    try:
+        yield
+    except Exception as error:
+        if plan.assignment.context is not None:
+            refuse_alone(error)
 
 
 def _three(
@@ -180,7 +196,9 @@ def _three(
     try:
         for part in (WHOLE, FIRST, LAST):
             values.append(value_of(take_loss(loss_fn, outputs[part], targets[part]), targets[part]))
-    except Exception:  # The user's code, about fewer samples.
+    except Exception as error:  # The user's code, about fewer samples.
+        if any(isinstance(t, Pending) for _, t in tensors_in(outputs[WHOLE])):
+            refuse_alone(error)
         return None
     known = [value for value in values if value is not None]
     if len(known) < 3:
@@ -301,8 +319,13 @@ def _modules_run(model: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Run a model aside; of a pipeline also the forward that it records."""
+    """Run a model aside; of a pipeline also the forward that it records.
+
+    What was compiled runs as it is written: other sizes would be compiled anew.
+    """
+    is_compiled = "torch._dynamo" in sys.modules
     with (
+        torch.compiler.set_stance("force_eager") if is_compiled else nullcontext(),
         aside(model),
         aside(model.skeleton) if isinstance(model, PipelinedModule) else nullcontext(),
     ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -20,6 +19,7 @@ from meshplan.runtime.checks.independence import (
     KERNELS,
     SAME_SIZE,
     in_evaluation,
+    trying,
 )
 from meshplan.runtime.checks.samples import (
     FIRST,
@@ -40,7 +40,7 @@ _ALIKE: Final = 1e-6
 _Digests = dict[tuple[str, int], tuple[Any, Any]]
 
 
-def name_mixing(model: nn.Module, samples: Samples) -> tuple[str, nn.Module] | None:
+def name_mixing(model: nn.Module, plan: Plan, samples: Samples) -> tuple[str, nn.Module] | None:
     """The first module whose outputs differ with the other samples though its inputs do not.
 
     Collective, as `compare_forwards` is.
@@ -58,7 +58,7 @@ def name_mixing(model: nn.Module, samples: Samples) -> tuple[str, nn.Module] | N
             for name, module in modules.items()
         ]
         try:
-            with in_evaluation(inner), undisturbed(changed), suppress(Exception):
+            with trying(plan), in_evaluation(inner), undisturbed(changed):
                 args, kwargs = as_arguments(samples.inputs[run])
                 inner(*args, **kwargs)
         finally:

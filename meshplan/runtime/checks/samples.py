@@ -96,11 +96,23 @@ def samples_of(
 
 
 def _told_by(place: int, batch: tuple[Any, Any], samples: int, plan: Plan) -> tuple[Any, Any]:
-    """The first samples of a data rank, on every rank."""
-    copies = [axis for axis in plan.mesh.names if axis not in DATA_AXES]
+    """The first samples of a data rank, on every rank; along cp each has its part of them."""
+    own = plan.mesh.index(dist.get_rank(), ("cp",))
+    # Every rank takes part in all broadcasts.
+    told = [_told_to(at, place, batch, samples, plan) for at in range(plan.mesh.size("cp"))]
+    return told[own]
+
+
+def _told_to(
+    part: int, place: int, batch: tuple[Any, Any], samples: int, plan: Plan
+) -> tuple[Any, Any]:
+    """One part of the sequence of the first samples of a data rank, on every rank."""
+    copies = [axis for axis in plan.mesh.names if axis not in (*DATA_AXES, "cp")]
+    at = (place, part, 0)
     ranks = range(dist.get_world_size())
-    of_place = (rank for rank in ranks if plan.mesh.index(rank, DATA_AXES) == place)
-    source = next((rank for rank in of_place if not plan.mesh.index(rank, copies)), 0)
+    places = ([plan.mesh.index(rank, axes) for axes in (DATA_AXES, ("cp",), copies)]
+              for rank in ranks)  # fmt: skip
+    source = next((rank for rank, its in enumerate(places) if tuple(its) == at), 0)
 
     def here(tensor: torch.Tensor) -> torch.Tensor:
         # A view would be sent with all that it is a view of.

@@ -23,10 +23,12 @@ from meshplan.runtime.aside import aside
 from meshplan.runtime.batch import chunked
 from meshplan.runtime.checks.few import FewSamples
 from meshplan.runtime.checks.forward_writes import writes_in_forward
-from meshplan.runtime.checks.halves import LossFn, lone_problem, loss_problem, three_of
+from meshplan.runtime.checks.halves import LossFn, Three, loss_problem, three_of
 from meshplan.runtime.checks.independence import Found, compare_forwards
 from meshplan.runtime.checks.mixing import follows_statistics, mixing_problem, name_mixing
 from meshplan.runtime.checks.samples import largest, samples_of
+from meshplan.runtime.checks.tokens import lone_problem, sequence_problem
+from meshplan.runtime.context.batch import sequence_length
 from meshplan.runtime.loss_weights import History, num_parts, tokens_by_sample
 from meshplan.runtime.peers import num_samples
 from meshplan.runtime.pipeline.module import PipelinedModule
@@ -62,6 +64,7 @@ class StepCheck:
         self._gathered = gather.num_gathered
         self._problem: Problem | None = None
         self._if_uneven: Problem | None = None
+        """What is a problem only if parts hold unequal numbers of targets."""
         self._is_told = False
         self._has_seen = False
         if self._is_on:
@@ -87,16 +90,35 @@ class StepCheck:
         self._has_seen = True
         if gather.num_gathered != self._gathered:
             return
-        with _kept(self._loss_fn):
-            three = three_of(self._loss_fn, output, targets, given, self._samples)
-        if three is None:
+        plan, samples = self._plan, self._samples
+
+        def three(tokens: int | None = None) -> Three | None:
+            with _kept(self._loss_fn):
+                return three_of(self._loss_fn, output, targets, given, samples, tokens)
+
+        if plan.assignment.context is not None:
+            of_tokens = three(self._part_length())
+            if of_tokens is not None:
+                self._is_told = True
+                self._problem = sequence_problem(of_tokens, False, plan)
+                self._if_uneven = sequence_problem(of_tokens, True, plan)
+            of_samples = three() if samples > 1 and self._problem is None else None
+        else:
+            of_samples = three()
+        if of_samples is None:
             return
         self._is_told = True
-        if self._samples > 1:
-            self._problem = loss_problem(three, self._plan)
+        if samples > 1:
+            self._problem = loss_problem(of_samples, plan)
         else:
-            self._problem = lone_problem(three, False, self._plan)
-            self._if_uneven = lone_problem(three, True, self._plan)
+            self._problem = lone_problem(of_samples, False, plan)
+            self._if_uneven = lone_problem(of_samples, True, plan)
+
+    def _part_length(self) -> int:
+        """The tokens of a sample that this rank of cp holds."""
+        stated = self._plan.spec.batch.seq_len
+        part = stated // self._plan.mesh.size("cp") if stated is not None else None
+        return sequence_length(self._batch[0], part)
 
     def settle(self) -> None:
         """Refuse on all ranks what one of them has found; every rank calls it.
@@ -107,15 +129,10 @@ class StepCheck:
         if not self._is_on:
             return
         is_gathered = gather.num_gathered != self._gathered
-        # A part of a sequence cannot be cut again, and one rank alone would find that out. A head
-        # whose loss is taken in chunks has no room for whole logits.
-        decided = self._plan.assignment
-        is_whole = decided.context is None and decided.chunked_loss is None
-        can_run = is_whole and not self._plan.spec.compile
         is_wrong, is_untold, cannot_run, would_be_wrong, most, least = largest(
             self._problem is not None,
             self._has_seen and not self._is_told,
-            not can_run or is_gathered or self._leaves_traces(),
+            is_gathered or self._leaves_traces(),
             self._if_uneven is not None,
             max(self._tokens),
             -min(self._tokens),
@@ -154,7 +171,7 @@ class StepCheck:
         )
         self._history.asks_values |= bool(asks_values)
         if mixes:
-            self._refuse_mixing(found, name_mixing(self._model, samples))
+            self._refuse_mixing(found, name_mixing(self._model, self._plan, samples))
         elif is_wrong:
             _raise_first(found.problem)
 
