@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from meshplan.cost.grid import GRID, OPTIONS, SCHEDULE_WORDS
 from meshplan.planner.flights import in_flight
 from meshplan.planner.found import Measured
 from meshplan.planner.numbers import Numbers, weights
-from meshplan.planner.row import Candidate
+from meshplan.planner.row import Candidate, Row, solve_row
 from meshplan.schedules import SCHEDULES, actions
 
 NUM_OPTIONS = len(OPTIONS)
@@ -63,6 +63,34 @@ def random_numbers(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
         once_s=rng.uniform(0, 0.5, num_rows),
     )
     return numbers, float(rng.uniform(5, 12 * length))
+
+
+def alike_rows() -> tuple[Numbers, float, NDArray[np.float64]]:
+    """(80 meshes of one model, a capacity, what each holds above its linear figures).
+
+    The last 20 are slow and hold nothing more. All others must give up the fastest of their
+    options for what they hold more; the greater their number, the faster they are. The last three
+    of these hold so much that none of their answers fits.
+    """
+    numbers, _ = random_numbers(3, num_rows=80)
+    place = np.arange(80)
+    is_slow = place >= 60
+    alike = {
+        each.name: np.repeat(value[:1], 80, axis=0)
+        for each in fields(numbers)
+        if isinstance(value := getattr(numbers, each.name), np.ndarray) and len(value) == 80
+    }
+    alike["grid"]["dp_replicate"] = 1 + place
+    alike["grid"]["tp"] = np.where(is_slow, 8, 1)
+    alike["seconds"] *= np.where(is_slow, 1.5, 1.2 - 0.002 * place)[:, None, None]
+    numbers = replace(numbers, **alike)
+    fast = solve_row(numbers, 0, float("inf"))
+    assert fast is not None
+    capacity = max(fast.linear_bytes)
+    least = max(Row(numbers, 0, float("inf")).smallest().linear_bytes)
+    extra = np.where(is_slow, 0.0, 0.6 * (capacity - least))
+    extra[57:60] = capacity - 0.9 * least
+    return numbers, capacity, extra
 
 
 def random_rounds(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from meshplan.planner import knapsack
 from meshplan.planner.cuts import cut
 from meshplan.planner.knapsack import NONE, Menu, _Labels, solve
 from meshplan.planner.mixes import mixes_of
@@ -148,6 +149,31 @@ def test_the_first_answer_fits_and_no_exchange_makes_it_better():
     assert len(shares) > 100
     assert np.mean(np.isclose(shares, 1.0)) > 0.9
     assert max(shares) < 1.03
+
+
+def test_the_first_answer_rules_out_as_much_as_one_known_before(monkeypatch):
+    """Who asks without a limit waits no longer than who knows an answer of that time already."""
+    weighed = []
+
+    def counted(*asked):
+        found = mixes_of(*asked)
+        weighed.append(len(found.takes))
+        return found
+
+    monkeypatch.setattr(knapsack, "mixes_of", counted)
+    rng, counts, capacity = np.random.default_rng(0), np.array([20, 20]), 200.0
+    for _ in range(5):
+        # The faster an option, the more it holds.
+        seconds = np.sort(rng.uniform(1, 2, (2, 4)))
+        memory = np.sort(rng.uniform(0, 10, (2, 4)))[:, ::-1]
+        menu = Menu(seconds, memory)
+        first = _Labels(menu, counts, capacity, np.inf)._first()
+        weighed.clear()
+        solve(menu, counts, capacity)
+        without_limit = sum(weighed)
+        weighed.clear()
+        solve(menu, counts, capacity, first)
+        assert 0 < without_limit == sum(weighed)
 
 
 def test_mixes_pay_no_more_than_the_slack():

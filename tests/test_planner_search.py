@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from meshplan.cost.grid import SCHEDULE_WORDS
 from meshplan.planner.found import Guess, Measured
 from meshplan.planner.numbers import (
+    by_bound,
     memory_bounds,
     priced_bounds,
     time_bounds,
@@ -21,6 +24,7 @@ from meshplan.planner.row import Candidate, Row, solve_row
 from meshplan.planner.search import search
 from tests.brute import (
     HALVED,
+    alike_rows,
     always_fits,
     began_by,
     beside_blocks,
@@ -323,3 +327,90 @@ def test_an_answer_is_there_soon_though_all_that_is_fast_holds_too_much():
     assert in_parts[found.best.row]
     assert not found.is_whole
     assert found.gap > 0.5
+
+
+class Known:
+    """What each row holds above its linear figures, which guesses know.
+
+    Attributes:
+        measured, guessed: The rows that somebody asked for.
+    """
+
+    def __init__(self, capacity: float, extra: NDArray[np.float64], *, is_sure: bool) -> None:
+        self.capacity, self.extra, self.is_sure = capacity, extra, is_sure
+        self.measured: set[int] = set()
+        self.guessed: set[int] = set()
+
+    def fits(self, candidate: Candidate) -> bool:
+        return max(candidate.linear_bytes) + self.extra[candidate.row] <= self.capacity * (1 + 1e-9)
+
+    def measure(self, candidate: Candidate) -> Measured:
+        self.measured.add(candidate.row)
+        return Measured(self.fits(candidate), float(self.extra[candidate.row]))
+
+    def guess(self, candidate: Candidate) -> Guess:
+        self.guessed.add(candidate.row)
+        is_over = self.is_sure and not self.fits(candidate)
+        return Guess(float(self.extra[candidate.row]), is_over)
+
+
+def test_a_row_of_which_a_guess_is_sure_is_never_measured():
+    ruled_out = 0
+    for seed in range(40):
+        numbers, capacity = random_numbers(seed)
+        extra = np.random.default_rng(seed).uniform(0, capacity, len(numbers.grid))
+        known = Known(capacity, extra, is_sure=True)
+        search(numbers, capacity, known.measure, guess=known.guess)
+        for row in range(len(numbers.grid)):
+            if not known.fits(Row(numbers, row, float("inf")).smallest()):
+                assert row not in known.measured, seed
+                ruled_out += 1
+    assert ruled_out > 50
+
+
+def test_what_guesses_let_hope_for_is_tried_before_its_turn():
+    """The fastest answer is there when a third of the rows have not been looked at."""
+    numbers, capacity, extra = alike_rows()
+    known = Known(capacity, extra, is_sure=False)
+    whole = search(numbers, capacity, known.measure, guess=known.guess)
+    assert whole.best is not None
+    assert whole.best.row == 56
+    known.guessed.clear()
+    found = search(
+        numbers,
+        capacity,
+        known.measure,
+        guess=known.guess,
+        is_stopped=lambda: len(known.guessed) >= 53,
+    )
+    assert found.best is not None
+    assert not found.is_whole
+    assert found.best.seconds == whole.best.seconds
+
+
+def test_what_comes_near_holds_what_was_measured_before_its_turn():
+    """Row 60 is measured for want of a faster answer, and never again."""
+    numbers, capacity, extra = alike_rows()
+    extra[60:] = 0.3 * extra[0]
+    known = Known(capacity, extra, is_sure=False)
+    found = search(numbers, capacity, known.measure, guess=known.guess, slack=0.3)
+    near = {each.row: each for each in found.near if each.row in known.measured}
+    assert 60 in near
+    assert all(map(known.fits, near.values()))
+
+
+def test_no_more_bounds_are_asked_for_than_the_answer_needs(monkeypatch):
+    """Of a large space, they are most of the work where the fastest row fits at once."""
+    numbers, _, _ = alike_rows()
+    bounded = []
+
+    def counted(*asked: Any) -> Iterator[tuple[float, int]]:
+        for bound, row in by_bound(*asked):
+            bounded.append(row)
+            yield bound, row
+
+    monkeypatch.setattr("meshplan.planner.search.by_bound", counted)
+    found = search(numbers, float("inf"), always_fits)
+    assert found.best is not None
+    assert found.best.row == 59
+    assert len(bounded) < 10
