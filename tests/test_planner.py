@@ -384,3 +384,13 @@ def test_what_stages_hand_on_takes_its_time(job):
         assert not flat.any()
     sent = 4 * 1024 * LLAMA["hidden_size"] * 2
     assert (once[5] - once[50] >= 2 * sent * (1 / 5e9 - 1 / 50e9)).all()
+
+
+def test_what_stages_hand_on_is_held_until_its_gradient_comes(job):
+    """The hidden states of one microbatch; a rank without stages hands on nothing."""
+    at = job_of(job())
+    grid, sent = at.usual.grid, at.usual.sent
+    rows = (grid["pp"] > 1) & (grid["tp"] == 1)
+    assert len({*grid["micro"][rows]}) > 1
+    assert (sent[rows] == grid["micro"][rows] * 1024 * LLAMA["hidden_size"] * 2).all()
+    assert not sent[grid["pp"] == 1].any()

@@ -115,6 +115,33 @@ def test_each_stage_holds_what_it_reads_and_no_more():
     assert found.tensors["model.rotary_emb.inv_freq"] == (0, 1)
 
 
+class Scaled(nn.Module):
+    """A buffer of the root, and those of modules that run in one stage each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(4))
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.second = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    def forward(self, x):
+        return self.second(self.first(x)) * self.scale
+
+
+@pytest.mark.parametrize("with_flow", [True, False])
+def test_a_buffer_is_held_wherever_its_module_runs(with_flow):
+    """The root runs in every stage, whichever of them reads its buffer."""
+    model = Scaled()
+    graph = graph_of(model, record(model, torch.zeros(2, 4)) if with_flow else None)
+    stages = make_plan(
+        load_spec({"version": 1, "mesh": {"pp": 2}}), graph, world_size=2
+    ).assignment.stages
+    assert stages is not None
+    assert stages.tensors["scale"] == (0, 1)
+    assert stages.tensors["first.1.running_mean"] == (0,)
+    assert stages.tensors["second.1.running_mean"] == (1,)
+
+
 def test_a_table_that_the_head_shares_weighs_where_it_is_read_first():
     cut = units(decided("hf_llama_tied", {}, with_flow=False))
     assert cut[0][0] == "model.embed_tokens"
