@@ -387,3 +387,14 @@ def test_over_one_rank_parameters_are_cast_between_kernels_and_gradients_laid_be
     assert kept == pytest.approx(none.backward_s[0, 0] + 0.1 * laid)
     assert given_back == pytest.approx(kept + cast)
     assert far.forward_s[0, 1] == pytest.approx(none.forward_s[0, 0] + cast + fetch)
+
+
+@pytest.mark.parametrize("reshard", [0, 1])
+def test_what_lies_on_the_host_crosses_once_each_way(reshard):
+    """Of one microbatch: shards of parameters before each gathering, those of gradients after."""
+    block = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=4).kinds[1]
+    bus = replace(COUNTING, intra_bytes_per_s=np.inf, pcie_bytes_per_s=1.0)
+    told = terms(row(dp_shard=4, offload=PARAMS_THERE), block, bus, 8, FP32, is_awaited=True)
+    shard_bytes = sum(block.numels) * 4 / 4
+    crossed = told.seconds[0, OPTIONS.index((0, reshard))] - told.update_s[0]
+    assert crossed == pytest.approx(shard_bytes * (2 + reshard))
