@@ -18,7 +18,7 @@ import pytest
 from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
 from meshplan.memory.analytic import Run, tape_of, work_of
-from meshplan.memory.log import Term
+from meshplan.memory.log import EventLog, Term
 from meshplan.memory.row import Grad, Tape
 from meshplan.memory.rows import Writer
 from meshplan.memory.shape import shape_of
@@ -27,6 +27,7 @@ from meshplan.memory.told import told_log
 from meshplan.memory.work import Moment
 from meshplan.plan import make_plan
 from meshplan.reader import load_spec
+from tests.told import traced as traced_logs
 
 BATCH, SEQ_LEN = 2, 32
 DECODER: dict[str, Any] = {
@@ -164,6 +165,31 @@ def test_saved_bytes_of_a_block_are_those_of_the_trace(apart: ProcessPoolExecuto
     ]
     mine = [told("llama in bf16", n).log.by_phase["forward"][1] for n in (2, 3)]
     assert mine[1] - mine[0] == ends[1] - ends[0] > 0
+
+
+def test_an_activation_takes_what_it_takes_in_the_trace(apart: ProcessPoolExecutor) -> None:
+    """Also where no phase has its peak while it runs."""
+    config, spec = (
+        GPT2 | {"model_type": "gpt2", "n_layer": 1},
+        {"version": 1, "mesh": {"dp_shard": 2}},
+    )
+    answer = apart.submit(traced_logs, config, spec, 2, (0,)).result()
+    assert isinstance(answer, tuple), answer
+    plan = make_plan(load_spec(spec), from_mapping(config), world_size=2)
+    mine = told_log(plan, batch=BATCH, seq_len=SEQ_LEN, is_cuda=False, in_place=False)
+    assert most_of_its_own(mine, "transformer.h.0.mlp.act") == most_of_its_own(
+        answer[1][0], "transformer.h.0.mlp.act"
+    )
+
+
+def most_of_its_own(log: EventLog, module: str) -> dict[str, int]:
+    """By phase, the most bytes at once of what a module makes."""
+    live, most = 0, dict.fromkeys(log.phases, 0)
+    for delta, storage, phase in log.events:
+        if log.storages[storage].module == module:
+            live += delta
+            most[log.phases[phase]] = max(most[log.phases[phase]], live)
+    return most
 
 
 def test_a_tensor_too_few_would_show() -> None:
