@@ -154,7 +154,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rules": [*SPREAD["rules"], *WHOLE["rules"]]}, **MIXED)),
 }  # fmt: skip
 DEFAULT = {
-    "interleaved, recomputed": 3, "gpt2, tied, clipped": 0, "a lone table, bf16": 2,
+    "GPipe": 2, "interleaved, recomputed": 3, "gpt2, tied, clipped": 0, "a lone table, bf16": 2,
     "mixtral of two blocks, spread, recomputed": 0,
 }  # fmt: skip
 """One rank of each; the wide run takes one of every stage."""
