@@ -175,7 +175,8 @@ def total_of_ranks() -> float:
 
 def dying_rank(how: str) -> str:
     """What a step raises when the culprit's process ends between two steps."""
-    guard.GRACE_S = 1.0
+    # Nobody stays for one of whom it is known that it has died.
+    guard.GRACE_S = 1.0 if how == "uncaught" else 2 * SECONDS
     model = meshplan.parallelize(models.build("own_llama"), {"version": 1, "strategy": "ddp"})
     sgd = models.optimizer(model)
     batch = meshplan.local_batch(model, models.batch("own_llama", 0))
