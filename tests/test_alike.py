@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshplan
+from meshplan.runtime.checks import drift
 from meshplan.runtime.checks.drift import _differ, _ends, _sums, _tolerance
 from meshplan.runtime.mesh import local_of
 from tests import models, parity
@@ -163,6 +164,60 @@ def test_copies_that_part_are_refused_by_name(pool, plan, when):
 @pytest.mark.parametrize("plan", ["full_shard", "tp x fsdp", "pp"])
 def test_nothing_is_said_of_copies_that_stay(pool, plan):
     assert pool(PLANS[plan][0]).run(drifted, plan, "", "never") == [("", 0)] * PLANS[plan][0]
+
+
+def num_compared(plan: str) -> int:
+    """How often copies are compared in two steps."""
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drift, "check_drift", lambda *_: asked.append(0))
+        model, sgd = make(plan)
+        for step in range(2):
+            batch = meshplan.local_batch(model, models.batch("own_llama", step))
+            meshplan.train_step(model, sgd, *batch, models.loss)
+    return len(asked)
+
+
+@pytest.mark.parametrize(("plan", "times"), [("ddp", 2), ("full_shard", 0)])
+def test_only_where_there_are_copies_they_are_compared(pool, plan, times):
+    assert pool(2).run(num_compared, plan) == [times] * 2
+
+
+class Sharing(nn.Module):
+    """Its second half has the weights of the first, of which the first one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(4))
+        self.layers[2].weight = self.layers[0].weight.requires_grad_(False)
+        self.layers[3].weight = self.layers[1].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def shared_by_stages() -> str:
+    """What is said after one stage alone wrote to the weight that both train."""
+    split = [["layers.0", "layers.1"], ["layers.2", "layers.3"]]
+    plan = {"version": 1, "mesh": {"pp": 2}, "pipeline": PP | {"split": split}}
+    batch = torch.ones(4, 4), torch.zeros(4, 4)
+    model = meshplan.parallelize(Sharing(), plan, example_inputs=batch[0])
+    sgd = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), 0.1)
+    meshplan.train_step(model, sgd, *batch, F.mse_loss)
+    write(model, "layers.1.weight")
+    try:
+        meshplan.train_step(model, sgd, *batch, F.mse_loss)
+    except meshplan.ApplyError as error:
+        return str(error)
+    return ""
+
+
+def test_copies_of_stages_that_part_are_refused_beside_frozen_ones(pool):
+    for told in pool(2).run(shared_by_stages):
+        assert "several ranks hold a copy of layers.1.weight, and the copies" in told
 
 
 def test_copies_of_one_sum_differ_by_their_squares():
