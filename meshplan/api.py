@@ -388,10 +388,9 @@ def _find_model(
 
         live, rehearse = live_graph(entry, origin, spec)
         return live, tuple(notes), rehearse
-    graph = from_config(config, Origin("--config")) if config is not None else None
-    if graph is None and stated is not None and stated.config is not None:
-        graph = graph_of(spec)
-    if graph is not None:
+    if config is not None or (stated is not None and stated.config is not None):
+        graph = graph_of(spec) if config is None else from_config(config, Origin("--config"))
+        assert graph is not None
         return graph, (*notes, *graph.notes, *questions(params=graph.num_params)), None
     known = "only the number of parameters" if stated is not None else "nothing"
     notes.append(

@@ -4,7 +4,7 @@
 
 Half of the changes are of bytes, half put another value where one stood. What reaches lines that
 no input before it reached is kept, and changed further. Which seeded bug would this catch? A key
-that is read without a look at its type, a size without a bound.
+that is read without a look at its type, a size without a bound of time or memory.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -32,6 +36,8 @@ __all__ = ["job"]
 
 ROUNDS = int(os.environ.get("MESHPLAN_FUZZ", "0"))
 SLOWEST_S = 10.0
+MOST_BYTES = 4 << 30  # beyond what the process has, the libraries of other tests among it
+OFTEN = 200  # calls of a function after which its lines are no longer looked at
 ODD: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2, 7, 10**9, 10**30, -(10**30), 0.5, -0.0, 1e308, float("nan"),
     float("inf"), "", "auto", "no", "3e9", "80GiB", "\x1b[31m", "\u202e", "a" * 5000, "**",
@@ -81,7 +87,7 @@ def _other_value(rng: random.Random, content: Any, kind: str) -> bytes:
     for _ in range(rng.randint(1, 2)):
         path = rng.choice(list(paths_of(content)))
         if not path:
-            content[rng.choice(("x", "version", "rules", "model_type"))] = rng.choice(ODD)
+            content[rng.choice(("x", "version", "rules", "model_type"))] = deepcopy(rng.choice(ODD))
             continue
         where = content
         for key in path[:-1]:
@@ -89,7 +95,7 @@ def _other_value(rng: random.Random, content: Any, kind: str) -> bytes:
         if rng.random() < 0.15 and isinstance(where, dict):
             del where[path[-1]]
         else:
-            where[path[-1]] = rng.choice(ODD)
+            where[path[-1]] = deepcopy(rng.choice(ODD))
     if kind == "lock" and rng.random() < 0.9 and "hash" in content:
         content["hash"] = _hash_of(content)
     return json.dumps(content).encode(errors="surrogatepass")
@@ -101,16 +107,33 @@ class Lines:
     def __init__(self) -> None:
         self.known: set[tuple[str, int]] = set()
         self.has_new = False
+        self._calls: Counter[CodeType] = Counter()
 
     def trace(self, frame: FrameType, event: str, arg: object) -> Any:
-        if not frame.f_code.co_filename.startswith(OWN):
-            return None
+        if event == "call":
+            code = frame.f_code
+            self._calls[code] += 1
+            if self._calls[code] > OFTEN or not code.co_filename.startswith(OWN):
+                return None
         if event == "line":
             line = frame.f_code.co_filename, frame.f_lineno
             if line not in self.known:
                 self.known.add(line)
                 self.has_new = True
         return self.trace
+
+
+@contextmanager
+def bounded_memory() -> Iterator[None]:
+    """Inside, who asks for too much gets a MemoryError, which no verb expects."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    most = pages * resource.getpagesize() + MOST_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def seeds(job: Any) -> dict[str, tuple[Path, list[bytes], list[list[str]]]]:
@@ -163,7 +186,8 @@ def fuzz(job: Any, kind: str, rounds: int, seed: int, capsys: Any) -> None:
         began = time.perf_counter()
         sys.settrace(lines.trace)
         try:
-            code = main(words)
+            with bounded_memory():
+                code = main(words)
         finally:
             sys.settrace(None)
         took = time.perf_counter() - began
