@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshplan.blueprint import OtherModelError, from_config
-from meshplan.errors import Origin, PlanError, Problem, SpecError
+from meshplan.errors import Origin, PlanError, Problem, SpecError, UnstatedError
 from meshplan.formulas import ROWS
 from meshplan.graph import ModelGraph
 from meshplan.sizing import check_enough, graph_of, questions, read_limit, read_sizing
@@ -341,13 +341,11 @@ def estimate_memory(
             assert graph is not None
             decided = make_plan(spec, graph)
             return told_estimate(
-                decided,
-                device=device,
-                limit_bytes=limit_bytes,
-                notes=(*notes, *more),
-                tells_worst=True,
-                tells_modules=True,
-            )
+                decided, device=device, limit_bytes=limit_bytes, notes=(*notes, *more),
+                tells_worst=True, tells_modules=True,
+            )  # fmt: skip
+        except UnstatedError:
+            raise
         except (PlanError, OtherModelError) as error:
             told(f"the config alone does not tell it: {error.problems[0].what}")
     from meshplan.runtime.fixes import with_fixes  # torch

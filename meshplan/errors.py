@@ -82,5 +82,9 @@ class PlanError(MeshplanError, ValueError):
     """The plan can be read but does not work for this model and these devices."""
 
 
+class UnstatedError(PlanError):
+    """The plan leaves out what the answer depends on, and nothing but its author knows."""
+
+
 class ApplyError(MeshplanError, RuntimeError):
     """The live model or the running job does not agree with the plan."""

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Final
 
 from meshplan.spec import Selector
@@ -162,15 +164,24 @@ def nearest(pattern: str, names: Iterable[str]) -> str | None:
     >>> nearest("layers.*.wq", ["layers.0.attn.wq", "layers.1.attn.wq", "norm"])
     'layers.*.attn.wq'
     """
-    rows = list(dict.fromkeys(tuple(name.split(".")) for name in names if name))
+    rows, general = _shapes(tuple(names))
     parts = _parts(pattern)
     mended = _mend(parts, rows)
     if mended and mended != pattern:
         return mended
-    general = {".".join("*" if _is_number(part) else part for part in row): row for row in rows}
     same_end = _fitting(parts[-1], (row[-1] for row in general.values()))
     ends_alike = [name for name, row in general.items() if row[-1] in same_end]
     return near(pattern, ends_alike) or near(pattern, general)
+
+
+@lru_cache(maxsize=8)
+def _shapes(
+    names: tuple[str, ...],
+) -> tuple[Sequence[tuple[str, ...]], Mapping[str, tuple[str, ...]]]:
+    """(the parts of each name, one name for each pattern with `*` for numbers)."""
+    rows = tuple(dict.fromkeys(tuple(name.split(".")) for name in names if name))
+    general = {".".join("*" if _is_number(part) else part for part in row): row for row in rows}
+    return rows, MappingProxyType(general)
 
 
 def near(word: str, words: Iterable[str]) -> str | None:

@@ -14,7 +14,7 @@ from meshplan.agreement import split_batch
 from meshplan.assign import Assignment, assign
 from meshplan.assign.not_yet import not_yet
 from meshplan.compatibility import clashes
-from meshplan.errors import PlanError, Problem
+from meshplan.errors import PlanError, Problem, UnstatedError
 from meshplan.graph import ModelGraph
 from meshplan.mesh import DATA_AXES, GRADIENT_AXES, Mesh
 from meshplan.rehearsal import Rehearse
@@ -23,6 +23,23 @@ from meshplan.strategies import resolve_mesh
 
 if TYPE_CHECKING:
     from meshplan.pictures.types import Picture
+
+
+def unstated(spec: Spec, micro: int | None, *, reads_tokens: bool) -> list[Problem]:
+    """What a plan does not say of how much a rank is fed.
+
+    Args:
+        micro: Samples that a rank takes at once, None where nothing says it.
+        reads_tokens: Whether the model takes sequences.
+    """
+    problems = []
+    if micro is None:
+        what = "nothing says how many samples a rank takes at once, on which its memory depends"
+        problems.append(Problem(what, spec.origin("batch"), "add batch: {micro: 1}"))
+    if reads_tokens and spec.batch.seq_len is None and spec.input is None:
+        what = "nothing says how long a sequence is, on which a step's memory depends"
+        problems.append(Problem(what, spec.origin("batch"), "add batch: {seq_len: 2048}"))
+    return problems
 
 
 # Plans and specs travel between processes, and Python does not know how to send their
@@ -68,6 +85,21 @@ class Plan:
         """Forwards that a rank runs in one optimizer step, each on a part of its samples."""
         stages = self.assignment.stages
         return self.accumulate * (1 if stages is None else stages.microbatches)
+
+    def fed(self) -> tuple[int, int]:
+        """(samples, tokens of each) that a rank takes at once.
+
+        Raises:
+            UnstatedError: The plan does not say.
+            PlanError: It states the length of a sequence in an example of the input only.
+        """
+        if problems := unstated(self.spec, self.micro, reads_tokens=True):
+            raise UnstatedError(problems)
+        if self.micro is None or self.spec.batch.seq_len is None:
+            what = "how long a sequence is stands in the example of an input alone"
+            fix = "add batch: {seq_len: 2048}"
+            raise PlanError(Problem(what, self.spec.origin("input"), fix))
+        return self.micro, self.spec.batch.seq_len
 
     @property
     def num_parts(self) -> int:

@@ -20,6 +20,8 @@ _FIELDS = (
     "reshard_after_forward", "precision", "activation_checkpointing",
     "stage", "unit", "apply",
 )  # fmt: skip
+_MOST_GUESSED = 100
+"""Rules that match nothing and are told what they may mean: to find it takes milliseconds each."""
 _PARTS = {"offload": ("params", "optimizer", "activations")}
 """Fields that are stated part by part, each of which a later rule may state otherwise."""
 
@@ -123,7 +125,7 @@ class Cascade:
             noun, known = "module of that type", sorted({m.type for m in graph.modules.values()})
         else:
             noun, known = "module", [f for f in graph.modules if f]
-        near = nearest(text, known)
+        near = nearest(text, known) if len(self.problems) < _MOST_GUESSED else None
         self.problems.append(
             Problem(
                 f"'{text}' matches no {noun} of {graph.name}",

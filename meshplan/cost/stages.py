@@ -40,11 +40,7 @@ def chain_of_plan(plan: Plan) -> Chain:
         PlanError: It is of no known family, or the plan says too little, or does something that
             no rule is known for.
     """
-    seq_len, tp = plan.spec.batch.seq_len, plan.mesh.size("tp")
-    if plan.micro is None or seq_len is None:
-        what = "nothing says how many samples of which length a rank takes at once"
-        fix = "add batch: {micro: 1, seq_len: 2048}"
-        raise PlanError(Problem(what, plan.spec.origin("batch"), fix))
+    (_, seq_len), tp = plan.fed(), plan.mesh.size("tp")
     if not plan.graph.config:
         what = "how long modules take is not known of this model"
         raise PlanError(Problem(what, None, "give a config of a known family"))

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Final
 
 from meshplan.collecting import no_collection
-from meshplan.errors import PlanError, Problem
 from meshplan.memory.assemble import assemble_figures, least_bytes, with_packed
 from meshplan.memory.estimate import MemoryEstimate, Tier
 from meshplan.memory.experts import Spread, most_arriving
@@ -67,7 +66,7 @@ def told_estimate(
         PlanError: The model's operations, or something in the plan, are not known.
         OverError: Some rank takes more than `most_bytes`.
     """
-    spec, (micro, seq_len) = plan.spec, _batch(plan)
+    spec, (micro, seq_len) = plan.spec, plan.fed()
     check_fused(plan, seq_len, device=device)
     groups = equal_ranks(plan.assignment)
     shape = f"[{micro * plan.accumulate}, {seq_len // plan.mesh.size('cp')}] int64"
@@ -122,19 +121,10 @@ def check_told(plan: Plan, *, device: str) -> None:
     Raises:
         PlanError: As `told_estimate`.
     """
-    micro, seq_len = _batch(plan)
+    micro, seq_len = plan.fed()
     check_fused(plan, seq_len, device=device)
     works = told_works(plan, micro, seq_len, device=device)
     check_rules(plan, works.of_rank(0, in_brief=True))
-
-
-def _batch(plan: Plan) -> tuple[int, int]:
-    """(samples, tokens of each) that a rank takes at once."""
-    if plan.micro is None or plan.spec.batch.seq_len is None:
-        what = "nothing says how many samples of which length a rank takes at once"
-        fix = "add batch: {micro: 1, seq_len: 2048}"
-        raise PlanError(Problem(what, plan.spec.origin("batch"), fix))
-    return plan.micro, plan.spec.batch.seq_len
 
 
 def told_at_worst(estimate: MemoryEstimate, plan: Plan) -> MemoryEstimate:
@@ -157,7 +147,7 @@ def told_rank(plan: Plan, rank: int, *, device: str, played: Played | None = Non
     Raises:
         PlanError: As `told_estimate`.
     """
-    micro, seq_len = _batch(plan)
+    micro, seq_len = plan.fed()
     check_fused(plan, seq_len, device=device)
     works = told_works(plan, micro, seq_len, device=device, rank=rank, played=played)
     return _log_of(works, plan, rank, in_brief=True)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from meshplan.errors import PlanError, Problem
 from meshplan.memory.driver import with_workspaces
 from meshplan.memory.log import EventLog, Term
 from meshplan.memory.replay.optimizer import is_uniform
@@ -91,13 +90,9 @@ def log_of(plan: Plan, rank: int, device: str) -> EventLog:
     Raises:
         PlanError: Its operations, or something in the plan, are not known.
     """
-    seq_len = plan.spec.batch.seq_len
-    if plan.micro is None or seq_len is None:
-        what = "nothing says how many samples of which length a rank takes at once"
-        fix = "add batch: {micro: 1, seq_len: 2048}"
-        raise PlanError(Problem(what, plan.spec.origin("batch"), fix))
+    micro, seq_len = plan.fed()
     log = told_log(
-        plan, batch=plan.micro, seq_len=seq_len, optimizer=plan.spec.optimizer, rank=rank,
+        plan, batch=micro, seq_len=seq_len, optimizer=plan.spec.optimizer, rank=rank,
         foreach=is_uniform(plan.assignment),
     )  # fmt: skip
     return with_workspaces(log, device)

@@ -18,7 +18,7 @@ from meshplan.errors import ApplyError, PlanError, Problem
 from meshplan.memory.replay.optimizer import OPTIMIZERS as RULES
 from meshplan.memory.told import in_chunks
 from meshplan.optimizers import called as called_by
-from meshplan.plan import Plan
+from meshplan.plan import Plan, unstated
 from meshplan.runtime.batch import mapped
 from meshplan.runtime.context.batch import has_sequence, sequence_length
 from meshplan.runtime.nest import tensors_in
@@ -67,13 +67,7 @@ def check_stated(spec: Spec, micro: int | None, *, reads_tokens: bool) -> None:
     Raises:
         PlanError: All that is missing.
     """
-    problems = []
-    if micro is None:
-        what = "nothing says how many samples a rank takes at once, on which its memory depends"
-        problems.append(Problem(what, spec.origin("batch"), "add batch: {micro: 1}"))
-    if reads_tokens and spec.batch.seq_len is None and spec.input is None:
-        what = "nothing says how long a sequence is, on which a step's memory depends"
-        problems.append(Problem(what, spec.origin("batch"), "add batch: {seq_len: 2048}"))
+    problems = unstated(spec, micro, reads_tokens=reads_tokens)
     if spec.optimizer not in {*OPTIMIZERS, *RULES}:
         problems.append(_untraced(spec))
     if problems:

@@ -120,3 +120,26 @@ def test_a_trace_of_a_step_that_has_no_end(job, capsys):
                batch={"micro": 65_536, "seq_len": 1024})  # fmt: skip
     assert answered("estimate", "-f", str(plan), "--trace") == 2
     assert "--set pipeline.microbatches=32" in capsys.readouterr().err
+
+
+def test_thousands_of_rules_that_match_nothing(job, capsys):
+    rules = [
+        {"match": f"model.layers.*.mpl{{,{n}}}", "reshard_after_forward": True} for n in range(4000)
+    ]
+    assert answered("check", "-f", str(job(strategy="full_shard", mesh=None, rules=rules))) == 1
+    assert "did you mean" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("left_out", "asked"), [("micro", "micro: 1"), ("seq_len", "seq_len: 2048")]
+)
+def test_what_a_plan_leaves_out_is_asked_without_a_trace(job, capsys, left_out, asked):
+    batch = {"micro": 1, "seq_len": 1024}
+    del batch[left_out]
+    plan = job(strategy="full_shard", mesh={"dp_shard": 8}, batch=batch)
+    began = time.monotonic()
+    assert main(["estimate", "-f", str(plan)]) == 2
+    assert time.monotonic() - began < 3.0  # a trace takes 7 s
+    err = capsys.readouterr().err
+    assert asked in err
+    assert "imagining" not in err
