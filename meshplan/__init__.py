@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from meshplan.reporting import make_report as make_report
     from meshplan.retargeting import retarget as retarget
     from meshplan.runtime.gather import gather_batch as gather_batch
+    from meshplan.runtime.gather import global_mean as global_mean
     from meshplan.runtime.grad_hooks import register_grad_hook as register_grad_hook
     from meshplan.runtime.gradient_scale import clip_grad_norm_ as clip_grad_norm_
     from meshplan.runtime.guard import guarded as guarded
@@ -52,6 +53,7 @@ _ROOMS = {
     "register_grad_hook": "meshplan.runtime.grad_hooks",
     "clip_grad_norm_": "meshplan.runtime.gradient_scale",
     "gather_batch": "meshplan.runtime.gather",
+    "global_mean": "meshplan.runtime.gather",
     "full_state_dict": "meshplan.runtime.state",
     "guarded": "meshplan.runtime.guard",
     # know it beforehand

@@ -1,4 +1,4 @@
-"""`gather_batch`: losses that compare samples with one another have one process's gradients."""
+"""`gather_batch` and `global_mean`: losses over more than one rank have one process's gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshplan
-from tests import parity
+from tests import models, parity
 
 WIDTH = 16
 
@@ -171,3 +171,141 @@ def test_a_loss_that_does_not_gather_is_refused(pool, plan):
 def test_without_other_ranks_it_is_the_tensor_itself():
     tensor = torch.ones(3)
     assert meshplan.gather_batch(tensor) is tensor
+
+
+MEANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, {"strategy": "ddp"}),
+    "full_shard": (2, {"strategy": "full_shard"}),
+    "cp": (2, {"mesh": {"cp": 2}}),
+    "hybrid": (4, {"strategy": "hybrid_shard", "mesh": [2, 2]}),
+    "tp x fsdp": (4, {"mesh": {"dp_shard": 2, "tp": 2}, "rules": models.tp_rules("own_llama")}),
+}
+
+
+def masked_batch(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of which the ranks keep very unequal numbers."""
+    tokens, targets = models.batch("own_llama", step)
+    generator = torch.Generator().manual_seed(step)
+    kept = (
+        torch.rand(targets.shape, generator=generator) < torch.linspace(0, 1, len(targets))[:, None]
+    )
+    return tokens, torch.where(kept, targets, -100)
+
+
+def summed(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    flat = targets.flatten()
+    return F.cross_entropy(output.flatten(0, 1), flat, reduction="sum"), (flat != -100).sum()
+
+
+def by_hand(plan: dict[str, Any], microbatches: int, is_local: bool = False) -> tuple[float, float]:
+    """The largest differences of losses and parameters from one process.
+
+    Args:
+        is_local: Whether each rank takes the mean over its own tokens instead.
+    """
+    alone = models.build("own_llama")
+    model = meshplan.parallelize(models.build("own_llama"), {"version": 1, **plan})
+    sgd = [models.optimizer(m) for m in (alone, model)]
+    losses = 0.0
+    for step in range(3):
+        tokens, targets = masked_batch(step)
+        total, count = summed(alone(tokens), targets)
+        (total / count).backward()
+        own, kept = meshplan.local_batch(model, (tokens, targets))
+        num = (kept != -100).sum()
+        mean = 0.0
+        for part, wanted in zip(own.chunk(microbatches), kept.chunk(microbatches), strict=True):
+            sums, _ = summed(model(part), wanted)
+            loss = sums / num if is_local else meshplan.global_mean(sums, num, model)
+            loss.backward()
+            mean += loss.item()
+        losses = max(losses, abs(mean - (total / count).item()))
+        for each in sgd:
+            each.step()
+            each.zero_grad()
+    live, state = meshplan.full_state_dict(model), alone.state_dict()
+    return losses, max([0.0, *((live[n] - state[n]).abs().max().item() for n in live)])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("case", MEANS)
+def test_a_loop_by_hand_has_the_mean_of_one_process(pool, case, microbatches):
+    world, plan = MEANS[case]
+    for loss, state in pool(world).run(by_hand, plan, microbatches):
+        assert loss <= 1e-5
+        assert state <= parity.TOLERANCE
+
+
+def test_the_means_of_ranks_are_not_that_mean(pool):
+    """Else the test above would tell nothing."""
+    loss, state = pool(2).run(by_hand, MEANS["ddp"][1], 1, True)[0]
+    assert loss > 1e-2
+    assert state > 100 * parity.TOLERANCE
+
+
+def test_on_one_process_it_is_the_mean():
+    x = torch.tensor([3.0, 5.0], requires_grad=True)
+    mean = meshplan.global_mean(x.sum(), 4)
+    mean.backward()
+    assert (mean.item(), x.grad.tolist()) == (2.0, [0.25, 0.25])
+    half = torch.tensor([3.0], dtype=torch.bfloat16, requires_grad=True)
+    mean = meshplan.global_mean(half, torch.tensor([2]))
+    mean.backward()
+    assert (mean.dtype, mean.shape, half.grad.tolist()) == (torch.float32, (), [0.5])
+
+
+def none_counted() -> tuple[float, list[float]]:
+    model = meshplan.parallelize(nn.Linear(2, 2), {"version": 1, "strategy": "ddp"})
+    loss = meshplan.global_mean(model(torch.ones(1, 2)).sum() * float("nan"), 0, model)
+    loss.backward()
+    return loss.item(), model.module.bias.grad.nan_to_num(0.0).tolist()
+
+
+def test_nothing_counted_is_zero(pool):
+    assert pool(2).run(none_counted) == [(0.0, [0.0, 0.0])] * 2
+
+
+@pytest.mark.parametrize(
+    ("total", "count", "says"),
+    [
+        (torch.ones(2), 2, r"a sum of shape \[2\]\n.*add it up first"),
+        (torch.tensor(1), 2, "a sum that is not a tensor of floats"),
+        (1.0, 2, "a sum that is not a tensor of floats"),
+        (torch.tensor(1.0), torch.ones(2), "a count that is not one number"),
+        (torch.tensor(1.0), True, "a count that is not one number"),
+        (torch.tensor(1.0), -1, "add up to -1"),
+        (torch.tensor(1.0), float("nan"), "add up to nan"),
+    ],
+)
+def test_what_is_no_sum_and_count_is_refused(total, count, says):
+    with pytest.raises(meshplan.ApplyError, match=says):
+        meshplan.global_mean(total, count)
+
+
+def mean_in(plan: dict[str, Any], is_own_loop: bool) -> str:
+    """What is said of a loss function that takes the global mean itself."""
+    tokens, targets = models.batch("own_llama", 0)
+    words = {"version": 1, **plan}
+    model = meshplan.parallelize(models.build("own_llama"), words, example_inputs=tokens)
+    batch = meshplan.local_batch(model, (tokens, targets))
+
+    def loss(output: Tensor, wanted: Tensor) -> Tensor:
+        return meshplan.global_mean(*summed(output, wanted), model)
+
+    try:
+        if is_own_loop:
+            model.step(*batch, loss)
+        else:
+            meshplan.train_step(model, models.optimizer(model), *batch, loss)
+    except meshplan.ApplyError as error:
+        return str(error)
+    return ""
+
+
+def test_where_it_is_not_for_it_is_refused(pool):
+    for told in pool(2).run(mean_in, {"strategy": "ddp"}, False):
+        assert "global_mean was called inside of train_step" in told
+        assert "return (sum, count) from the loss function" in told
+    stages = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1F1B", "microbatches": 2}}
+    for told in pool(2).run(mean_in, stages, True):
+        assert "for a model in pipeline stages" in told

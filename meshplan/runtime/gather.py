@@ -1,7 +1,8 @@
-"""`gather_batch`: the samples of all data ranks, for what looks at more than one of them."""
+"""`gather_batch` and `global_mean`: what looks at more than the samples of one data rank."""
 
 from __future__ import annotations
 
+import math
 import zlib
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshplan.errors import ApplyError, Problem
-from meshplan.mesh import DATA_AXES
-from meshplan.runtime.loss_weights import num_parts
+from meshplan.mesh import DATA_AXES, GRADIENT_AXES
+from meshplan.runtime.loss_weights import is_weighed, num_parts
 from meshplan.runtime.mesh import gather_into, scatter_sum, submesh
 from meshplan.runtime.parallel_models import ParallelModel, known_models
 from meshplan.runtime.pretend import is_pretending
@@ -44,7 +45,7 @@ def gather_batch(tensor: torch.Tensor, model: nn.Module | None = None) -> torch.
         return tensor
     if dist.get_world_size() == 1:
         return tensor
-    found = _find(model)
+    found = _find(model, "gather_batch")
     axes = [axis for axis in found.plan.mesh.present(DATA_AXES) if found.plan.mesh.size(axis) > 1]
     _check_place(tensor, found)
     if not axes:
@@ -59,12 +60,114 @@ def gather_batch(tensor: torch.Tensor, model: nn.Module | None = None) -> torch.
     return out
 
 
-def _find(model: nn.Module | None) -> ParallelModel:
+def global_mean(
+    total: torch.Tensor, count: float | torch.Tensor, model: nn.Module | None = None
+) -> torch.Tensor:
+    """The mean over the global batch of what every rank has added up, for a loop of one's own.
+
+    For losses over unequal numbers of tokens, of which the mean of the ranks' means is not the
+    mean. Its backward gives the gradients of one process: wrappers average gradients over the
+    ranks of dp_replicate, dp_shard and cp, so `total` gets that number of ranks over the sum of
+    all counts. In `train_step` a loss function returns (sum, count) instead.
+
+    Args:
+        total: The sum over this rank's tokens or samples: one element.
+        count: How many those were: a number or a tensor of one element. It cannot be known here
+            whether a step has more than one backward: where microbatches are accumulated, give
+            the count over all microbatches of the step with each of them, and add the results up.
+        model: What `parallelize` returned; the one that ran last by default.
+
+    Returns:
+        The mean, shape (), in float32 at least, the same number on every rank; 0 with gradients of
+        zero where nothing was counted. Every rank must call it equally often.
+
+    Raises:
+        ApplyError: It was called inside `train_step` or for a model in pipeline stages, no plan
+            was applied to a model, `total` or `count` is more than one number, or the counts add
+            up to a negative number.
+
+    Example:
+        >>> logits = model(tokens).flatten(0, 1)
+        >>> total = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+        >>> meshplan.global_mean(total, (targets != -100).sum()).backward()
+    """
+    _check_terms(total, count)
+    if is_weighed():
+        fix = "return (sum, count) from the loss function, or say loss: tokens in the plan"
+        raise ApplyError(Problem("global_mean was called inside of train_step", fix=fix))
+    if is_fake(total):
+        return total.reshape(()).to(torch.promote_types(total.dtype, torch.float32))
+    told = [total.detach().reshape(()), torch.as_tensor(count, device=total.device).reshape(())]
+    sums = torch.stack([each.double() for each in told])
+    ranks = 1
+    if not is_pretending() and dist.is_initialized() and dist.get_world_size() > 1:
+        found = _find(model, "global_mean")
+        ranks = found.plan.mesh.size(*GRADIENT_AXES)
+        if found.plan.assignment.stages is not None:
+            raise ApplyError(
+                Problem(
+                    "global_mean was called for a model in pipeline stages, of which only the last "
+                    "has a loss",
+                    found.plan.spec.origin("mesh.pp"),
+                    "train with train_step, whose loss function may return (sum, count)",
+                )
+            )
+        if ranks > 1:
+            dist.all_reduce(sums, group=submesh(found.mesh, GRADIENT_AXES, flat=True).get_group())
+    whole, num = sums.tolist()
+    if not math.isfinite(num) or num < 0:
+        what = f"the counts given to global_mean add up to {num:g}"
+        raise ApplyError(Problem(what, fix="give how many tokens or samples the sum was over"))
+    mean: torch.Tensor = _Mean.apply(total, whole, num, ranks)
+    return mean
+
+
+class _Mean(torch.autograd.Function):
+    """The mean over all ranks of a sum of which this rank has a part; 0 where it is over nothing.
+
+    What the wrappers average over the ranks is then the derivative of the mean.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, total: torch.Tensor, whole: float, num: float, ranks: int
+    ) -> torch.Tensor:
+        """Shape: one element -> ()."""
+        ctx.shape, ctx.dtype, ctx.factor = total.shape, total.dtype, ranks / num if num else 0.0
+        dtype = torch.promote_types(total.dtype, torch.float32)
+        return total.new_full((), whole / num if num else 0.0, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        part = (gradient * ctx.factor).to(ctx.dtype).reshape(ctx.shape)
+        return part, None, None, None
+
+
+def _check_terms(total: Any, count: Any) -> None:
+    """Refuse what is not a sum and a count."""
+    is_number = isinstance(count, int | float) and not isinstance(count, bool)
+    is_scalar = isinstance(count, torch.Tensor) and count.numel() == 1
+    what = fix = ""
+    if isinstance(total, DTensor) or isinstance(count, DTensor):
+        what, fix = "a DTensor", "call .full_tensor() first"
+    elif not isinstance(total, torch.Tensor) or not total.is_floating_point():
+        what, fix = "a sum that is not a tensor of floats", "give the loss, added up"
+    elif total.numel() != 1:
+        what = f"a sum of shape {list(total.shape)}"
+        fix = "add it up first: losses.sum()"
+    elif not is_number and not is_scalar:
+        what = "a count that is not one number"
+        fix = "give how many tokens or samples the sum was over"
+    if what:
+        raise ApplyError(Problem(f"global_mean was given {what}", fix=fix))
+
+
+def _find(model: nn.Module | None, verb: str) -> ParallelModel:
     models = [each for each in known_models() if model is None or each.model() is model]
     if not models:
         raise ApplyError(
             Problem(
-                "gather_batch was called on one rank of several, and no plan was applied to "
+                f"{verb} was called on one rank of several, and no plan was applied to "
                 f"{'a model' if model is None else 'this model'}: nothing says which ranks hold "
                 "other samples",
                 fix="call meshplan.parallelize first",

@@ -17,6 +17,9 @@ loss over the global batch:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -39,6 +42,24 @@ IGNORED: Final = -100
 PAIR: Final = (
     "let loss_fn return (sum, count): the sum over what it was given, and how many that were"
 )
+
+
+_IN_STEP: Final[ContextVar[bool]] = ContextVar("in_step", default=False)
+
+
+@contextmanager
+def weighing() -> Iterator[None]:
+    """Inside, `train_step` weighs what the loss function returns."""
+    token = _IN_STEP.set(True)
+    try:
+        yield
+    finally:
+        _IN_STEP.reset(token)
+
+
+def is_weighed() -> bool:
+    """Whether this runs inside of `train_step`, which weighs losses itself."""
+    return _IN_STEP.get()
 
 
 @dataclass(slots=True)

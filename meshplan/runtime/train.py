@@ -26,7 +26,7 @@ from meshplan.runtime.gradient_scale import clip_grad_norm_, unscale
 from meshplan.runtime.guard import guarded
 from meshplan.runtime.loss import take_loss
 from meshplan.runtime.loss_mode import loss_mode
-from meshplan.runtime.loss_weights import Weights
+from meshplan.runtime.loss_weights import Weights, weighing
 from meshplan.runtime.mesh import device
 from meshplan.runtime.moments import begin
 from meshplan.runtime.outside import guard_loss
@@ -67,6 +67,7 @@ def local_batch(model: nn.Module, batch: Any) -> Any:
 
 
 @guarded("train_step")
+@weighing()
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
