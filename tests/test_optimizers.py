@@ -91,11 +91,23 @@ def test_a_fused_step_takes_nothing_and_its_counts_are_read_by_the_kernel() -> N
     assert states_of(params[0], "adamw", has_host=True) == [400, 400]
 
 
+DTYPES = {
+    "one": (torch.float32,) * 3,
+    "a narrow one first": (torch.bfloat16, torch.float32, torch.float32),
+    "a narrow one last": (torch.float32, torch.float32, torch.bfloat16),
+    "between": (torch.float32, torch.bfloat16, torch.float32),
+    "three": (torch.float32, torch.bfloat16, torch.float64),
+    "three, widest first": (torch.float64, torch.float32, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("word", sorted(STEPS.keys() & OPTIMIZERS.keys()))
-def test_a_step_takes_at_most_what_torch_takes(word: str, foreach: bool) -> None:
-    """Beside what is kept from step to step."""
-    params = [nn.Parameter(torch.ones(n)) for n in (1000, 3000, 2000)]
+def test_a_step_takes_at_most_what_torch_takes(word: str, foreach: bool, dtypes: str) -> None:
+    """Beside what is kept from step to step. Tensors of one dtype are taken together."""
+    sizes = zip((1000, 3000, 2000), DTYPES[dtypes], strict=True)
+    params = [nn.Parameter(torch.ones(n, dtype=dtype)) for n, dtype in sizes]
     optimizer = OPTIMIZERS[word][0](params)
     if "fused" not in word:
         optimizer.param_groups[0]["foreach"] = foreach
@@ -107,7 +119,8 @@ def test_a_step_takes_at_most_what_torch_takes(word: str, foreach: bool) -> None
         ledger.note([t.detach() for t in old if isinstance(t, torch.Tensor)], Term.OPTIMIZER)
         before = sum(event.delta for event in ledger.log().events)
         optimizer.step()
-    step(writer, [Updated("", p.numel(), "float32") for p in params], word, foreach=foreach)
+    told = [Updated("", p.numel(), str(p.dtype).removeprefix("torch.")) for p in params]
+    step(writer, told, word, foreach=foreach)
     assert writer.log().peak.live_bytes == ledger.log().peak.live_bytes - before
 
 

@@ -27,7 +27,8 @@ class Steps:
     """How many times a parameter's bytes a step takes.
 
     Args:
-        together: Of all parameters at once (foreach): this many each, until the step is done.
+        together: Of all parameters of one dtype at once (foreach): this many lists, each of which
+            is held until those of the next dtype have theirs.
         alone: Of one parameter after the other (for loop): this many at once, of which the last
             is held until the next parameter has its own.
     """
@@ -141,18 +142,15 @@ def _stepped(param: Updated, name: str) -> Stepped:
 
 
 def _together(writer: Writer, params: Sequence[Updated], times: int) -> None:
-    """Dtype by dtype; what one took is freed when the next has its own."""
-    before: list[int] = []
+    """Dtype by dtype, list by list: each list of one dtype is freed when the next has its own."""
+    held: list[list[int]] = [[] for _ in range(times)]
     for dtype in dict.fromkeys(param.dtype for param in params):
         alike = [param for param in params if param.dtype == dtype]
-        now = [
-            writer.make(param.num_bytes, Term.TEMPORARIES)
-            for _ in range(times)
-            for param in alike
-        ]  # fmt: skip
-        writer.free_all(before)
-        before = now
-    writer.free_all(before)
+        for number, before in enumerate(held):
+            held[number] = [writer.make(param.num_bytes, Term.TEMPORARIES) for param in alike]
+            writer.free_all(before)
+    for last in held:
+        writer.free_all(last)
 
 
 def _alone(writer: Writer, params: Sequence[Updated], times: int) -> None:
