@@ -184,13 +184,13 @@ def test_only_where_there_are_copies_they_are_compared(pool, plan, times):
 
 
 class Sharing(nn.Module):
-    """Its second half has the weights of the first, of which the first one is frozen."""
+    """Its second half has the weights of the first."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(4))
-        self.layers[2].weight = self.layers[0].weight.requires_grad_(False)
+        self.layers[2].weight = self.layers[0].weight
         self.layers[3].weight = self.layers[1].weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -200,12 +200,14 @@ class Sharing(nn.Module):
 
 
 def shared_by_stages() -> str:
-    """What is said after one stage alone wrote to the weight that both train."""
+    """What is said after one stage alone wrote to the second weight, while the first is frozen."""
     split = [["layers.0", "layers.1"], ["layers.2", "layers.3"]]
     plan = {"version": 1, "mesh": {"pp": 2}, "pipeline": PP | {"split": split}}
     batch = torch.ones(4, 4), torch.zeros(4, 4)
     model = meshplan.parallelize(Sharing(), plan, example_inputs=batch[0])
-    sgd = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), 0.1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith("layers.0.weight"))
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
     meshplan.train_step(model, sgd, *batch, F.mse_loss)
     write(model, "layers.1.weight")
     try:
@@ -215,7 +217,7 @@ def shared_by_stages() -> str:
     return ""
 
 
-def test_copies_of_stages_that_part_are_refused_beside_frozen_ones(pool):
+def test_copies_of_stages_that_part_are_refused_beside_a_frozen_one(pool):
     for told in pool(2).run(shared_by_stages):
         assert "several ranks hold a copy of layers.1.weight, and the copies" in told
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -262,6 +264,40 @@ def test_a_step_leaves_no_tensor_behind(pool):
     for plan in (TP2 | {"rules": PLAIN}, {"version": 1, "mesh": {"tp": 4}, "rules": PLAIN}):
         for counts in pool(4).run(living, plan):
             assert len(set(counts)) == 1, counts
+
+
+class Failing(nn.Module):
+    """Raises after its first projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        if self.fails:
+            raise ValueError("no such token")
+        return self.down(hidden)
+
+
+def is_let_go() -> bool:
+    """Whether nobody holds what was given to a forward that has failed."""
+    rules = [rule("up", tp="colwise"), rule("down", tp="rowwise")]
+    model = meshplan.parallelize(Failing(), {"version": 1, "mesh": {"tp": 2}, "rules": rules})
+    model(torch.ones(2, 4))
+    model.fails = True
+    given = torch.ones(2, 4)
+    held = weakref.ref(given)
+    with contextlib.suppress(ValueError):
+        model(given)
+    del given
+    gc.collect()
+    return held() is None
+
+
+def test_a_forward_that_fails_leaves_no_tensor_behind(pool):
+    assert pool(2).run(is_let_go) == [True, True]
 
 
 def ties(plan: dict[str, Any]) -> tuple[bool, bool]:
