@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from meshplan.collecting import collecting_rarely
+from meshplan.memory.log import Term
 from meshplan.memory.work import Work
 from meshplan.plan import make_plan
 from meshplan.reader import load_spec
@@ -174,3 +175,13 @@ def test_a_process_that_ends_looks_for_no_cycles() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"
+
+
+def test_the_output_counts_as_logits_and_what_is_inside_as_activations():
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    spec = load_spec({"version": 1, "strategy": "full_shard"})
+    plan = make_plan(spec, graph_of(model), world_size=4)
+    batch = torch.zeros(2, 8), torch.zeros(2, 4)
+    work = trace_work(model, plan, *batch, nn.functional.mse_loss)
+    terms = {s.module: s.term for s in work.log.storages if s.phase == "forward"}
+    assert terms == {"0": Term.ACTIVATIONS, "1": Term.LOSS}
