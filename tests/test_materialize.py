@@ -11,7 +11,7 @@ from torch import nn
 import meshplan
 from meshplan.plan import make_plan
 from meshplan.reader import load_spec
-from meshplan.runtime.materialize import _part
+from meshplan.runtime.materialize import Values, _part
 from meshplan.runtime.trace import graph_of
 from tests import models, parity
 
@@ -161,3 +161,16 @@ def test_a_part_keeps_nothing_of_the_rest(monkeypatch, rank, style):
     assert part.equal(value.chunk(2, 0 if style == "colwise" else 1)[rank])
     assert part.untyped_storage().nbytes() == value.nbytes // 2
     assert part.is_contiguous()
+
+
+def test_a_model_on_meta_is_given_memory_where_the_plan_keeps_each_part(monkeypatch):
+    """With a device that is not the host, only what is offloaded lies on the host."""
+    monkeypatch.setattr("meshplan.runtime.materialize.device", lambda: torch.device("meta"))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    rules = [{"match": "1", "offload": "params"}]
+    spec = load_spec({"version": 1, "strategy": "full_shard", "rules": rules})
+    plan = make_plan(spec, graph_of(model), world_size=2)
+    Values({"1.weight": torch.ones(4, 4)}).fill(model, plan)
+    assert [param.device.type for param in model.parameters()] == ["meta", "meta", "cpu", "cpu"]
+    assert model[1].weight.equal(torch.ones(4, 4))
