@@ -97,6 +97,22 @@ def test_who_waits_in_vain_is_told_why(case, words):
         assert faults.re.search(words, told), told
 
 
+def introduced() -> list[int]:
+    """The ranks whose processes are known before any watchdog's thread has come to do anything."""
+    with mock.patch.object(watchdog.Watchdog, "run", return_value=None), meshplan.guarded():
+        dist.barrier()
+        assert guard._dog is not None
+        guard._dog._beside.meet()
+        return sorted(guard._dog._beside)
+
+
+def test_a_rank_may_be_stopped_as_soon_as_it_has_begun(pool):
+    """Its process is known by then: those that wait for it see that it is stopped."""
+    pool(2).close()
+    assert pool(2).run(introduced) == [[0, 1]] * 2
+    pool(2).close()
+
+
 def sleep() -> None:
     """A slow loader, or a checkpoint being written."""
     time.sleep(SLOW_S)

@@ -104,6 +104,13 @@ class Watchdog(threading.Thread):
         """Whether the rank lost a connection, and waits to be told why."""
         self._notices = Notices(job, self._store, self._says)
 
+    def start(self) -> None:
+        """Begin to watch, once the others can know this process, whenever it may be stopped."""
+        self._store_watch.start()
+        with contextlib.suppress(RuntimeError, OSError):  # The guard says why the store has gone.
+            self._beside.introduce()
+        super().start()
+
     def end(self) -> None:
         """Stop watching, and tell the others that this rank has left; it may have ended well."""
         self._ended.set()
@@ -118,8 +125,6 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # Where the store has gone.
-            self._store_watch.start()
-            self._beside.introduce()
             while not self._ended.wait(self._pause_s()) and not self._job.cause:
                 if dist.group.WORLD is not self._job.world:
                     self._leave()
