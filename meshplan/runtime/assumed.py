@@ -28,13 +28,11 @@ from meshplan.runtime.private_fakes import fake_mode, quiet_fakes
 from meshplan.runtime.record import stand_in, twin_of
 from meshplan.runtime.runs import runs_of, shortened
 from meshplan.runtime.sample import call, results, sample_inputs
-from meshplan.runtime.shadows import Shadows
+from meshplan.runtime.shadows import MOST_NUMBERS, Shadows
 from meshplan.spec import Spec
 
 _SAMPLES: Final = 2
 """With how many samples a model is asked what it returns: few, and not 1, which would broadcast."""
-_KEPT: Final = 1 << 20
-"""Elements of the largest tensor that gets numbers."""
 
 Returned = tuple[str, list[tuple[int, ...]]]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -105,7 +103,7 @@ def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> L
         ApplyError: The sequence does not divide over cp.
     """
     spec, said = _with_length(plan.spec)
-    few = sample_inputs(model, spec, _SAMPLES, 0, _KEPT)
+    few = sample_inputs(model, spec, _SAMPLES, 0, MOST_NUMBERS)
     are_tokens = any(t.ndim == 2 and not t.is_floating_point() for _, t in tensors_in(few))
     check_stated(plan.spec, plan.micro, reads_tokens=are_tokens)
     _check_in_parts(plan)
@@ -156,7 +154,7 @@ def _with_length(spec: Spec) -> tuple[Spec, tuple[tuple[str, str], ...]]:
 
 def _whole_batch(few: Any, make: Callable[[], Any], samples: int) -> Any:
     """All samples of a step; with numbers unless they are many, whose numbers nothing reads."""
-    if all(t.numel() // _SAMPLES * samples <= _KEPT for _, t in tensors_in(few)):
+    if all(t.numel() // _SAMPLES * samples <= MOST_NUMBERS for _, t in tensors_in(few)):
         return make()
     return mapped(few, lambda t: torch.empty((samples, *t.shape[1:]), dtype=t.dtype, device="meta"))
 
@@ -256,7 +254,7 @@ def _mean_square(output: Any, targets: torch.Tensor) -> torch.Tensor:
 
 def _classes(count: int, samples: int, rest: tuple[int, ...]) -> torch.Tensor:
     shape = samples, *rest
-    where = "cpu" if math.prod(shape) <= _KEPT else "meta"
+    where = "cpu" if math.prod(shape) <= MOST_NUMBERS else "meta"
     return torch.zeros(shape, dtype=torch.int64, device=where)
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from meshplan.errors import PlanError, Problem, SpecError
 from meshplan.runtime.sample import sample_inputs
+from meshplan.runtime.shadows import MOST_NUMBERS
 from meshplan.spec import AUTO, Spec
 
 _SAMPLES: Final = 2
@@ -18,7 +19,7 @@ def find_example(model: nn.Module, spec: Spec, given: Any = None) -> Any:
     """A tensor, a tuple of arguments or a mapping of keyword arguments for the model's forward.
 
     Args:
-        given: The caller's; taken as it is.
+        given: The caller's; taken as it is. A very large one of nobody's has no numbers.
 
     Raises:
         PlanError: Nobody says what the model takes.
@@ -26,7 +27,7 @@ def find_example(model: nn.Module, spec: Spec, given: Any = None) -> Any:
     if given is not None:
         return given
     try:
-        return sample_inputs(model, spec, _SAMPLES, 0)
+        return sample_inputs(model, spec, _SAMPLES, 0, MOST_NUMBERS)
     except SpecError as error:
         raise PlanError(
             Problem(

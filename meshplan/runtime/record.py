@@ -56,7 +56,7 @@ def record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None = None) -
     except ApplyError:
         raise
     except Exception as error:  # The user's forward may raise anything.
-        if not _is_small_and_real(model):
+        if not _is_small_and_real(model, inputs):
             return _record_open(model, inputs, forms, error)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -92,8 +92,8 @@ def _problem(model: nn.Module, error: Exception) -> Problem:
     )
 
 
-def _is_small_and_real(model: nn.Module) -> bool:
-    tensors = [*model.parameters(), *model.buffers()]
+def _is_small_and_real(model: nn.Module, inputs: Any) -> bool:
+    tensors = [*model.parameters(), *model.buffers(), *(t for _, t in tensors_in(inputs))]
     return not any(t.is_meta for t in tensors) and (
         sum(t.numel() * t.element_size() for t in tensors) <= _REAL_BYTES_LIMIT
     )

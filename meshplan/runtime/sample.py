@@ -16,6 +16,8 @@ from meshplan.runtime.batch import as_arguments
 from meshplan.runtime.nest import tensors_in
 from meshplan.spec import Spec
 
+_MOST_ELEMENTS: Final = 1 << 20
+"""Of one sample that is trained on for real, to see whether a plan is right."""
 TOKENS: Final = 16
 """The length of a sequence where the plan does not state one."""
 
@@ -67,6 +69,19 @@ def sample_inputs(
         "state its input in the plan, with the samples first: input: {shape: [2, 16], dtype: fp32}"
     )
     raise SpecError(Problem(what, spec.origin("input"), fix))
+
+
+def check_size(spec: Spec) -> None:
+    """Refuse an input of which nobody waits for several to be trained on.
+
+    Raises:
+        SpecError: It has more elements than fit in a minute.
+    """
+    size = math.prod(spec.input.shape[1:]) if spec.input is not None else 0
+    if size > _MOST_ELEMENTS:
+        what = f"one sample of the example has {size:,} elements, and several are trained on"
+        fix = f"show a smaller one, of at most {_MOST_ELEMENTS:,}: --set 'input.shape=[2, 64]', say"
+        raise SpecError(Problem(what, spec.origin("input.shape"), fix))
 
 
 def _reads_tokens(model: nn.Module) -> bool:

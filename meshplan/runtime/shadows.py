@@ -25,7 +25,7 @@ from meshplan.runtime.private_fakes import is_fake
 from meshplan.runtime.private_modes import Watching, device_told
 from meshplan.runtime.private_results import Results
 
-_MOST: Final = 1 << 20
+MOST_NUMBERS: Final = 1 << 20
 """Elements of the largest tensor whose numbers are kept."""
 
 _ANSWERS: Final = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
@@ -58,7 +58,7 @@ class Shadows(Watching):
 
     def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Say what the numbers of a fake tensor are, if there are any and not too many."""
-        if real.numel() <= _MOST and not real.is_meta:
+        if real.numel() <= MOST_NUMBERS and not real.is_meta:
             with without_modes():
                 self._keep(fake, real.detach().clone())
 
@@ -86,7 +86,7 @@ class Shadows(Watching):
             return func(*args, **kwargs) if results is None else results.of(func, args, kwargs)
         is_free = _has_free_shape(func) and any(map(is_fake, tensors))
         out = None if is_free or func in _ANSWERS else func(*args, **kwargs)
-        if any(t.numel() > _MOST for t in tree_leaves(out) if isinstance(t, torch.Tensor)):
+        if any(t.numel() > MOST_NUMBERS for t in tree_leaves(out) if isinstance(t, torch.Tensor)):
             self._forget_written(func, args)
             return out
         with without_modes():
@@ -98,7 +98,7 @@ class Shadows(Watching):
             return real
         out = self._like(real) if is_free else out
         for fake, number in zip(tree_leaves(out), tree_leaves(real), strict=True):
-            if isinstance(fake, torch.Tensor) and number.numel() <= _MOST:
+            if isinstance(fake, torch.Tensor) and number.numel() <= MOST_NUMBERS:
                 self._keep(fake, number)
         return out
 

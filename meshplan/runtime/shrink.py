@@ -25,7 +25,7 @@ from meshplan.graph import ModelGraph
 from meshplan.match import compile_selector
 from meshplan.mesh import Mesh
 from meshplan.runtime.entry import model_of_entry
-from meshplan.runtime.sample import TOKENS, call, sample_inputs
+from meshplan.runtime.sample import TOKENS, call, check_size, sample_inputs
 from meshplan.runtime.tiny_config import shrink_layers, shrink_sizes
 from meshplan.runtime.trace import graph_of
 from meshplan.spec import AUTO, Batch, Borrow, Rule, Spec
@@ -36,6 +36,8 @@ from meshplan.values import quote
 MAX_RANKS: Final = 16
 MODEL_LIMIT: Final = 2 * 2**30
 """Bytes of parameters and buffers of the small model: every process holds it once."""
+_FULL: Final = 8
+"""Microbatches per rank of a pipeline up to which all of them are run."""
 _SMALL: Final = 2
 """To this size every axis is cut: the smallest at which it does anything."""
 
@@ -91,6 +93,7 @@ def shrink(spec: Spec, source: Source, max_ranks: int = MAX_RANKS) -> Small:
         what = f"the smallest mesh with every axis, {{{words}}}, has {world} ranks, more than "
         fix = f"--ranks {world}, or leave an axis out: --set mesh.dp_replicate=1"
         raise SpecError(Problem(f"{what}{max_ranks}", spec.origin("mesh"), fix))
+    check_size(spec)
     notes = [
         f"mesh: {axis} {mesh.size(axis)} to {_number(size)}"
         for axis, size in sizes.items()
@@ -102,6 +105,11 @@ def shrink(spec: Spec, source: Source, max_ranks: int = MAX_RANKS) -> Small:
         spec, mesh=MappingProxyType(sizes), hardware=None, model=None,
         batch=_small_batch(spec, _number(sizes.get("pp", 1))),
     )  # fmt: skip
+    if spec.pipeline is not None:
+        microbatches = _small_microbatches(spec, _number(sizes.get("pp", 1)))
+        if microbatches != spec.pipeline.microbatches:
+            notes.append(f"microbatches: {spec.pipeline.microbatches} to {microbatches}")
+            small = replace(small, pipeline=replace(spec.pipeline, microbatches=microbatches))
     whole = model_of_source(source, on_meta=True)
     found, model, changed = _small_source(source, small, whole, mesh, sizes, blocks)
     rules, unmatched = rules_that_match(spec, graph_of(whole), graph_of(model))
@@ -273,12 +281,20 @@ def _small_batch(spec: Spec, pp: int) -> Batch:
         accumulate = batch.accumulate
     elif batch.global_ is not None and isinstance(batch.micro, int):
         accumulate = 2  # The quotient is at least one; two tells apart whether it is done.
-    asked = spec.pipeline.microbatches if spec.pipeline else AUTO
+    asked = _small_microbatches(spec, pp)
     cut = 1
     if pp > 1:
-        cut = 2 * pp if asked == AUTO else int(asked)  # At most twice as many as ranks, if auto.
+        cut = 2 * pp if asked == AUTO else asked  # At most twice as many as ranks, if auto.
     seq_len = None if batch.seq_len is None else min(batch.seq_len, TOKENS)
     return Batch(micro=_SMALL * cut, accumulate=min(accumulate, _SMALL), seq_len=seq_len)
+
+
+def _small_microbatches(spec: Spec, pp: int) -> Any:
+    """As the plan has them; where they are very many, so few that rounds of ranks are as full."""
+    asked = spec.pipeline.microbatches if spec.pipeline else AUTO
+    if asked == AUTO or asked <= _FULL * pp:
+        return asked
+    return _FULL // 2 * pp + asked % pp
 
 
 def _small_source(

