@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from meshplan.errors import Problem
 from meshplan.mesh import DATA_AXES
-from meshplan.spec import AUTO, Spec
+from meshplan.spec import AUTO, MOST_MICROBATCHES, Spec
 
 
 def disagreements(spec: Spec) -> list[Problem]:
@@ -76,6 +76,10 @@ def split_batch(spec: Spec, num_data_ranks: int) -> tuple[int, int | None, list[
         return accumulate or 1, micro, [Problem(what, origin, fix)]
     if micro is None:
         return accumulate or 1, counted, []
+    if not accumulate and counted > MOST_MICROBATCHES:
+        what = f"{batch.global_} samples are {counted:,} microbatches of micro {micro} on each rank"
+        fix = f"write a larger micro: at most {MOST_MICROBATCHES:,} are accepted"
+        return MOST_MICROBATCHES, micro, [Problem(what, origin, fix)]
     return accumulate or counted, micro, []
 
 

@@ -29,6 +29,7 @@ from meshplan.rules import (
 from meshplan.spec import (
     AUTO,
     DTYPE_WORDS,
+    MOST_MICROBATCHES,
     OPTIMIZER_STATES,
     STRATEGY_WORDS,
     Batch,
@@ -64,8 +65,7 @@ from meshplan.values import (
 
 VERSION: Final = 1
 _MAX_DEVICES: Final = 10**6
-_count = integer(1, AUTO, high=2**16)  # Microbatches: schedules and traces play out each.
-
+_count, _steps = integer(1, AUTO, high=MOST_MICROBATCHES), integer(1, high=MOST_MICROBATCHES)
 Mesh = Mapping[str, Any] | tuple[int, ...] | str
 _size = integer(1, high=_MAX_DEVICES)
 _positive = number(lambda x: x > 0, "a number above 0")
@@ -190,11 +190,11 @@ def _accumulate(value: Value, found: Findings) -> Any:
     """A number of microbatches, `auto`, or a number from each epoch on."""
     if not isinstance(value.data, dict):
         return _count(value, found)
-    out: dict[int, int] = {}
+    out = dict[int, int]()
     for epoch, child in value.data.items():
         if not re.fullmatch(r"[0-9]{1,9}", epoch):
             found.add(child.key or child.origin, f"'{epoch}' is not an epoch", "write 0 or more")
-        elif is_stated(child) and (steps := integer(1, high=2**16)(child, found)) is not None:
+        elif is_stated(child) and (steps := _steps(child, found)) is not None:
             out[int(epoch)] = steps
     return out
 

@@ -15,6 +15,8 @@ from meshplan.errors import Origin
 
 AUTO: Final = "auto"
 """The word for "free": the planner decides."""
+MOST_MICROBATCHES: Final = 2**16
+"""Of one step; more are a typing error."""
 
 Auto = Literal["auto"]
 

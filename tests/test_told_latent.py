@@ -108,7 +108,6 @@ def test_on_cuda_it_takes_what_cuda_takes(
             {}, {"mesh": {"cp": 2}, "context": {"attention": "all_to_all"}}, "cuda",
             "context parallelism of attention by narrow vectors",
         ),
-        ({"num_experts_per_tok": 9}, BF16, "cuda", "a token cannot be sent to 9 of 8 experts"),
         (
             {}, AUTO | {"rules": [{"match": "**.q_b_proj", "place": {"tp": "colwise"}}]}, "cpu",
             "what arrives at model.layers.0.self_attn is cut otherwise",
@@ -128,6 +127,7 @@ def test_what_no_row_stands_for_is_refused(
     [
         ({"num_key_value_heads": 2}, "every head has keys and values of its own, so there are 4"),
         ({"head_dim": 12}, "positions are made for as many features as they turn"),
+        ({"num_experts_per_tok": 9}, "9 experts cannot be chosen of 8"),
         ({"n_group": 3}, "8 experts do not fall into 3 equal groups"),
         ({"n_group": 8}, "8 experts do not fall into 8 equal groups of 2 or more"),
         ({"topk_group": 5}, "5 groups cannot be chosen of 4"),

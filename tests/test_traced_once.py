@@ -177,11 +177,15 @@ def test_a_process_that_ends_looks_for_no_cycles() -> None:
     assert done.stdout == "True\n"
 
 
-def test_the_output_counts_as_logits_and_what_is_inside_as_activations():
+def terms_of_two_layers() -> dict[str, Term]:
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
     spec = load_spec({"version": 1, "strategy": "full_shard"})
     plan = make_plan(spec, graph_of(model), world_size=4)
     batch = torch.zeros(2, 8), torch.zeros(2, 4)
     work = trace_work(model, plan, *batch, nn.functional.mse_loss)
-    terms = {s.module: s.term for s in work.log.storages if s.phase == "forward"}
+    return {s.module: s.term for s in work.log.storages if s.phase == "forward"}
+
+
+def test_the_output_counts_as_logits_and_what_is_inside_as_activations(apart: ProcessPoolExecutor):
+    terms = apart.submit(terms_of_two_layers).result()
     assert terms == {"0": Term.ACTIVATIONS, "1": Term.LOSS}

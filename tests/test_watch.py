@@ -180,7 +180,7 @@ PP = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1F1B", "microbatches": 2}}
         ({"strategy": "full_shard"}, sleep, "data"),
         ({"strategy": "ddp"}, wait_for_a_thread, "barrier"),
         ({"strategy": "full_shard"}, hold_the_interpreter, "state"),
-        (PP, sleep, "loss"),
+        pytest.param(PP, sleep, "loss", marks=pytest.mark.wide),
         ({"strategy": "ddp"}, stop_a_moment, "data"),
     ],
 )

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 MAX_SIZE: Final = 10**9
+_HUGE: Final = 1e300  # nan is not below it, nor is an int that no float holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Kind:
 
 def _is_number(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
     is_one = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_one and math.isfinite(value) and least <= value <= most
+    return is_one and -_HUGE < value < _HUGE and least <= value <= most
 
 
 def _is_size(value: Any, least: int = 1) -> bool:

@@ -123,8 +123,8 @@ def _logs(
             if asked:
                 raise _not_by(asked, str(error)) from None
             why = f"; nothing is composed: {error}"
-    _check_played(plan, plan.accumulate)
     repeats = _worth_cutting(model, plan) if asked != Tier.WHOLE else None
+    _check_played(plan, plan.accumulate, None if repeats is None else 1)
     if repeats is not None:
         told(f"imagining a step of {words} with few blocks")
         try:
@@ -141,29 +141,28 @@ def _logs(
     return _beside_composed(question, plan, ranks, whole)
 
 
-def _check_played(plan: Plan, accumulate: int) -> None:
+def _check_played(plan: Plan, accumulate: int, blocks: int | None = None) -> None:
     """Refuse to run so many microbatches one by one that nobody waits for it.
 
     Args:
         accumulate: Passes of a step that are run; of a pipeline each has all its microbatches.
+        blocks: That are run of a rank's; None is all of them.
     """
-    stages, blocks = plan.assignment.stages, len(plan.graph.blocks())
-    count = accumulate * (stages.microbatches if stages is not None else 1)
-    if count * max(blocks, 1) <= _MOST_PLAYED:
+    stages = plan.assignment.stages
+    ranks, passes = (stages.num_ranks, stages.microbatches) if stages is not None else (1, 1)
+    if blocks is None:
+        blocks = max(1, -(-len(plan.graph.blocks()) // ranks))
+    if (count := accumulate * passes) * blocks <= _MOST_PLAYED:
         return
-    key = "pipeline.microbatches" if stages is not None and accumulate == 1 else "batch.accumulate"
+    key, few = "batch.accumulate", 2
+    if stages is not None and passes * blocks > _MOST_PLAYED:
+        key, few = "pipeline.microbatches", 4 * ranks * stages.virtual
     what = f"a trace would run {count:,} microbatches one by one, of {blocks} blocks each"
     fix = (
-        f"--set {key}={_few(plan)} asks of fewer, of which memory hardly differs; a config alone, "
+        f"--set {key}={few} asks of fewer, of which memory hardly differs; a config alone, "
         "without --trace and --tier, is answered at once"
     )
     raise PlanError(Problem(what, plan.spec.origin(key), fix))
-
-
-def _few(plan: Plan) -> int:
-    """Microbatches with which a pipeline is as full as with more."""
-    stages = plan.assignment.stages
-    return 2 if stages is None else 4 * stages.num_ranks * stages.virtual
 
 
 def _not_by(tier: Tier, why: str) -> PlanError:

@@ -331,7 +331,8 @@ def test_a_config_asks_for_nothing_from_elsewhere(tmp_path, more):
 @pytest.mark.parametrize(
     "words",
     [
-        "check -f {plan}", "estimate -f {plan} --trace", "plan -f {plan} --dry-run",
+        "check -f {plan}", "plan -f {plan} --dry-run",
+        pytest.param("estimate -f {plan} --trace", marks=pytest.mark.wide),
         "draw --what mesh -f {plan} -o {plan}.html",
         pytest.param("verify -f {plan}", marks=pytest.mark.wide),
         pytest.param(

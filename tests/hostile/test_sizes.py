@@ -59,6 +59,9 @@ def test_every_key_that_transformers_writes_is_known(name):
         ("layer_types", ["full_attention", 1], "is not a list of words"),
         ("eos_token_id", "</s>", "'</s>' is not a token's number"),
         ("pretraining_tp", 10**30, "is not a size"),
+        ("rms_norm_eps", 10**400, "is not a number of 0 or more"),
+        ("attention_dropout", 10**400, "is not a probability"),
+        ("router_aux_loss_coef", -(10**400), "is not a number"),
         ("hidden_act", ["silu"] * 10_000, "is not a word"),
         ("num_experts_per_tok", 10**9, "1000000000 experts cannot be chosen of 8"),
     ],
@@ -166,3 +169,11 @@ def test_verify_runs_few_of_very_many_microbatches(job, capsys):
                batch={"micro": 65_533, "seq_len": 64})  # fmt: skip
     assert answered("verify", "-f", str(plan)) == 0
     assert "microbatches: 65533 to 9" in capsys.readouterr().out
+
+
+def test_a_step_of_more_microbatches_than_are_accepted_is_refused(job, capsys):
+    plan = job(strategy="full_shard", mesh={"dp_shard": 8},
+               batch={"global": 10**9, "micro": 1, "seq_len": 1024})  # fmt: skip
+    for verb in ("check", "estimate"):
+        assert answered(verb, "-f", str(plan)) in (1, 2)
+        assert "125,000,000 microbatches of micro 1 on each rank" in capsys.readouterr().err

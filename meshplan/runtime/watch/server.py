@@ -7,6 +7,8 @@ the store then waits for ever.
 from __future__ import annotations
 
 import threading
+import time
+from functools import cached_property
 from typing import Final
 
 import torch.distributed as dist
@@ -18,6 +20,8 @@ from meshplan.runtime.watch.job import RESTART, is_store_served_elsewhere
 from meshplan.runtime.watch.stack import process_state, user_line
 
 _POLL_S: Final = 0.02
+_PATIENCE_S: Final = 1.0
+"""How long nobody asks where the process is: it answers, and to find it takes time."""
 
 
 class Server:
@@ -25,19 +29,32 @@ class Server:
 
     def __init__(self) -> None:
         self._store = group_store()
+        self._looks_from = time.monotonic() + _PATIENCE_S
+
+    @cached_property
+    def _found(self) -> tuple[int | None, int]:
+        """(the number of the process, when it began), looked for among all of this machine."""
         port = store_port(self._store)
         found = processes_at(port) if port else []
         began = {process: process_state(process)[1] for process in found}
         # Its own children may have inherited the connection.
-        self.process = min(began, key=lambda process: (began[process], process), default=None)
+        first = min(began, key=lambda process: (began[process], process), default=None)
+        return first, began.get(first or 0, 0)
+
+    @property
+    def process(self) -> int | None:
         """Its number; None where it is this process, or runs on another machine."""
-        self._began = began.get(self.process or 0)
+        return self._found[0]
 
     def is_stopped(self) -> bool:
-        """Whether it is a rank and stopped; not by a debugger, which will let it go on."""
-        if self.process is None or is_store_served_elsewhere():
+        """Whether it is a rank and stopped; not by a debugger, which will let it go on.
+
+        Nobody looks in the first second: to find it takes tens of milliseconds of each rank.
+        """
+        if time.monotonic() < self._looks_from or is_store_served_elsewhere():
             return False
-        return process_state(self.process) == ("T", self._began)
+        process, began = self._found
+        return process is not None and process_state(process) == ("T", began)
 
     def connect(self, num: int, patience_s: float) -> list[dist.Store]:
         """Make connections to the store: torch's own may be taken by a thread that waits.
