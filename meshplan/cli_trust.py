@@ -28,16 +28,17 @@ def _trust(args: argparse.Namespace) -> int:
     named = [(entry, spec.origin("model.entry"))] if entry and entry not in OWN_MODELS else []
     named += spec.applied_code
     whole = spec.origins[""]
-    if not args.json:  # What a person could not see is not trusted.
+    if args.json:
+        code = [{"code": each, "line": origin.line, "path": origin.path} for each, origin in named]
+        print(envelope("trust/1", {"plan": str(path), "is_trusted": not args.forget, "code": code}))
+    else:
         for each, origin in named:
             print(f"{origin}: {each}")
-        sys.stdout.flush()
+    sys.stdout.flush()  # What a person could not see is not trusted.
     is_known = trust.forget(whole) if args.forget else trust.is_trusted(whole)
     if not args.forget:
         trust.trust(whole)
     if args.json:
-        code = [{"code": each, "line": origin.line, "path": origin.path} for each, origin in named]
-        print(envelope("trust/1", {"plan": str(path), "is_trusted": not args.forget, "code": code}))
         return YES
     if not named:
         print_notes(args, ["this file names no code that is not meshplan's own"])

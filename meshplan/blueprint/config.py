@@ -203,7 +203,7 @@ _KERNEL_KEYS: Final = ("attn_implementation", "experts_implementation")
 _KERNELS: Final = frozenset(
     {
         "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention",
-        "grouped_mm", "batched_mm", "deepgemm",
+        "grouped_mm", "batched_mm",
     }
 )  # fmt: skip
 _COUNT_KEY: Final = re.compile(

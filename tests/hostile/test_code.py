@@ -148,10 +148,11 @@ def test_trust_is_of_one_working_directory(folder, monkeypatch, capsys):
     assert main(["show", "-f", "plan.yaml"]) == 0
 
 
-def test_nothing_is_trusted_that_could_not_be_shown(folder):
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_nothing_is_trusted_that_could_not_be_shown(folder, more):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "meshplan", "trust", "plan.yaml"],
+            [sys.executable, "-P", "-m", "meshplan", "trust", "plan.yaml", *more],
             stdout=full, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
     assert done.returncode == 2
@@ -316,6 +317,7 @@ def test_a_config_names_a_class_of_models(tmp_path, name):
         {"attn_implementation": {"": "org/kernel"}},
         {"text_config": {"_attn_implementation_internal": "org/kernel@main:f"}},
         {"experts_implementation": "org/kernel"},
+        {"experts_implementation": "deepgemm"},  # fetched at the first forward
         {"backbone_config": {"use_pretrained_backbone": True}},
         {"num_hidden_layers": 10_000},
     ],
