@@ -131,7 +131,7 @@ class Layout:
         return tuple(out)
 
     def turns(self, shape: Sequence[int], mesh: Mesh) -> dict[tuple[str, ...], tuple[int, ...]]:
-        """Where along the axes of each cut the size of the part changes.
+        """The positions along the axes of each cut at which the size of the part changes.
 
         Between two of these positions all ranks that differ in these axes alone hold as much, so
         few of many ranks need to be looked at. A cut that leaves equal parts has no turns.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def unstated(spec: Spec, micro: int | None, *, reads_tokens: bool) -> list[Problem]:
-    """What a plan does not say of how much a rank is fed.
+    """List what a plan does not say of how much a rank is fed.
 
     Args:
         micro: Samples that a rank takes at once, None where nothing says it.

@@ -20,7 +20,7 @@ _HUGE: Final = 1e300  # nan is not below it, nor is an int that no float holds
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the value of a key may be; null is always allowed, and means the default.
+    """A kind of value that a key may hold; null is always allowed, and means the default.
 
     Args:
         what: In words, behind "is not".
@@ -104,7 +104,7 @@ _KEYS: Final = (
 KEYS: Final[Mapping[str, Kind]] = MappingProxyType(
     {key: kind for kind, keys in _KEYS for key in keys.split()}
 )
-"""What each known key may hold."""
+"""The kind of value of each known key."""
 
 
 def misfits(config: Mapping[str, Any]) -> Iterator[tuple[str, Kind]]:

@@ -63,7 +63,7 @@ def _grouped(
 
 
 def _behind(turns: Iterable[int], count: int) -> list[int]:
-    """How many of the turns each of so many positions has behind it."""
+    """Count, for each of so many positions, the turns that lie behind it."""
     ends = sorted(turns)
     return [bisect_right(ends, position) for position in range(count)]
 
@@ -83,7 +83,7 @@ class _Cut:
         )
 
     def is_nested(self, mesh: Mesh) -> bool:
-        """Whether an axis cuts parts that another has left of several sizes.
+        """Tell whether an axis cuts parts that another has left of several sizes.
 
         Then not every turn is one of every rank.
         """
@@ -92,7 +92,7 @@ class _Cut:
         return any(turns and not last & {*joint} for joint, turns in ends.items())
 
     def turns(self, mesh: Mesh) -> dict[tuple[str, ...], set[int]]:
-        """Where along which axes a rank holds, or stores, less than the rank before."""
+        """The positions by axes at which a rank holds, or stores, less than the rank before."""
         padded = self.layout.without(*UNIT_AXES)
         out: dict[tuple[str, ...], set[int]] = {}
         for layout in (self.layout, padded):
