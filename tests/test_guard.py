@@ -5,6 +5,7 @@ Without the guard each of these jobs would wait for the pool's time-out.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import sys
@@ -203,6 +204,26 @@ def test_the_end_of_a_process_is_told_to_all(pool, how, words):
     assert "hung" not in story
     assert words in story
     assert "nothing was raised" not in story
+
+
+def forked_failure() -> str:
+    """Both ranks go on after a process that one of them forked has failed."""
+    with meshplan.guarded():
+        dist.barrier()
+    if dist.get_rank() == CULPRIT:
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException), meshplan.guarded():
+                sys.excepthook(Mishap, Mishap("in the upload"), None)
+            os._exit(1)
+        os.waitpid(child, 0)
+    with meshplan.guarded():
+        dist.barrier()
+    return "went on"
+
+
+def test_what_ends_a_forked_process_does_not_end_the_ranks(pool):
+    assert pool(4).run(forked_failure, timeout=SECONDS) == ["went on"] * 4
 
 
 def watched() -> tuple[float, str]:

@@ -232,10 +232,56 @@ def collectives_of_a_thread() -> str:
         return "went on"
 
 
-@pytest.mark.parametrize("program", [groups_of_their_own, collectives_of_a_thread])
+def batches_of_a_thread() -> str:
+    """A thread of one rank reads for long, and then sends what the others wait for."""
+    faults.hurry()
+    side = dist.new_group()
+    with meshplan.guarded():
+        dist.barrier()
+
+    def read_and_send() -> None:
+        sleep()
+        dist.broadcast(torch.ones(1), 0, group=side)
+
+    if dist.get_rank() == 0:
+        thread = threading.Thread(target=read_and_send)
+        thread.start()
+        dist.barrier()
+        thread.join()
+    else:
+        dist.broadcast(torch.ones(1), 0, group=side)
+        dist.barrier()
+    with meshplan.guarded():
+        return "went on"
+
+
+@pytest.mark.parametrize(
+    "program", [groups_of_their_own, collectives_of_a_thread, batches_of_a_thread]
+)
 def test_programs_whose_ranks_differ_are_let_alone(pool, program):
     assert pool(4).run(program, timeout=TIMEOUT_S) == ["went on"] * 4
     pool(4).close()
+
+
+def left_by_a_group() -> list[str]:
+    """Threads of meshplan that are left once the group has gone."""
+    faults.hurry()
+    with meshplan.guarded():
+        dist.barrier()
+    dist.destroy_process_group()
+    deadline = time.monotonic() + SECONDS
+    while (left := _own_threads()) and time.monotonic() < deadline:
+        time.sleep(watchdog.TICK_S)
+    return left
+
+
+def _own_threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("meshplan")]
+
+
+def test_a_group_that_is_destroyed_leaves_no_thread(pool):
+    assert pool(2).run(left_by_a_group, timeout=TIMEOUT_S) == [[], []]
+    pool(2).close()
 
 
 def evaluated_alone() -> list[float]:

@@ -53,7 +53,6 @@ LEAVE_S: Final = 0.7
 _LOST: Final = ("connection", "socket", "broken pipe", "timed out")
 """Words in the errors of gloo when another rank has gone."""
 
-
 _job: Job | None = None
 _dog: watchdog.Watchdog | None = None
 
@@ -135,6 +134,8 @@ def _current() -> Job | None:
     if is_pretending() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     world = dist.group.WORLD
+    if _job is not None and _job.process != os.getpid():  # A fork is none of the ranks.
+        return None
     if _job is None or _job.world is not world:
         server = Server()
         own_store, dog_store = server.connect(2, watchdog.STOPPED_S)
@@ -372,6 +373,8 @@ def _report(error: BaseException) -> ApplyError | None:
     """Tell the others of an exception that ends this process; returns what to show in its place."""
     job = _job
     if job is None or hasattr(error, _SETTLED) or not dist.is_initialized():
+        return None
+    if job.process != os.getpid():  # What ends a fork does not end the rank.
         return None
     setattr(error, _ALONE, True)
     told = _settle(job, error, None)

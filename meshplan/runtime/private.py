@@ -245,6 +245,18 @@ def group_facts() -> list[tuple[tuple[int, ...], int, str]]:
     ]
 
 
+def has_groups_of_program() -> bool:
+    """Whether the program made a process group itself, beside the default one and those of meshes.
+
+    Private for the reasons above; a group's description is public.
+    """
+    made_by_torch = ("default_pg", "mesh_")
+    return any(
+        not (group.group_desc or "").startswith(made_by_torch)
+        for group in list(dist.distributed_c10d._world.pg_map)
+    )
+
+
 def abort_groups() -> None:
     """Give up every collective of this rank, on backends that can (NCCL).
 

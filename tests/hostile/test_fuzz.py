@@ -1,9 +1,10 @@
 """Files changed at random: every one is answered, with 0, 1 or 2, and soon.
 
-    MESHPLAN_FUZZ=200000 python -m pytest -m wide tests/hostile/test_fuzz.py
+    MESHPLAN_FUZZ=200000 [MESHPLAN_FUZZ_SEED=1] python -m pytest -m wide tests/hostile/test_fuzz.py
 
 Half of the changes are of bytes, half put another value where one stood. What reaches lines that
-no input before it reached is kept, and changed further. Which seeded bug would this catch? A key
+no input before it reached is kept, and changed further; one input in four is watched for that,
+since watching takes longer than the answer. Which seeded bug would this catch? A key
 that is read without a look at its type, a size without a bound of time or memory.
 """
 
@@ -35,6 +36,8 @@ from tests.test_planner import LLAMA, job
 __all__ = ["job"]
 
 ROUNDS = int(os.environ.get("MESHPLAN_FUZZ", "0"))
+SEED = int(os.environ.get("MESHPLAN_FUZZ_SEED", "1"))
+WATCHED = 4  # one input in so many is watched for new lines
 SLOWEST_S = 10.0
 MOST_BYTES = 12 << 30  # of addresses beyond what the process has; torch maps some, and writes few
 OFTEN = 200  # calls of a function after which its lines are no longer looked at
@@ -128,6 +131,11 @@ def _cpu_s() -> float:
     return sum(os.times()[:4])
 
 
+def _queued_s() -> float:
+    """Seconds in which this thread could have run, and other work had the processors."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
 @contextmanager
 def bounded_memory() -> Iterator[None]:
     """Inside, who asks for too much gets a MemoryError, which no verb expects."""
@@ -188,18 +196,19 @@ def fuzz(job: Any, kind: str, rounds: int, seed: int, capsys: Any) -> None:
         path.write_bytes(data)
         words = rng.choice(asked)
         lines.has_new = False
-        began, ran = time.perf_counter(), _cpu_s()
-        sys.settrace(lines.trace)
+        began, ran, queued = time.perf_counter(), _cpu_s(), _queued_s()
+        sys.settrace(lines.trace if number % WATCHED == 0 else None)
         try:
             with bounded_memory():
                 code = main(words)
         finally:
             sys.settrace(None)
-        waited, took = time.perf_counter() - began, _cpu_s() - ran
+        took = _cpu_s() - ran
+        waited = time.perf_counter() - began - took - (_queued_s() - queued)
         err = capsys.readouterr().err
         assert code in (0, 1, 2), (number, words, data, err)
-        # Beside other work on the machine an answer takes longer by the clock.
         assert took < SLOWEST_S, (number, words, took, data)
+        # For a lock, a pipe or a process of its own, which other work on the machine may hold up.
         assert waited < 10 * SLOWEST_S, (number, words, waited, data)
         if lines.has_new and len(corpus) < 500:
             corpus.append(data)
@@ -213,4 +222,4 @@ def test_files_changed_at_random_are_answered(job, capsys, kind):
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", ["plan", "lock", "config", "profile"])
 def test_many_files_changed_at_random_are_answered(job, capsys, kind):
-    fuzz(job, kind, max(ROUNDS, 2000) // 4, 1, capsys)
+    fuzz(job, kind, max(ROUNDS, 2000) // 4, SEED, capsys)

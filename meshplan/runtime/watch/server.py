@@ -28,14 +28,14 @@ class Server:
     """The process at the other end of this process's connection to the store of the group."""
 
     def __init__(self) -> None:
-        self._store = group_store()
+        # The store itself is not kept: on the rank that serves it, it would outlive its group.
+        self._port = store_port(group_store())
         self._looks_from = time.monotonic() + _PATIENCE_S
 
     @cached_property
     def _found(self) -> tuple[int | None, int]:
         """(the number of the process, when it began), looked for among all of this machine."""
-        port = store_port(self._store)
-        found = processes_at(port) if port else []
+        found = processes_at(self._port) if self._port else []
         began = {process: process_state(process)[1] for process in found}
         # Its own children may have inherited the connection.
         first = min(began, key=lambda process: (began[process], process), default=None)
@@ -68,10 +68,11 @@ class Server:
         """
         made: list[dist.Store] = []
         failed: list[Exception] = []
+        store = group_store()
 
         def connect() -> None:
             try:
-                made.extend(self._store.clone() for _ in range(num))
+                made.extend(store.clone() for _ in range(num))
             except Exception as error:
                 failed.append(error)
 

@@ -71,6 +71,8 @@ class Look:
         wait: The function in which it can only be waiting for other ranks; "" where it may be
             doing something.
         is_shared: Whether another thread of this process is in a collective as well.
+        has_company: Whether another thread runs the program's own code, which may begin a
+            collective next.
     """
 
     lines: tuple[Line, ...]
@@ -78,6 +80,7 @@ class Look:
     ticks: int
     wait: str
     is_shared: bool = False
+    has_company: bool = False
 
     @property
     def user_lines(self) -> list[str]:
@@ -103,10 +106,11 @@ def look_at(ident: int, native: int) -> Look:
     lines = lines_of(frames.pop(ident, None))
     frames.pop(threading.get_ident(), None)
     state, ticks = _kernel_says(native)
-    in_others = any(
-        file.startswith(_COLLECTIVES) for frame in frames.values() for file, _, _ in lines_of(frame)
-    )
-    return Look(lines, state, ticks, wait_in(lines), in_others)
+    files = {file for frame in frames.values() for file, _, _ in lines_of(frame)}
+    in_others = any(file.startswith(_COLLECTIVES) for file in files)
+    # Threads of installed packages, such as progress bars and loggers, send nothing to other ranks.
+    has_company = any(is_of_user(file) and not file.startswith(_PACKAGES) for file in files)
+    return Look(lines, state, ticks, wait_in(lines), in_others, has_company)
 
 
 def lines_of(frame: FrameType | None) -> tuple[Line, ...]:

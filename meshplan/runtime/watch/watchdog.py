@@ -21,6 +21,7 @@ from meshplan.errors import Problem
 from meshplan.runtime.private import (
     group_facts,
     group_sequences,
+    has_groups_of_program,
     num_groups,
     store_port,
 )
@@ -126,7 +127,7 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # Where the store has gone.
             while not self._ended.wait(self._pause_s()) and not self._job.cause:
-                if dist.group.WORLD is not self._job.world:
+                if self._is_over():
                     self._leave()
                     return
                 try:
@@ -138,6 +139,10 @@ class Watchdog(threading.Thread):
         """Time to the next look: short at first, when the ranks of a machine meet."""
         self._num_looks += 1
         return self._interval_s / (5 if self._num_looks < _FIRST_LOOKS else 1)
+
+    def _is_over(self) -> bool:
+        """Whether the group was destroyed, or another one took its place."""
+        return dist.group.WORLD is not self._job.world
 
     def _leave(self) -> None:
         told = {"kind": "left", "rank": self._job.rank, **self._job.progress.facts()}
@@ -183,9 +188,13 @@ class Watchdog(threading.Thread):
     def _can_be_certain(self) -> bool:
         """Whether a wait shows in the stack: where the processor waits, and not a device.
 
-        Nor may another thread bring about what the ranks wait for.
+        Nor may another thread bring about what the ranks wait for. One that reads batches and sends
+        them is seen in a collective only once it has read; it needs a group of its own.
         """
-        return not self._is_shared and all(backend == "gloo" for _, _, backend in group_facts())
+        has_company = self._look is not None and self._look[0].has_company
+        if self._is_shared or (has_company and has_groups_of_program()):
+            return False
+        return all(backend == "gloo" for _, _, backend in group_facts())
 
     def _follow(self, look: tuple[Look, Any], now: float, was_late: bool) -> None:
         before, self._look = self._look, look
@@ -315,7 +324,7 @@ class Watchdog(threading.Thread):
     def _watch_store(self) -> None:
         """Give up where the store is silent, without asking it: another thread may hang there."""
         since = looked = time.monotonic()
-        while not self._ended.wait(self._interval_s) and not self._job.cause:
+        while not (self._ended.wait(self._interval_s) or self._job.cause or self._is_over()):
             now = time.monotonic()
             was_late = now - looked > self._interval_s + _LATE_S
             looked = now
