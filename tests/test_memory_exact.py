@@ -108,6 +108,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any]] | tuple[str, int, dict[str, Any
         "hf_llama", 4, pp("1F1B") | {"mesh": {"pp": 2, "dp_shard": 2}} | BF16
     ),
     "stages x full_shard": ("own_llama", 4, pp("1F1B") | {"mesh": {"pp": 2, "dp_shard": 2}}),
+    "stages x full_shard, tied": (
+        "hf_llama_tied", 4, pp("1F1B") | {"mesh": {"pp": 2, "dp_shard": 2}}),
 }  # fmt: skip
 
 
@@ -118,7 +120,7 @@ WIDE = (
     "full_shard, rmsprop", "full_shard, clipped", "full_shard, tied", "zero1, accumulated", "zero2",
     "hybrid_shard, accumulated, bf16", "ddp, accumulated", "ddp, static", "tp, recomputed",
     "stages, GPipe", "stages, accumulated", "stages of an encoder and a decoder",
-    "stages x full_shard, bf16",
+    "stages x full_shard, bf16", "stages x full_shard, tied",
 )  # fmt: skip
 """Cases that combine what others show one by one."""
 

@@ -53,6 +53,23 @@ def tower() -> nn.Module:
     return Tower(32, 6)
 
 
+class Tied(nn.Module):
+    """Its first and its last stage share a weight, and a unit with other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(24, 16), nn.Embedding(8, 16)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 24, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 class Random(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -121,6 +138,21 @@ def test_a_halved_gradient_differs(run):
     assert out.splitlines()[-1].endswith("plan.yaml: DIFFERS in loss, gradient norm, parameters")
     assert "DIFFERENT: blocks.0.norm.weight" in out
     assert "DIFFERENT: head" not in out
+
+
+@pytest.mark.parametrize(
+    "pipeline", [{}, pytest.param({"schedule": "ZBVZeroBubble"}, marks=pytest.mark.wide)]
+)
+def test_stages_that_share_a_weight_hold_what_is_predicted(run, pipeline):
+    # The sum over stages must not leave a shard of the gradient behind it.
+    plan = {
+        "version": 1, "mesh": {"pp": 2, "dp_shard": 2}, "strategy": "full_shard",
+        "model": {"entry": "tests.test_verify:Tied"}, "batch": {"micro": 4, "seq_len": 8},
+        "pipeline": {"schedule": "1F1B", "microbatches": 2} | pipeline,
+    }  # fmt: skip
+    code, out, _ = run(plan)
+    assert code == 0, out
+    assert "bytes of state: as predicted on all 4 ranks" in out
 
 
 def test_a_plan_that_torch_would_run_wrongly_does_not_run(run):

@@ -224,10 +224,10 @@ class _Step:
                 if at not in (f"{AT_STAGE}{stage}" for stage in holders):
                     continue
                 is_there = self._writer.make(4, Term.COMMUNICATION)
-                found = part.put_gradient(fqn)
+                total = part.add_gradients(fqn)
                 self._writer.free(is_there)
                 self._writer.free(before)
-                before = found
+                before = total
         self._writer.free(before)
 
     def _drop_loss(self) -> None:

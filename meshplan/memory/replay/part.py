@@ -121,16 +121,17 @@ class Part:
         # One number for each (`runtime.gradients`), and two of the calls that were made.
         self._writer.free(self._writer.make(8 * (count + 2), Term.COMMUNICATION))
 
-    def put_gradient(self, fqn: str) -> int | None:
-        """A sum over stages in place of the gradient of a parameter; returns what was there."""
+    def add_gradients(self, fqn: str) -> int | None:
+        """Make the sum over stages of a parameter's gradient.
+
+        Returns:
+            The sum, once it was copied into the gradient; None where it became the gradient.
+        """
         size = next(param.num_bytes for param in self._params if param.fqn == fqn)
         total = self._writer.make(size, Term.COMMUNICATION, fqn.rpartition(".")[0])
         unit = self._unit_of.get(fqn)
-        if unit is not None:
-            return self._units.put_gradient(unit, fqn, total)
-        before = self._alone.gradients.get(fqn)
-        self._alone.gradients[fqn] = total
-        return before
+        reduced = self._alone.gradients if unit is None else self._units.gradients(unit)
+        return total if reduced.setdefault(fqn, total) != total else None
 
     def updated(self) -> list[tuple[tuple[str, ...], Updated]]:
         """(the axes that cut it, parameter) of each one that has a gradient."""

@@ -148,12 +148,9 @@ class Units:
         """The storages of the gradients that the optimizer finds, by parameter."""
         return {fqn: n for unit in self._units.values() for fqn, n in unit.reduced.items()}
 
-    def put_gradient(self, fqn: str, param: str, storage: int) -> int | None:
-        """Another one in place of the reduced one; returns that."""
-        reduced = self._units[fqn].reduced
-        before = reduced.get(param)
-        reduced[param] = storage
-        return before
+    def gradients(self, fqn: str) -> dict[str, int]:
+        """The storage of each reduced gradient of a unit, by parameter."""
+        return self._units[fqn].reduced
 
     def drop_gradients(self) -> None:
         """`zero_grad(set_to_none=True)`."""

@@ -86,7 +86,12 @@ class SharedTensors:
             if group is not None:
                 dist.all_reduce(total, group=group)
             for copy in copies:
-                copy.grad = _like(copy, total.clone() if len(copies) > 1 else total)
+                if copy.grad is not None:
+                    # In place: another tensor would leave this one's part of the unit's reduced
+                    # gradients behind, which live as long as those of the other parameters.
+                    local_of(copy.grad).copy_(total)
+                else:
+                    copy.grad = _like(copy, total.clone() if len(copies) > 1 else total)
 
 
 def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
