@@ -43,6 +43,7 @@ def output_of(command: str) -> str:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+    assert "UserWarning" not in done.stderr  # Such as another batch than the plan's.
     lines = done.stdout.splitlines(keepends=True)
     return "".join(line for line in lines if re.search(shlex.split(pattern or "''")[0], line))
 

@@ -321,7 +321,7 @@ def by_itself(kind: str, plan: dict[str, Any]) -> str:
         ids = torch.randint(10, (8, [500, 520][rank]))
         batch = (ids, ids)
     else:
-        model, batch = Chaotic(), (torch.randn(2, 64), torch.zeros(2, 4))
+        batch, model = (torch.randn(2, 64), torch.zeros(2, 4)), Chaotic()  # Which sets the seed.
     model = meshplan.parallelize(model, {"version": 1, **plan})
     seen: list[str] = []
     if kind == "hooked":  # Such a model is not compared: what its hooks keep cannot be put back.
@@ -356,6 +356,7 @@ def sent() -> int:
 
     model = meshplan.parallelize(Mixing(nn.Tanh), {"version": 1, "strategy": "ddp"})
     sgd = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(dist.get_rank())
     data, targets = torch.randn(100_000, 8), torch.randn(100_000, 4)
     with mock.patch.object(dist.distributed_c10d, "_object_to_tensor", watched):
         meshplan.train_step(model, sgd, data[:2], targets[:2], F.mse_loss)

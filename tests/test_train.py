@@ -92,7 +92,7 @@ def batches() -> list[Any]:
         message = str(error)
     scalar = meshplan.local_batch(model, torch.tensor(3.0))
     as_list = [cut["a"].tolist(), cut["b"][0].tolist(), cut["b"][1][0].tolist()]
-    noted = [*vars(cut["a"]), *vars(pair.tokens), *vars(scalar)]
+    noted = [*vars(cut["a"]).values(), *vars(pair.tokens).values(), *vars(scalar).values()]
     return [
         as_list, type(cut["b"]).__name__, pair.tokens.tolist(), pair.weight, message, scalar, noted,
     ]  # fmt: skip
@@ -104,7 +104,7 @@ def test_local_batch_follows_the_data_axes_only(pool):
         half = [0, 1, 2, 3] if rank < 2 else [4, 5, 6, 7]  # tp ranks read the same samples
         assert cut == [half, half, half]
         assert (kind, pair, weight, scalar) == ("tuple", half, 0.5, torch.tensor(3.0))
-        assert noted == []  # They are whole samples: nothing need be known of the batch.
+        assert noted == [0, 0]  # Whole samples were cut: no more need be known of the batch.
         assert message == (
             "meshplan: 1 problem\n"
             "a batch of 7 samples does not divide into 2 data ranks\n"

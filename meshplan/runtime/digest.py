@@ -15,7 +15,7 @@ _SAMPLED: Final = 1024
 _PIECE: Final = 1 << 22
 """Bytes of a tensor on a device that are added up at once."""
 _MARK: Final = "meshplan_whole"
-"""The attribute of a rank's part that says which global batch it was cut from."""
+"""The attribute of a rank's part that says which global batch it was cut from, 0 if unknown."""
 
 
 def digest(batch: Any, *, is_whole: bool) -> tuple[int, torch.Tensor | None]:
@@ -60,10 +60,15 @@ def _added_up(data: torch.Tensor) -> torch.Tensor:
     return total % (1 << 40)
 
 
-def mark(part: torch.Tensor, whole: int) -> torch.Tensor:
-    """Note on a rank's part which global batch it was cut from."""
-    setattr(part, _MARK, whole)
+def mark(part: torch.Tensor, whole: int | None) -> torch.Tensor:
+    """Note on a rank's part that it was cut from a global batch, and from which one if known."""
+    setattr(part, _MARK, whole or 0)
     return part
+
+
+def is_marked(batch: Any) -> bool:
+    """Return whether `local_batch` has cut any tensor of a batch."""
+    return any(hasattr(tensor, _MARK) for _, tensor in tensors_in(batch))
 
 
 def marks(batch: Any) -> int:

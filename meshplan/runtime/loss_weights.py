@@ -72,12 +72,15 @@ class History:
         divisor: What such a sum is divided by before its backward, so that gradients keep the
             size that half precision can hold; 0 until the first such step has ended.
         asks_values: Whether forwards ask tensors for numbers that depend on the batch.
+        is_doubtful: Whether ranks were given the same samples in a step that is not the first,
+            which may be chance once.
     """
 
     steps: int = 0
     returns_count: bool | None = None
     divisor: float = 0.0
     asks_values: bool = False
+    is_doubtful: bool = False
 
 
 def num_parts(plan: Plan) -> int:

@@ -105,7 +105,7 @@ def _parallelize(
         refuse_copies_and_casts(wrapped)
         explain_mixed_losses()
         remember(wrapped, decided, mesh)
-        watch_batches(wrapped, decided, mesh)
+        watch_batches(wrapped)
         watch_drift(wrapped)
         watch_optimizers()
         note_forwards(wrapped, decided)

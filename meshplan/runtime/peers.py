@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,12 @@ from meshplan.runtime.mesh import device, objects_along, reduce_along, submesh
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.pretend import is_pretending, numbers
 from meshplan.runtime.steps import is_due
+
+SAMPLER: Final = (
+    "let a sampler count data ranks only, DistributedSampler(data, "
+    "num_replicas=plan.num_data_ranks, rank=plan.mesh.index(torch.distributed.get_rank(), "
+    "('dp_replicate', 'dp_shard'))) with plan = model.meshplan.plan"
+)
 
 
 def open_groups(plan: Plan, mesh: DeviceMesh) -> None:
@@ -139,10 +145,8 @@ def _other_samples(name: str, rank: int, other: int, where: str) -> Problem:
     return Problem(
         f"the ranks {where} work on the same samples, but {name} of rank {rank} and rank {other} "
         "hold other numbers",
-        fix="give all of them one batch: let a sampler count data ranks only, "
-        "DistributedSampler(data, num_replicas=plan.num_data_ranks, rank=plan.mesh.index("
-        "torch.distributed.get_rank(), ('dp_replicate', 'dp_shard'))) with plan = "
-        "model.meshplan.plan, seed what is drawn alike, or cut one global batch with local_batch",
+        fix=f"give all of them one batch: {SAMPLER}, seed what is drawn alike, or cut one global "
+        "batch with local_batch",
     )
 
 

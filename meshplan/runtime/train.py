@@ -17,6 +17,7 @@ from meshplan.runtime.applied import applied, own_module
 from meshplan.runtime.batch import as_arguments, chunked, mapped, part_of
 from meshplan.runtime.checks.batches import compared
 from meshplan.runtime.checks.forward_writes import begin_microbatch
+from meshplan.runtime.checks.given import note_size
 from meshplan.runtime.checks.optimizers import unknown_to_model
 from meshplan.runtime.checks.steps import StepCheck
 from meshplan.runtime.context.batch import local_sequence
@@ -32,7 +33,7 @@ from meshplan.runtime.moments import begin
 from meshplan.runtime.outside import guard_loss
 from meshplan.runtime.peers import check_peers, mean_over_ranks
 from meshplan.runtime.pipeline.module import PipelinedModule
-from meshplan.runtime.pretend import numbers
+from meshplan.runtime.pretend import is_pretending, numbers
 from meshplan.runtime.selftest import check_loss
 
 
@@ -61,7 +62,7 @@ def local_batch(model: nn.Module, batch: Any) -> Any:
 
     def local(tensor: torch.Tensor) -> torch.Tensor:
         own = part_of(tensor, ranks, index, "data ranks").to(device())
-        return own if whole is None or own is tensor else mark(own, whole)
+        return own if own is tensor else mark(own, whole)
 
     return mapped(batch, local)
 
@@ -144,15 +145,18 @@ def train_step(
         total / count, (inputs, targets), state.plan, state.mesh, weights.count
     )
     check.settle()
+    if is_first and not is_pretending():
+        note_size((inputs, targets), state.plan)
     begin("step")
     factor = weights.factor(counted)
     if unscale(model, optimizer, state, factor):
         if state.plan.spec.clip_grad_norm is not None:
             clip_grad_norm_(model, state.plan.spec.clip_grad_norm)
-        if is_first and isinstance(model, PipelinedModule):
-            _agreed_step(optimizer)
-        else:
-            optimizer.step()
+        with compared():
+            if is_first and isinstance(model, PipelinedModule):
+                _agreed_step(optimizer)
+            else:
+                optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     state.history.steps += 1
     return float(numbers(mean, 0.0)) * factor

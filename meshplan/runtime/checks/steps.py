@@ -23,6 +23,14 @@ from meshplan.runtime.aside import aside
 from meshplan.runtime.batch import chunked
 from meshplan.runtime.checks.few import FewSamples
 from meshplan.runtime.checks.forward_writes import writes_in_forward
+from meshplan.runtime.checks.given import (
+    axis_of_twins,
+    compares_ranks,
+    is_telling,
+    number_of,
+    same_samples,
+    slots,
+)
 from meshplan.runtime.checks.halves import LossFn, Three, loss_problem, three_of
 from meshplan.runtime.checks.independence import Found, compare_forwards
 from meshplan.runtime.checks.mixing import follows_statistics, mixing_problem, name_mixing
@@ -60,6 +68,7 @@ class StepCheck:
         self._model, self._plan, self._loss_fn = model, plan, loss_fn
         self._history, self._step = history, history.steps + 1
         is_due_now = is_due(self._step) or (history.asks_values and self._step <= _OFTEN)
+        is_due_now |= history.is_doubtful
         self._is_on = is_due_now and num_parts(plan) > 1 and not is_pretending()
         self._gathered = gather.num_gathered
         self._problem: Problem | None = None
@@ -129,14 +138,18 @@ class StepCheck:
         if not self._is_on:
             return
         is_gathered = gather.num_gathered != self._gathered
-        is_wrong, is_untold, cannot_run, would_be_wrong, most, least = largest(
+        given = number_of(self._batch, is_whole=False) if compares_ranks(self._plan) else 0
+        is_wrong, is_untold, cannot_run, would_be_wrong, most, least, *given_to = largest(
             self._problem is not None,
             self._has_seen and not self._is_told,
             is_gathered or self._leaves_traces(),
             self._if_uneven is not None,
             max(self._tokens),
             -min(self._tokens),
+            *(slots(given, self._plan) if given else ()),
         )
+        if given:
+            self._refuse_twins(given_to)
         if is_wrong:
             _raise_first(self._problem)
         if would_be_wrong and most != -least:
@@ -147,6 +160,21 @@ class StepCheck:
             raise ApplyError(problem)
         if not cannot_run and (is_untold or self._asks_forward()):
             self._compare_forwards(is_untold=bool(is_untold))
+
+    def _refuse_twins(self, numbers: list[float]) -> None:
+        """Refuse samples that several data ranks were given.
+
+        Args:
+            numbers: Of a part of the elements that each data rank was given.
+        """
+        axis = axis_of_twins(numbers, self._plan)
+        if axis is not None:
+            whole = slots(number_of(self._batch, is_whole=True), self._plan)
+            cannot_tell, *wholes = largest(not is_telling(self._batch), *whole)
+            axis = None if cannot_tell else axis_of_twins(wholes, self._plan)
+        is_repeated, self._history.is_doubtful = self._history.is_doubtful, axis is not None
+        if axis is not None and (self._step == 1 or is_repeated):
+            raise ApplyError(same_samples(axis, num_samples(self._batch), self._plan))
 
     def _compare_forwards(self, *, is_untold: bool) -> None:
         # Losses of three parts or more would not tell how to put together those of two.
