@@ -20,7 +20,7 @@ from meshplan.render.verify import verdict_to_text
 from meshplan.runtime.shrink import Source, model_of_source, shrink, source_of_config
 from meshplan.runtime.tiny_config import shrink_layers, shrink_sizes
 from meshplan.traffic import Difference, Route
-from meshplan.verdict import Moved, RankReport, Training, Verdict
+from meshplan.verdict import Moved, RankReport, Shift, Training, Verdict
 from tests import models
 
 HERE = Origin("<test>")
@@ -152,7 +152,7 @@ def test_stages_that_share_a_weight_hold_what_is_predicted(run, pipeline):
     }  # fmt: skip
     code, out, _ = run(plan)
     assert code == 0, out
-    assert "bytes of state: as predicted on all 4 ranks" in out
+    assert "bytes of state: ok, as predicted on all 4 ranks" in out
 
 
 def test_a_plan_that_torch_would_run_wrongly_does_not_run(run):
@@ -298,9 +298,10 @@ RANK = RankReport(
     held=BYTES, predicted=BYTES, sent=(), num_collectives=1, collective_bytes=8, unknown=()
 )
 TRAINED = Training(losses=(1.0, 0.9, 0.8), norms=(1.0, 1.0))
+SHIFT = Shift(name="w", is_buffer=False, is_visible=True, moved=1.0, apart=0.005, allowed=0.01)
 RIGHT = Verdict(
     world=1, notes=(), unmatched=(), together=TRAINED, alone=TRAINED, ranks=(RANK,),
-    moved=Moved(num_judged=1, num_still=0, wrong=(), worst=0.0),
+    moved=Moved(shifts=(SHIFT,)),
 )  # fmt: skip
 SENT = (Difference(Route("all_reduce", ("tp",), 8), 1, 2),)
 
@@ -312,7 +313,10 @@ SENT = (Difference(Route("all_reduce", ("tp",), 8), 1, 2),)
         ({"together": replace(TRAINED, losses=(1.0, 0.9, 0.82))}, ["loss"]),
         ({"together": replace(TRAINED, losses=(1.0, 0.9, float("nan")))}, ["loss"]),
         ({"together": replace(TRAINED, norms=(1.0, 2.0))}, ["gradient norm"]),
-        ({"moved": replace(RIGHT.moved, wrong=(("w", 0.5),))}, ["parameters"]),
+        ({"moved": Moved(shifts=(SHIFT, replace(SHIFT, apart=0.5)))}, ["parameters"]),
+        ({"moved": Moved(shifts=(SHIFT, replace(SHIFT, apart=float("nan"))))}, ["parameters"]),
+        ({"moved": Moved(shifts=(replace(SHIFT, apart=0.5, is_buffer=True),))}, ["buffers"]),
+        ({"moved": Moved(shifts=(replace(SHIFT, moved=0.0, apart=1, allowed=0),))}, ["parameters"]),
         ({"ranks": (replace(RANK, held=StateBytes(1, 1, 1, 2)),)}, ["bytes held"]),
         ({"ranks": (replace(RANK, sent=SENT),)}, ["collectives"]),
         ({"ranks": (replace(RANK, sent=SENT, unknown=("axis pp",)),)}, []),

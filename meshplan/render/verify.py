@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshplan.render.text import columns
-from meshplan.verdict import RankReport, Verdict
+from meshplan.verdict import ROUNDINGS, RankReport, Verdict
 
 _MOST_LINES = 6
 
@@ -16,37 +16,75 @@ def verdict_to_text(verdict: Verdict, plan: str) -> list[str]:
     out += _list("rules that match nothing of the small model", verdict.unmatched)
     if verdict.refusal:
         return [*out, f"{plan}: does NOT RUN", *verdict.refusal.splitlines()]
-    assert verdict.together is not None
-    assert verdict.alone is not None
     assert verdict.moved is not None
-    rows = [("", "plan", "1 process", "difference")]
-    for name, mine, other in (
-        ("loss", verdict.together.losses, verdict.alone.losses),
-        ("gradient norm", verdict.together.norms, verdict.alone.norms),
-    ):
-        rows += [
-            (f"{name}, step {step + 1}", f"{a:.6g}", f"{b:.6g}", f"{abs(a - b):.1e}")
-            for step, (a, b) in enumerate(zip(mine, other, strict=True))
-        ]
+    rows = [("", "plan", "1 process", "difference", "allowed", "")]
+    for each in verdict.comparisons():
+        if each.step:
+            numbers = (f"{each.together:.6g}", f"{each.alone:.6g}")
+            apart = (f"{each.difference:.1e}", f"{each.allowed:.1e}", _word(each.is_ok))
+            rows.append((f"{each.what}, step {each.step}", *numbers, *apart))
+    out += [f"on {verdict.mesh}, {verdict.world} processes", *columns(rows, "<>>>><")]
+    out += _moved(verdict)
+    out.append(f"live shapes: ok, {verdict.num_tensors} tensors on every rank as the plan says")
+    out += _bytes(verdict)
+    out += _collectives(verdict)
+    out += _remarks(verdict)
+    found = verdict.findings()
+    return [*out, f"{plan}: {'DIFFERS in ' + ', '.join(found) if found else 'ok'}"]
+
+
+def _word(is_ok: bool) -> str:
+    return "ok" if is_ok else "DIFFERENT"
+
+
+def _moved(verdict: Verdict) -> list[str]:
     moved = verdict.moved
-    out += [f"on {verdict.mesh}, {verdict.world} processes", *columns(rows, "<>>>")]
+    assert moved is not None
+    out = []
+    for what, is_buffer in (("parameters", False), ("buffers", True)):
+        shift = moved.nearest(is_buffer=is_buffer)
+        if shift is None:
+            continue
+        wrong = [each for each in moved.wrong if each.is_buffer == is_buffer]
+        count = f"{moved.num_buffers} compared" if is_buffer else f"{moved.num_judged} moved"
+        still = "" if is_buffer else f"; {moved.num_still} did not move visibly"
+        out.append(
+            f"{what}: {_word(not wrong)}, {count}, {shift.name} is {shift.share:.1e} of its "
+            f"movement apart, {shift.allowed_share:.1e} allowed{still}"
+        )
+        out += [
+            f"    DIFFERENT: {each.name}, {each.share:.0%} of its movement, "
+            f"{each.allowed_share:.0%} allowed"
+            for each in wrong[:_MOST_LINES]
+        ]
+        if len(wrong) > _MOST_LINES:
+            out.append(f"    and {len(wrong) - _MOST_LINES} more")
+    return out
+
+
+def _remarks(verdict: Verdict) -> list[str]:
+    """What a reader has to know of the one process."""
+    out = []
+    if verdict.rounded is not None:
+        out.append(
+            f"allowed: {ROUNDINGS:g} times what the plan's precision moves in one process, and "
+            f"never less than {verdict.tolerance.loss:.0%} of a loss and "
+            f"{verdict.tolerance.relative:.0%} of a movement"
+        )
     if verdict.microbatches > 1:
         out.append(
             f"one process took {verdict.microbatches} microbatches a step too: BatchNorm has "
             "statistics of each"
         )
-    out.append(
-        f"parameters: {moved.num_judged} moved, at most {moved.worst:.1e} of it apart; "
-        f"{moved.num_still} did not move visibly"
-    )
-    out += [f"    DIFFERENT: {n}, {s:.0%} of its movement" for n, s in moved.wrong[:_MOST_LINES]]
-    if len(moved.wrong) > _MOST_LINES:
-        out.append(f"    and {len(moved.wrong) - _MOST_LINES} more")
-    out.append(f"live shapes: {verdict.num_tensors} tensors on every rank as the plan says")
-    out += _bytes(verdict)
-    out += _collectives(verdict)
-    found = verdict.findings()
-    return [*out, f"{plan}: {'DIFFERS in ' + ', '.join(found) if found else 'ok'}"]
+    if verdict.own_statistics:
+        others = len(verdict.own_statistics) - 1
+        names = verdict.own_statistics[0] + (f" and {others} more" if others else "")
+        out.append(
+            f"not as one process with the whole batch: {names} take statistics of each data rank's "
+            "own samples, as the one process here did too; sync_batchnorm: true takes BatchNorm's "
+            "over all samples"
+        )
+    return out
 
 
 def _list(title: str, lines: tuple[str, ...]) -> list[str]:
@@ -56,7 +94,7 @@ def _list(title: str, lines: tuple[str, ...]) -> list[str]:
 def _bytes(verdict: Verdict) -> list[str]:
     apart = [(n, r) for n, r in enumerate(verdict.ranks) if r.held != r.predicted]
     if not apart:
-        return [f"bytes of state: as predicted on {_ranks(verdict)}"]
+        return [f"bytes of state: ok, as predicted on {_ranks(verdict)}"]
     return [
         "bytes of state: DIFFERENT",
         *(
@@ -68,12 +106,16 @@ def _bytes(verdict: Verdict) -> list[str]:
 
 def _collectives(verdict: Verdict) -> list[str]:
     first = verdict.ranks[0]
-    head = f"collectives of a step: {first.num_collectives} on rank 0, {first.collective_bytes:,} B"
+    count = f"{first.num_collectives} on rank 0, {first.collective_bytes:,} B"
+    head = f"collectives of a step: {count}"
     if first.unknown:
         return [f"{head}; not predicted:", *(f"    {what}" for what in first.unknown)]
     apart = [(n, r) for n, r in enumerate(verdict.ranks) if r.sent]
     if not apart:
-        told = f"{head}; kind by kind and byte by byte as predicted on {_ranks(verdict)}"
+        told = (
+            f"collectives of a step: ok, {count}; kind by kind and byte by byte as predicted on "
+            f"{_ranks(verdict)}"
+        )
         if first.num_routed:
             told += f", but for the bytes of {first.num_routed} that the routing of tokens decides"
         return [told]
@@ -118,8 +160,24 @@ def verdict_to_json(verdict: Verdict) -> dict[str, Any]:
             "judged": verdict.moved.num_judged,
             "still": verdict.moved.num_still,
             "worst": verdict.moved.worst,
-            "wrong": [{"parameter": n, "relative": s} for n, s in verdict.moved.wrong],
+            "wrong": [
+                {"parameter": each.name, "relative": each.share, "allowed": each.allowed_share}
+                for each in verdict.moved.wrong
+                if not each.is_buffer
+            ],
         },
+        "comparisons": [
+            {
+                "what": each.what,
+                "step": each.step or None,
+                "difference": each.difference,
+                "allowed": each.allowed,
+                "ok": each.is_ok,
+            }
+            for each in verdict.comparisons()
+        ],
+        "wrong_buffers": [each.name for each in verdict.moved.wrong if each.is_buffer],
+        "statistics_of_each_rank": list(verdict.own_statistics),
         "tensors": verdict.num_tensors,
         "by_rank": [_rank_to_json(rank) for rank in verdict.ranks],
     }

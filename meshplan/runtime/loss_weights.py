@@ -125,7 +125,9 @@ class Weights:
         self._kind = plan.spec.loss
         self.parts = num_parts(plan)
         self.count: torch.Tensor | None = None
-        self._divisor = history.divisor or self._first_divisor(batch)
+        # What has returned a loss alone does so in every step, and divides nothing.
+        is_alone = history.returns_count is False
+        self._divisor = history.divisor or (1.0 if is_alone else self._first_divisor(batch))
         self._tokens: torch.Tensor | None = None
         self._total = 0
         if self._kind == "tokens" and not is_pretending():

@@ -1,7 +1,7 @@
-"""The traffic of BatchNorm whose statistics are over all data ranks.
+"""The traffic of norms with statistics over samples.
 
-Source: `runtime.batchnorm`: sums and the number of values, then the variance; each is summed, and
-so are the gradients of both.
+Source of those over all data ranks: `runtime.batchnorm`: sums and the number of values, then the
+variance; each is summed, and so are the gradients of both.
 """
 
 from __future__ import annotations
@@ -32,4 +32,22 @@ def statistics(plan: Plan, forward: Forward) -> Iterator[Traffic]:
                 yield one(
                     plan.mesh, "all_reduce", GRADIENT_AXES, num_bytes, f"{what} of {fqn}",
                     times * plan.accumulate,
+                )  # fmt: skip
+
+
+def kept_statistics(plan: Plan, forward: Forward) -> Iterator[Traffic]:
+    """Running statistics of each rank's own samples: every forward begins with the first rank's.
+
+    Source: `runtime.checks.forward_writes`. DistributedDataParallel sends all buffers itself.
+    """
+    if plan.assignment.wrapper == "ddp":
+        return
+    for fqn in plan.graph.modules:
+        is_apart = plan.graph.tracks_statistics(fqn) and fqn not in plan.assignment.synchronized
+        if is_apart and any(call.is_training for call in forward.of(fqn)):
+            for placed in (plan.assignment.tensors[f"{fqn}.running_{x}"] for x in ("mean", "var")):
+                num_bytes = placed.info.numel * DTYPE_BYTES[placed.dtype]
+                yield one(
+                    plan.mesh, "broadcast", GRADIENT_AXES, num_bytes, f"statistics of {fqn}",
+                    plan.accumulate,
                 )  # fmt: skip

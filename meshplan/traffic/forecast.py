@@ -15,7 +15,7 @@ from meshplan.plan import Plan
 from meshplan.restrict import restrict
 from meshplan.schedules import SCHEDULES
 from meshplan.styles import GATHERED
-from meshplan.traffic.batchnorm import statistics
+from meshplan.traffic.batchnorm import kept_statistics, statistics
 from meshplan.traffic.context import attention, unknown_heads
 from meshplan.traffic.data import agreement, ddp, unit_traffic
 from meshplan.traffic.experts import Arrivals, dispatch, unknown_experts
@@ -129,6 +129,7 @@ def _compute(plan: Plan, forward: Forward | None, rank: int, passes: Passes) -> 
         yield from activations(plan, forward)
         yield from gathered_at_use(plan, forward)
         yield from statistics(plan, forward)
+        yield from kept_statistics(plan, forward)
         if plan.assignment.context is not None:
             yield from attention(plan, forward)
 

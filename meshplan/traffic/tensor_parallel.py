@@ -6,6 +6,7 @@ left to the one that arrived, and leaves replicas where addends arrived.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -138,10 +139,13 @@ class _Activations:
             self.crossings.setdefault(crossing.module, []).append(crossing)
         owners = {placed.unit for placed in plan.assignment.tensors.values()}
         self.units = [call for call in forward.calls if call.fqn in owners]
+        around = {fqn.rpartition(".")[0] for fqn in plan.assignment.styles}
+        self.forgotten = sorted(call.end for call in forward.calls if call.fqn in around)
+        """When what entered styled modules is forgotten: `runtime.shard.forget_entered`."""
         self.counted: Counter[tuple[Route, str]] = Counter()
 
     def traffic(self) -> Iterator[Traffic]:
-        seen: set[tuple[int, int]] = set()
+        seen: set[tuple[int, int, int]] = set()
         for call in self.forward.calls:
             use = self.plan.assignment.styles.get(call.fqn)
             if use is not None and call.inputs and call.outputs:
@@ -161,7 +165,7 @@ class _Activations:
         first, second = (self.outside if word == "outside" else word for word in pair)
         return first, second
 
-    def _input(self, call: Visit, use: StyleUse, seen: set[tuple[int, int]]) -> None:
+    def _input(self, call: Visit, use: StyleUse, seen: set[tuple[int, int, int]]) -> None:
         if use.style.input[0] == GATHERED:
             return  # Whoever put it together adds up its gradient.
         given = call.inputs[0]
@@ -181,8 +185,9 @@ class _Activations:
         gradient = "P" if wanted == "R" and adds_up else wanted
         if arrives == wanted:
             # The gradients of all that read a tensor are added before they are reduced, within a
-            # unit: to each unit FSDP2 hands a tensor of its own.
-            source = (call.sources[0], self._unit(call))
+            # unit, since to each FSDP2 hands a tensor of its own, and until it is forgotten.
+            times = bisect.bisect(self.forgotten, call.begin)
+            source = (call.sources[0], self._unit(call), times)
             if source in seen:
                 return
             seen.add(source)
