@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from meshplan.blueprint import OtherModelError, from_config
+from meshplan.blueprint import OtherModelError
 from meshplan.errors import Origin, PlanError, Problem, SpecError, UnstatedError
 from meshplan.formulas import ROWS
-from meshplan.graph import ModelGraph
-from meshplan.sizing import check_enough, graph_of, questions, read_limit, read_sizing
+from meshplan.in_force import WITHOUT_MODEL, PlanSource, find_model, spec_in_force
+from meshplan.sizing import check_enough, read_limit, read_sizing
 from meshplan.solve import (
     STATES_ONLY,
     Answer,
@@ -29,13 +28,9 @@ from meshplan.trust import UntrustedError, check_code
 if TYPE_CHECKING:
     from meshplan.memory import MemoryEstimate
     from meshplan.plan import Plan
-    from meshplan.planner.decision import Question
     from meshplan.planner.lock import Lock
-    from meshplan.rehearsal import Rehearse
     from meshplan.verdict import Verdict
 
-PlanSource = str | os.PathLike[str] | Mapping[str, Any]
-_WITHOUT_MODEL = "rules, heads and shapes were not checked"
 _NAME_MODEL = "add --model pkg.mod:function, --config PATH, or one of them to the plan's 'model'"
 
 
@@ -164,72 +159,56 @@ def check_plan(
         return _checked(plan, overrides, model, config)
     except UntrustedError as error:
         problems = problems_without_model(load_spec(plan, overrides))
-        left_out = f"{error.problems[0]}\nnote: so {_WITHOUT_MODEL}"
+        left_out = f"{error.problems[0]}\nnote: so {WITHOUT_MODEL}"
         return CheckResult(problems=tuple(problems), notes=(left_out,))
 
 
 def _checked(
     plan: PlanSource, overrides: Sequence[str], model: str | None, config: str | Path | None,
-    lock: Lock | None = None,
+    lock: Lock | None = None, told: Callable[[str], None] = lambda text: None,
 ) -> CheckResult:  # fmt: skip
     from meshplan.plan import make_plan, problems_without_model  # half of the start-up
     from meshplan.reader import load_spec
 
     spec = load_spec(plan, overrides)
     try:
-        graph, notes, rehearse = _find_model(spec, model, config)
+        graph, notes, rehearse = find_model(spec, model, config)
     except PlanError as error:
         return CheckResult(problems=tuple(error.problems))
     if graph is None:
         return CheckResult(problems=tuple(problems_without_model(spec)), notes=notes)
-    told: list[str] = []
+    noted: list[str] = []
     try:
-        spec = _whole(plan, overrides, spec, graph, model, config, told.append, lock)
-        decided = make_plan(spec, graph, rehearse=rehearse)
+        whole, graph, rehearse = spec_in_force(
+            plan, overrides, spec, (graph, rehearse), model, config,
+            noted=noted.append, told=told, lock=lock,
+        )  # fmt: skip
+        decided = make_plan(whole, graph, rehearse=rehearse)
     except PlanError as error:
-        return CheckResult(problems=tuple(error.problems), notes=notes)
+        return CheckResult(problems=tuple(error.problems), notes=(*notes, *noted))
     warnings = decided.assignment.warnings
-    return CheckResult(plan=decided, warnings=warnings, notes=(*notes, *told[:1]))
-
-
-def _whole(
-    plan: PlanSource,
-    overrides: Sequence[str],
-    spec: Spec,
-    graph: ModelGraph,
-    model: str | None,
-    config: str | Path | None,
-    told: Callable[[str], None],
-    lock: Lock | None = None,
-) -> Spec:
-    """The spec with nothing left to the planner."""
-    if lock is None and not spec.free_fields:
-        return spec
-    from meshplan.planner import asking, whole  # numpy
-
-    def ask() -> Question:
-        from meshplan.runtime.planned import question_of_entry  # torch
-
-        return question_of_entry(plan, overrides, model, told=told)
-
-    is_live = model is not None or (spec.model is not None and spec.model.entry is not None)
-    path = None if is_live else asking.config_of(spec, config)[0]
-    load = asking.loading(plan, overrides)
-    return whole.whole_spec(plan, load, graph, told, ask if is_live else None, path, lock)
+    return CheckResult(plan=decided, warnings=warnings, notes=(*notes, *noted))
 
 
 def _closed(
     plan: PlanSource, overrides: Sequence[str], model: str | None, config: str | Path | None,
     told: Callable[[str], None],
-) -> Spec:  # fmt: skip
-    """The same for a model that has yet to be found."""
+) -> tuple[Spec, tuple[str, ...]]:  # fmt: skip
+    """(the spec that is in force, which lock it goes by) for a model that has yet to be found."""
+    from meshplan.planner.lock import has_lock
     from meshplan.reader import load_spec
 
     spec = load_spec(plan, overrides)
-    if not spec.free_fields:
-        return spec
-    graph, _, _ = _find_model(spec, model, config)
-    return spec if graph is None else _whole(plan, overrides, spec, graph, model, config, told)
+    if not spec.free_fields and not has_lock(plan):
+        return spec, ()
+    graph, _, rehearse = find_model(spec, model, config)
+    if graph is None:
+        return spec, ()
+    noted: list[str] = []
+    whole, _, _ = spec_in_force(
+        plan, overrides, spec, (graph, rehearse), model, config, noted=noted.append, told=told
+    )
+    return whole, tuple(noted)
 
 
 def decide(
@@ -239,17 +218,21 @@ def decide(
     model: str | None = None,
     config: str | Path | None = None,
     lock: Lock | None = None,
+    noted: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """The Plan of a plan file, decided for its model; other arguments as for `check_plan`.
 
     Args:
         lock: Its choices complete the plan; None takes those of the lock beside the file.
+        noted: Is told what a reader has to know, which lock the plan goes by among it.
 
     Raises:
         SpecError: One of them cannot be read, the lock does not hold, or no model is known.
         PlanError: The plan does not fit the model.
     """
     checked = _checked(plan, overrides, model, config, lock)
+    for note in checked.notes:
+        noted(note)
     if checked.problems:
         raise PlanError(checked.problems)
     if checked.plan is None:
@@ -282,7 +265,9 @@ def verify_plan(
     from meshplan.runtime.verify import verify
     from meshplan.verdict import refused
 
-    spec = _closed(plan, overrides, model, config, told)
+    spec, notes = _closed(plan, overrides, model, config, told)
+    for note in notes:
+        told(note)
     source = source_of(spec, model, config)
     try:
         problems = check_plan(plan, overrides, model=model, config=config).problems
@@ -329,28 +314,41 @@ def estimate_memory(
         PlanError: The plan does not fit the model, says too little, or its step cannot be traced.
         ApplyError: A process that traces was killed.
     """
-    spec = _closed(plan, overrides, model, config, told)
+    spec, by = _closed(plan, overrides, model, config, told)
     device, limit_bytes, notes = read_limit(gpu, memory, spec)
+    notes = (*by, *notes)
     is_config = model is None and (config is not None or (spec.model and spec.model.config))
-    if is_config and not trace and not fixes and tier in (None, 1):
+    began = time.monotonic()
+    if is_config and not trace and tier in (None, 1):
         from meshplan.memory.told import told_estimate
         from meshplan.plan import make_plan
 
         try:
-            graph, more, _ = _find_model(spec, None, config)
+            graph, more, _ = find_model(spec, None, config)
             assert graph is not None
-            decided = make_plan(spec, graph)
-            return told_estimate(
-                decided, device=device, limit_bytes=limit_bytes, notes=(*notes, *more),
+            planned = make_plan(spec, graph)
+            estimate = told_estimate(
+                planned, device=device, limit_bytes=limit_bytes, notes=(*notes, *more),
                 tells_worst=True, tells_modules=True,
             )  # fmt: skip
         except UnstatedError:
             raise
         except (PlanError, OtherModelError) as error:
             told(f"the config alone does not tell it: {error.problems[0].what}")
+        else:
+            if not fixes:
+                return estimate
+            from meshplan.runtime.fixes import with_fixes  # torch
+
+            def told_again(other: Spec) -> MemoryEstimate:
+                changed = make_plan(other, graph)
+                return told_estimate(changed, device=device, limit_bytes=limit_bytes, packs=False)
+
+            took_s = time.monotonic() - began
+            return with_fixes(planned, estimate, told_again, fixes, told, took_s)
     from meshplan.runtime.fixes import with_fixes  # torch
     from meshplan.runtime.foretell import foretell
-    from meshplan.runtime.question import Question
+    from meshplan.runtime.question import Question, decided
     from meshplan.runtime.shrink import source_of
 
     question = Question(
@@ -360,39 +358,13 @@ def estimate_memory(
         limit_bytes=limit_bytes,
         tier=tier,
     )
-    began = time.monotonic()
     estimate = foretell(question, told, notes)
-    return with_fixes(question, estimate, fixes, told, time.monotonic() - began)
+    took_s = time.monotonic() - began
+    if estimate.fits is not False or fixes is False:
+        return estimate
 
+    def traced_again(other: Spec) -> MemoryEstimate:
+        return foretell(replace(question, spec=other, tier=int(estimate.tier)), lambda text: None)
 
-def _find_model(
-    spec: Spec, model: str | None, config: str | Path | None
-) -> tuple[ModelGraph | None, tuple[str, ...], Rehearse | None]:
-    """The model that the flags or else the plan name, notes, and a rehearsal if it is live."""
-    if model is not None and config is not None:
-        what = "--model and --config both state the model"
-        raise SpecError(Problem(what, Origin("--model"), "leave one of them out"))
-    stated = spec.model
-    notes = []
-    if stated is not None and (model, config) != (None, None):
-        flag = "--model" if model is not None else "--config"
-        if (model, config) not in ((stated.entry, None), (None, stated.config)):
-            notes.append(f"{flag} goes before the model of {spec.origin('model')}")
-    entry, origin = model, Origin("--model")
-    if (model, config) == (None, None) and stated is not None and stated.entry is not None:
-        entry, origin = stated.entry, spec.origin("model.entry")
-    if entry is not None:
-        from meshplan.runtime.live import live_graph  # torch
-
-        live, rehearse = live_graph(entry, origin, spec)
-        return live, tuple(notes), rehearse
-    if config is not None or (stated is not None and stated.config is not None):
-        graph = graph_of(spec) if config is None else from_config(config, Origin("--config"))
-        assert graph is not None
-        return graph, (*notes, *graph.notes, *questions(params=graph.num_params)), None
-    known = "only the number of parameters" if stated is not None else "nothing"
-    notes.append(
-        f"{known} is known of the model, so {_WITHOUT_MODEL}; "
-        "--model pkg.mod:function or --config PATH does"
-    )
-    return None, tuple(notes), None
+    _, planned = decided(question.spec, question.source)
+    return with_fixes(planned, estimate, traced_again, fixes, told, took_s)

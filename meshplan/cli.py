@@ -23,7 +23,7 @@ from meshplan.render.estimate import estimate_to_json, estimate_to_text
 from meshplan.render.text import PlainStream, envelope, wants_colour
 from meshplan.solve import STATES_ONLY
 from meshplan.trust import ALLOW_CODE
-from meshplan.verbs import COULD_NOT, NO, YES, Verb, plan_file, print_notes
+from meshplan.verbs import COULD_NOT, NO, YES, Verb, model_flags, noting, plan_file, print_notes
 from meshplan.version import __version__
 
 INTERRUPTED = 130
@@ -116,7 +116,7 @@ def _estimate_peaks(args: argparse.Namespace) -> int:
         fixes=True if args.fixes else None,
         trace=args.trace,
         tier=args.tier,
-        told=lambda text: print_notes(args, [text]),
+        told=noting(args),
     )
     if args.json:
         print(envelope("memory/1", memory_to_json(estimate), estimate.notes))
@@ -126,11 +126,6 @@ def _estimate_peaks(args: argparse.Namespace) -> int:
               sep="\n")  # fmt: skip
         print_notes(args, estimate.notes)
     return NO if estimate.fits is False else YES
-
-
-def _model_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="PKG.MOD:FN", help="a function that builds the model")
-    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -158,22 +153,6 @@ def _check(args: argparse.Namespace) -> int:
     return YES if checked.is_ok else NO
 
 
-def _show(args: argparse.Namespace) -> int:
-    from meshplan.render.findings import findings_to_text
-    from meshplan.render.show import plan_to_json, plan_to_text
-
-    plan = api.decide(plan_file(args), args.set, model=args.model, config=args.config)
-    warnings = plan.assignment.warnings
-    if args.json:
-        print(envelope("show/1", plan_to_json(plan), [str(warning) for warning in warnings]))
-        return YES
-    print(*plan_to_text(plan, colour=wants_colour(no_color=args.no_color)), sep="\n")
-    if warnings and not args.quiet:
-        sys.stdout.flush()
-        print(findings_to_text("warning", warnings), file=sys.stderr)
-    return YES
-
-
 def _demo_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", metavar="PLAN", help="a recipe's name or a plan file, as -f")
     parser.add_argument(
@@ -193,7 +172,9 @@ def _demo(args: argparse.Namespace) -> int:
         raise SpecError(Problem("-f and --plan both name the plan", None, "leave one of them out"))
     local_ranks.prepare()  # imports torch once more, meanwhile
     path = find_plan(args.plan or args.file or _DEMO_PLAN)
-    plan = api.decide(path, args.set, model=demo.entry_of(load_spec(path, args.set)))
+    plan = api.decide(
+        path, args.set, model=demo.entry_of(load_spec(path, args.set)), noted=noting(args)
+    )
     demo.check_demo(plan, args.steps)
     if not args.json:
         print(*plan_to_text(plan, colour=wants_colour(no_color=args.no_color)), "", sep="\n")
@@ -216,24 +197,24 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _verify_flags(parser: argparse.ArgumentParser) -> None:
-    _model_flags(parser)
+    model_flags(parser)
     parser.add_argument("--ranks", metavar="N", type=int, help="the most processes (default 16)")
 
 
 def _verify(args: argparse.Namespace) -> int:
     from meshplan.render.verify import verdict_to_json, verdict_to_text
 
-    path = plan_file(args)
+    path, notes = plan_file(args), list[str]()
     verdict = api.verify_plan(
         path,
         args.set,
         model=args.model,
         config=args.config,
         max_ranks=args.ranks,
-        told=lambda text: print_notes(args, [text]),
+        told=noting(args, notes),
     )
     if args.json:
-        print(envelope("verify/1", {"plan": path, **verdict_to_json(verdict)}))
+        print(envelope("verify/1", {"plan": path, **verdict_to_json(verdict)}, notes))
     else:
         print(*verdict_to_text(verdict, path), sep="\n")
     return YES if verdict.is_ok else NO
@@ -246,9 +227,8 @@ VERBS: tuple[Verb, ...] = (
         _estimate_flags,
         _estimate,
     ),
-    Verb("check", "every mistake of a plan, before a process starts", _model_flags, _check),
+    Verb("check", "every mistake of a plan, before a process starts", model_flags, _check),
     *cli_planning.VERBS,
-    Verb("show", "every layout of a plan, with the line that decided it", _model_flags, _show),
     *cli_draw.VERBS,
     *cli_report.VERBS,
     cli_trust.VERB,

@@ -1,4 +1,4 @@
-"""`meshplan draw`: a plan as a picture."""
+"""`meshplan show` and `meshplan draw`: a plan as text, and as a picture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshplan import api
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.render.text import envelope, wants_colour
 from meshplan.sizing import read_limit
-from meshplan.verbs import YES, Verb, plan_file, print_notes
+from meshplan.verbs import YES, Verb, model_flags, plan_file, print_notes
 
 if TYPE_CHECKING:
     from meshplan.memory import EventLog, MemoryEstimate
@@ -20,6 +20,27 @@ if TYPE_CHECKING:
     from meshplan.plan import Plan
 
 _OF_MEMORY = ("memory", "waterfall")
+
+
+def _show(args: argparse.Namespace) -> int:
+    from meshplan.render.findings import findings_to_text
+    from meshplan.render.show import plan_to_json, plan_to_text
+
+    notes: list[str] = []
+    plan = api.decide(
+        plan_file(args), args.set, model=args.model, config=args.config, noted=notes.append
+    )
+    warnings = plan.assignment.warnings
+    if args.json:
+        said = [*notes, *(str(warning) for warning in warnings)]
+        print(envelope("show/1", plan_to_json(plan), said))
+        return YES
+    print(*plan_to_text(plan, colour=wants_colour(no_color=args.no_color)), sep="\n")
+    print_notes(args, notes)
+    if warnings and not args.quiet:
+        sys.stdout.flush()
+        print(findings_to_text("warning", warnings), file=sys.stderr)
+    return YES
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +71,8 @@ def _draw(args: argparse.Namespace) -> int:
         return _in_terminal(path, args)
     check_target(Path(args.output))
     import_matplotlib()
-    picture = _picture(path, args)
+    notes: list[str] = []
+    picture = _picture(path, args, notes)
     saved = picture.save(args.output)
     if args.json:
         result = {
@@ -59,9 +81,10 @@ def _draw(args: argparse.Namespace) -> int:
             "alt": picture.alt,
             "file": str(saved),
         }
-        print(envelope("draw/1", result))
+        print(envelope("draw/1", result, notes))
     else:
         print(picture.title)
+        print_notes(args, notes)
         print_notes(args, [f"wrote {saved}"])
     return YES
 
@@ -87,31 +110,35 @@ def _in_terminal(path: str, args: argparse.Namespace) -> int:
         if args.json:
             what = "--json tells what was written, and nothing is"
         raise SpecError(Problem(what, Origin("-o"), "add -o out.png, out.svg or out.html"))
-    plan = _decided(path, args)
+    notes: list[str] = []
+    plan = _decided(path, args, notes)
     facts = facts_of(plan, args.what, **_given(path, plan, args))
     colour = wants_colour(no_color=args.no_color)
     print_lines(twins[args.what](facts), sys.stdout, colour=colour)
+    print_notes(args, notes)
     return YES
 
 
-def _picture(path: str, args: argparse.Namespace) -> Picture:
+def _picture(path: str, args: argparse.Namespace, notes: list[str]) -> Picture:
     from meshplan.pictures.main import OF_DECISIONS, draw
 
     if args.what in OF_DECISIONS:
         return _of_search(path, args)
-    plan = _decided(path, args)
+    plan = _decided(path, args, notes)
     return draw(plan, args.what, theme=args.theme, **_given(path, plan, args))
 
 
-def _decided(path: str, args: argparse.Namespace) -> Plan:
-    """The plan; of a model that is a number of parameters too."""
+def _decided(path: str, args: argparse.Namespace, notes: list[str]) -> Plan:
+    """The plan, and notes about it; of a model that is a number of parameters too."""
     from meshplan.pictures.counted import counted_plan
     from meshplan.reader import load_spec
 
     plan = None
     if (args.model, args.config) == (None, None):
         plan = counted_plan(load_spec(path, args.set))
-    return plan or api.decide(path, args.set, model=args.model, config=args.config)
+    return plan or api.decide(
+        path, args.set, model=args.model, config=args.config, noted=notes.append
+    )
 
 
 def _of_search(path: str, args: argparse.Namespace) -> Picture:
@@ -198,5 +225,6 @@ def _traced(plan: Plan, args: argparse.Namespace) -> EventLog:
 
 
 VERBS: tuple[Verb, ...] = (
+    Verb("show", "every layout of a plan, with the line that decided it", model_flags, _show),
     Verb("draw", "a picture of a plan: mesh, layout, memory, pipeline and more", _flags, _draw),
 )

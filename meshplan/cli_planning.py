@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 from meshplan import api
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.render.text import envelope, wants_colour
-from meshplan.verbs import COULD_NOT, NO, YES, Verb, plan_file, print_notes, until_interrupted
+from meshplan.verbs import (
+    COULD_NOT,
+    NO,
+    YES,
+    Verb,
+    free_flag,
+    noting,
+    plan_file,
+    print_notes,
+    until_interrupted,
+)
 
 if TYPE_CHECKING:
     from meshplan.planner.changed import Change
@@ -25,6 +35,7 @@ def _question_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
     parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
     parser.add_argument("--profile", metavar="FILE", help="what calibrate wrote of this machine")
+    free_flag(parser)
 
 
 def _plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +64,8 @@ def _plan(args: argparse.Namespace) -> int:
         settings = planning.retarget_settings(args.retarget)
         old = api.decide(plan_file(args), args.set, model=args.model, config=args.config)
         known = {} if args.set else planning.figures_of_lock(plan_file(args), old)
-        args.set = asked.flags["overrides"] = [*args.set, *settings]
+        args.set = [*args.set, *settings]
+        asked.flags["overrides"] = [*asked.flags["overrides"], *settings]
     if args.tokens is not None or args.days is not None:
         return _plan_training(asked)
     with until_interrupted() as is_stopped:
@@ -117,16 +129,19 @@ class _Asked:
     """The flags of a question about a plan file, as `planning` has them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        from meshplan.planning import overrides_of_free
+
         self.args, self.path = args, plan_file(args)
+        self.notes: list[str] = []
         self.flags: dict[str, Any] = {
             "plan": self.path,
-            "overrides": args.set,
+            "overrides": [*args.set, *overrides_of_free(args.free)],
             "model": args.model,
             "config": args.config,
             "gpu": args.gpu,
             "memory": args.memory,
             "profile": args.profile,
-            "told": lambda text: print_notes(args, [text]),
+            "told": noting(args, self.notes),
         }
         self.price = self._price()
 
@@ -182,20 +197,29 @@ def _print_plan(
     """
     from meshplan import planning
     from meshplan.render.changes import changes_to_json, changes_to_text
-    from meshplan.render.plan import decision_to_json, decision_to_text
+    from meshplan.render.plan import (
+        decision_to_json,
+        decision_to_text,
+        written_to_json,
+        written_to_text,
+    )
     from meshplan.render.sizing import cost_to_json, cost_to_text
 
     args = asked.args
     changes = _changes(args, asked.path, decision)
+    written = planning.as_written(decision, args.gpu, args.memory)
     if args.json:
         result = {**decision_to_json(decision), "changed": changes_to_json(changes)}
         result |= {"conflict": None, "fixes": [], "cost": cost_to_json(decision, asked.price)}
+        result["as_written"] = written and written_to_json(written)
         print(envelope("plan/1", {**result, **more}))
     else:
         colour = wants_colour(no_color=args.no_color)
         costs = cost_to_text(decision, asked.price)
         print(*decision_to_text(decision, asked.path, costs, colour=colour), *lines, sep="\n")
     assert decision.chosen is not None
+    if written is not None:
+        print_notes(args, [written_to_text(written)])
     print_notes(args, changes_to_text(changes, decision.chosen.plan.graph.blocks()))
     if (why_not := _more_nodes(asked, decision)) is not None:
         print_notes(args, [why_not])
@@ -204,7 +228,7 @@ def _print_plan(
         print_notes(args, [f"no lock is written for a plan changed by {by}; -o FILE writes one"])
     elif not args.dry_run:
         try:
-            target = planning.lock_plan(asked.path, decision, args.output)
+            target = planning.lock_plan(asked.path, decision, args.output, args.free)
         except SpecError as error:  # The answer stands already, and took its time.
             sys.stdout.flush()
             print(error, file=sys.stderr)
@@ -230,7 +254,7 @@ def _changes(args: argparse.Namespace, path: str, decision: Decision) -> tuple[C
     from meshplan import planning
 
     try:
-        return planning.changes_since(path, decision, args.output)
+        return planning.changes_since(path, decision, args.output, args.free)
     except SpecError as error:
         print_notes(args, [f"the last lock cannot be compared: {error.problems[0]}"])
         return None
@@ -252,9 +276,11 @@ def _explain(args: argparse.Namespace) -> int:
     from meshplan import planning
     from meshplan.render.explain import why_not_to_json, why_not_to_text
 
-    answers = planning.explain(words=args.words, **_Asked(args).flags)
+    asked = _Asked(args)
+    answers = planning.explain(words=args.words, **asked.flags)
     if args.json:
-        print(envelope("explain/1", {"answers": [why_not_to_json(each) for each in answers]}))
+        result = {"answers": [why_not_to_json(each) for each in answers]}
+        print(envelope("explain/1", result, asked.notes))
     elif len(answers) == 1:
         print(*why_not_to_text(answers[0]), sep="\n")
     else:
@@ -266,10 +292,11 @@ def _explain_module(args: argparse.Namespace) -> int:
     from meshplan import planning
     from meshplan.render.module import module_to_json, module_to_text
 
-    plan = api.decide(plan_file(args), args.set, config=args.config)
+    notes: list[str] = []
+    plan = api.decide(plan_file(args), args.set, config=args.config, noted=noting(args, notes))
     answer = planning.explain_module(plan, args.words[0], profile=args.profile)
     if args.json:
-        print(envelope("explain/1", {"module": module_to_json(answer)}))
+        print(envelope("explain/1", {"module": module_to_json(answer)}, notes))
     else:
         print(*module_to_text(answer), sep="\n")
     return YES
@@ -284,12 +311,14 @@ def _explain_memory(args: argparse.Namespace) -> int:
         config=args.config,
         gpu=args.gpu,
         memory=args.memory,
-        told=lambda text: print_notes(args, [text]),
+        told=noting(args),
     )
     if args.json:
-        print(envelope("explain/1", {"memory": explained_memory_to_json(estimate)}))
+        result = {"memory": explained_memory_to_json(estimate)}
+        print(envelope("explain/1", result, estimate.notes))
     else:
         print(*explained_memory_to_text(estimate), sep="\n")
+        print_notes(args, estimate.notes)
     return YES if estimate.fits is not False else NO
 
 
@@ -305,18 +334,22 @@ def _diff(args: argparse.Namespace) -> int:
 
     if args.file is not None:
         raise SpecError(Problem("diff takes two plans, and -f names a third", None, "leave it out"))
-    sides, known = [], []
+    sides, known, notes = [], [], list[str]()
     for name in args.plans:
         path, lock = planning.plan_of_lock(name) or (name, None)
-        plan = api.decide(path, args.set, config=args.config, lock=lock)
+        plan = api.decide(
+            path, args.set, config=args.config, lock=lock,
+            noted=lambda text, name=name: notes.append(f"{name}: {text}"),  # type: ignore[misc]
+        )  # fmt: skip
         sides.append((name, plan))
         # What --set changes no lock tells of.
         known.append({} if args.set else planning.figures_of_lock(path, plan, lock))
     found = planning.compare(*sides, profile=args.profile, known=(known[0], known[1]))
     if args.json:
-        print(envelope("diff/1", difference_to_json(found)))
+        print(envelope("diff/1", difference_to_json(found), notes))
     else:
         print(*difference_to_text(found), sep="\n")
+        print_notes(args, notes)
     return YES if found.is_same else NO
 
 

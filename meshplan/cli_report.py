@@ -49,9 +49,10 @@ def _report(args: argparse.Namespace) -> int:
             "pictures": list(report.shown),
             "left_out": [{"what": what, "why": why} for what, why in report.left_out],
         }
-        print(envelope("report/1", result))
+        print(envelope("report/1", result, report.notes))
     else:
         print(report.verdict)
+        print_notes(args, report.notes)
         print_notes(args, [f"left out: {what}: {why}" for what, why in report.left_out])
         print_notes(args, [f"wrote {saved}"])
     return NO if report.fits is False else YES

@@ -13,6 +13,7 @@ from typing import Any, Final
 from meshplan import api
 from meshplan.blueprint import from_config
 from meshplan.errors import Origin, Problem, SpecError
+from meshplan.in_force import PlanSource, find_model, spec_in_force
 from meshplan.pictures.counted import counted_plan
 from meshplan.pictures.explored import Knobs, Scene, knobs_of, png_of, scene_of
 from meshplan.pictures.palette import theme_of
@@ -23,7 +24,6 @@ from meshplan.sizing import graph_of
 from meshplan.spec import Spec
 from meshplan.strategies import STRATEGIES
 
-PlanSource = api.PlanSource
 _WIDGETS: Final = "pip install 'ipywidgets>=8' and run this again: there are sliders then"
 _STILL: Final = "A still: where this notebook runs there are sliders beside it."
 _KEPT: Final = 64
@@ -78,10 +78,12 @@ def _start(
     spec = plan if isinstance(plan, Spec) else load_spec(plan, overrides)
     entry = model or (spec.model.entry if spec.model is not None and config is None else None)
     if entry is not None and not spec.free_fields:
-        from meshplan.runtime.live import live_graph  # torch
-
-        origin = Origin("model") if model is not None else spec.origin("model.entry")
-        graph, rehearse = live_graph(entry, origin, spec)
+        graph, _, rehearse = find_model(spec, model, config)
+        assert graph is not None
+        if not isinstance(plan, Spec):
+            spec, graph, rehearse = spec_in_force(
+                plan, overrides, spec, (graph, rehearse), model, config, noted=lambda text: None
+            )
         return make_plan(spec, graph, rehearse=rehearse), rehearse
     number = counted_plan(spec) if (entry, config) == (None, None) else None
     if number is not None:

@@ -3,10 +3,9 @@
 The table is `hardware.json` beside this file: json reads it in a millisecond, a yaml loader
 would cost a third of the whole `estimate`. Refuses to know plans and meshes.
 
-Memory is the datasheet's figure with GB = 1e9 bytes. That is the cautious reading, for those who
-count states alone: drivers show more (79.1 GiB of an 80 GB H100), and a context and the
-communication library live in the rest. What counts these too goes by what torch sees, where that
-is known. State `memory` in the plan, or `--memory`, to use another figure.
+`Device.usable_bytes` is the one size of a GPU that every verb goes by: what torch sees of it where
+that is known (79.1 GiB of an 80 GB H100), else the datasheet's figure with GB = 1e9 bytes. State
+`memory` in the plan, or `--memory`, to use another figure.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from types import MappingProxyType
 from typing import Final
 
 from meshplan.errors import Origin, Problem, SpecError
-from meshplan.units import parse_bytes
+from meshplan.units import format_gib, parse_bytes
 
 _FILE: Final = Path(__file__).with_name("hardware.json")
 _GIGA: Final = 10**9
@@ -55,6 +54,19 @@ class Device:
     intra_bytes_per_s: float | None = None
     note: str = ""
     sources: tuple[str, ...] = ()
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory of the device, as every verb counts it."""
+        return self.memory_bytes if self.visible_bytes is None else self.visible_bytes
+
+    @property
+    def size(self) -> str:
+        """The same in words, with where it is from."""
+        size = format_gib(self.usable_bytes)
+        if self.visible_bytes is not None:
+            return f"{self.name} has {size}, as torch sees it"
+        return f"{self.name} has {size}, its datasheet's {self.memory_bytes // _GIGA} GB"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,20 +6,24 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshplan.collecting import collecting_rarely
 from meshplan.cost.calibration import profile_from, read_profile, write_profile
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.files import check_writable
+from meshplan.in_force import PlanSource
+from meshplan.keys import check_free, freed
 from meshplan.memory.torch_version import installed, unlike
 from meshplan.plan import Plan
 from meshplan.planner import locking
-from meshplan.planner.asking import question_of_file, with_profile
+from meshplan.planner.asking import cluster_of, question_of_file, with_profile
 from meshplan.planner.decision import Decision, Question, Way
-from meshplan.planner.lock import profile_of_lock
+from meshplan.planner.lock import lock_in_words, locked, profile_of_lock
+from meshplan.planner.lock import overrides as overrides_of
 from meshplan.planner.objectives import answer
 from meshplan.reader import load_spec
+from meshplan.sizing import read_limit
 
 if TYPE_CHECKING:
     from meshplan.cost.profile import Profile
@@ -31,11 +35,11 @@ if TYPE_CHECKING:
     from meshplan.planner.remedy import Trouble
     from meshplan.planner.reshard import Reshard
     from meshplan.planner.sizes import Training
+    from meshplan.planner.written import Written
 
 _HARDWARE = (
     "nodes", "gpus_per_node", "gpu", "memory", "host_memory", "intra", "inter", "headroom",
 )  # fmt: skip
-PlanSource = str | os.PathLike[str] | Mapping[str, Any]
 
 
 def search_plan(
@@ -199,7 +203,11 @@ def explain(
         raise SpecError(Problem(what, Origin("explain"), fix))
     if profile is None and (profile := profile_of_lock(plan)) is not None:
         told(f"by the figures of {profile.name}, as the lock")
-    asker = Asker(_question(plan, overrides, model, config, gpu, memory, profile, told), told)
+    question = _question(plan, overrides, model, config, gpu, memory, profile, told)
+    by = locked(plan, question.read, question.graph)
+    if line := lock_in_words(by, plan, question.read(())):
+        told(line)
+    asker = Asker(question, told)
     if words[0] == "why-not":
         return [asker.why_not(words[1])]
     return [asker.why_not(each) for each in asker.settings(words[1])]
@@ -304,21 +312,58 @@ def figures_of_lock(
 
 
 def lock_plan(
-    plan: str | os.PathLike[str], decision: Decision, path: str | Path | None = None
+    plan: str | os.PathLike[str],
+    decision: Decision,
+    path: str | Path | None = None,
+    free: Sequence[str] = (),
 ) -> Path:
-    """Write a decision beside its plan file; returns where."""
-    return locking.write_lock(plan, decision, path)
+    """Write a decision beside its plan file; returns where.
+
+    Args:
+        free: Keys that `overrides_of_free` left to the planner, and the file does not.
+    """
+    return locking.write_lock(plan, decision, path, free)
+
+
+def as_written(
+    decision: Decision, gpu: str | None = None, memory: str | int | None = None
+) -> Written | None:
+    """What a plan takes as its file stands, without the choices; None where that is no other.
+
+    Args:
+        gpu, memory: As for the search.
+    """
+    from meshplan.planner import written
+
+    device, _, _ = read_limit(gpu, memory, decision.spec)
+    return written.as_written(decision, device, cluster_of(decision.spec, device))
+
+
+def overrides_of_free(keys: Sequence[str]) -> list[str]:
+    """The overrides that leave keys to the planner although the plan file states them.
+
+    Raises:
+        SpecError: One of them is nothing that the planner chooses.
+    """
+    check_free(keys)
+    return overrides_of(freed(keys))
 
 
 def changes_since(
-    plan: str | os.PathLike[str], decision: Decision, path: str | Path | None = None
+    plan: str | os.PathLike[str],
+    decision: Decision,
+    path: str | Path | None = None,
+    free: Sequence[str] = (),
 ) -> tuple[Change, ...] | None:
     """What a decision says otherwise than the lock beside its plan file; None without one.
+
+    Args:
+        free: As for `lock_plan`.
 
     Raises:
         SpecError: There is a lock, and it cannot be read.
     """
-    return locking.changes_since(plan, decision, path)
+    return locking.changes_since(plan, decision, path, free)
 
 
 def calibrate(out: str | os.PathLike[str]) -> Profile | None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from meshplan import api, planning
 from meshplan.errors import MeshplanError, PlanError, SpecError
+from meshplan.in_force import PlanSource
 from meshplan.pictures.counted import counted_plan
 from meshplan.plan import Plan, make_plan
 from meshplan.planner.decision import Decision, Way
@@ -18,7 +19,6 @@ from meshplan.planner.space import EmptySpaceError
 from meshplan.reader import load_spec
 from meshplan.report.main import Known, Report, report_of
 
-PlanSource = str | os.PathLike[str] | Mapping[str, Any]
 _OPEN: Final = "faster plans and other choices"
 
 
@@ -143,7 +143,7 @@ class _Gather:
     def _decide(self, decision: Decision | None) -> None:
         """The plan that everything else goes by, and its memory."""
         chosen = decision.chosen if decision else None
-        if chosen is not None and not self._has_lock(decision):
+        if chosen is not None and self._spec.free_fields and not self._has_lock(decision):
             plan, memory = self._with_origins(chosen), chosen.memory
             warnings = tuple(map(str, plan.assignment.warnings))
             self._learn(plan=plan, estimate=memory, warnings=warnings, notes=memory.notes)
@@ -159,8 +159,8 @@ class _Gather:
             self._textbook()
             return
         if chosen is not None and chosen.plan.digest() != checked.plan.digest():
-            more = "the lock says otherwise than a search now: this report is of the lock's plan, "
-            more += "but times, candidates and what was chosen are of the search"
+            more = "a search now chooses otherwise: this report is of the plan as it is, but "
+            more += "times, candidates and what was chosen are of the search"
             notes = (*notes, more)
             self._learn(notes=notes)
         try:

@@ -9,12 +9,11 @@ from typing import Any
 
 from meshplan import api, planning
 from meshplan.errors import Origin, Problem, SpecError
+from meshplan.in_force import PlanSource
 from meshplan.plan import Plan
 from meshplan.planner.decision import Decision
 from meshplan.planner.difference import Difference, figures_of
 from meshplan.planner.reshard import Reshard
-
-PlanSource = api.PlanSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

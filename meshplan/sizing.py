@@ -17,7 +17,7 @@ from meshplan.hardware import find_device
 from meshplan.mesh import DATA_AXES
 from meshplan.spec import AUTO, Spec
 from meshplan.strategies import resolve_mesh
-from meshplan.units import format_gib, parse_count, parse_memory
+from meshplan.units import parse_count, parse_memory
 
 _PATHS: Final[Mapping[str, str]] = {
     "params": "model",
@@ -88,9 +88,8 @@ def read_sizing(
         facts = _merge(facts, _facts_of_plan(spec, notes), spec, flags)
         _check_nodes(facts)
         row = _plan_row(spec, facts, notes)
-        if spec.hardware and spec.hardware.headroom and "memory" in facts:
-            notes.append(f"hardware.headroom leaves {spec.hardware.headroom:.0%} of memory free")
-            facts["memory"] = int(facts["memory"] * (1 - spec.hardware.headroom))
+        if "memory" in facts:
+            facts["memory"] = _without_headroom(facts["memory"], spec, notes)
     _check_nodes(facts)
     notes += questions(**{name: facts.get(name) for name in _BEYOND})
     return Sizing(
@@ -119,11 +118,7 @@ def graph_of(spec: Spec) -> ModelGraph | None:
 
 
 def _facts_of_flags(
-    flags: Mapping[str, Any],
-    problems: list[Problem],
-    notes: list[str],
-    *,
-    all_counts: bool = False,
+    flags: Mapping[str, Any], problems: list[Problem], notes: list[str]
 ) -> dict[str, int]:
     def read(name: str, parse: Callable[[Any], Any], example: str) -> Any:
         if flags.get(name) is None:
@@ -150,23 +145,37 @@ def _facts_of_flags(
     if graph is not None:
         facts["params"] = graph.num_params
         notes += graph.notes
-    memory = read(
-        "gpu", lambda name: _memory_of(name, Origin("--gpu"), notes, all_counts=all_counts), ""
-    )
+    memory = read("gpu", lambda name: _memory_of(name, Origin("--gpu"), notes), "")
     if memory is not None:
         facts["memory"] = memory
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def _memory_of(gpu: str, origin: Origin, notes: list[str], *, all_counts: bool = False) -> int:
-    """The memory of a device; what torch sees of it where everything in it is counted."""
+def _memory_of(gpu: str, origin: Origin, notes: list[str]) -> int:
+    """Return the memory of a device, and note where that is from."""
     device = find_device(gpu, origin)
-    if all_counts and device.visible_bytes is not None:
-        notes.append(f"of {device.name} torch sees {format_gib(device.visible_bytes)}")
-        return device.visible_bytes
-    gigabytes = f"{device.memory_bytes // 10**9} GB ({format_gib(device.memory_bytes)})"
-    notes.append(f"{device.name} counts with its datasheet's {gigabytes}")
-    return device.memory_bytes
+    if device.size not in notes:
+        notes.append(device.size)
+    return device.usable_bytes
+
+
+def _memory_of_plan(spec: Spec, notes: list[str]) -> dict[str, int]:
+    """Return the memory of a GPU that a plan states, by itself or by the name of the GPU."""
+    hardware = spec.hardware
+    if hardware is not None and hardware.memory_bytes is not None:
+        return {"memory": hardware.memory_bytes}
+    if hardware is not None and hardware.gpu is not None:
+        return {"memory": _memory_of(hardware.gpu, spec.origin("hardware.gpu"), notes)}
+    return {}
+
+
+def _without_headroom(limit_bytes: int, spec: Spec, notes: list[str]) -> int:
+    """Return what is left of a GPU's memory where the plan states a headroom."""
+    headroom = spec.hardware.headroom if spec.hardware is not None else 0.0
+    if not headroom:
+        return limit_bytes
+    notes.append(f"hardware.headroom leaves {headroom:.0%} of memory free")
+    return int(limit_bytes * (1 - headroom))
 
 
 def _facts_of_plan(spec: Spec, notes: list[str]) -> dict[str, int]:
@@ -176,11 +185,7 @@ def _facts_of_plan(spec: Spec, notes: list[str]) -> dict[str, int]:
         notes += graph.notes
     if (hardware := spec.hardware) is not None:
         facts |= {"gpus": hardware.world_size, "nodes": hardware.nodes}
-        if hardware.memory_bytes is not None:
-            facts["memory"] = hardware.memory_bytes
-        elif hardware.gpu is not None:
-            facts["memory"] = _memory_of(hardware.gpu, spec.origin("hardware.gpu"), notes)
-    return facts
+    return facts | _memory_of_plan(spec, notes)
 
 
 def _merge(
@@ -251,29 +256,19 @@ def read_limit(
 ) -> tuple[str, int | None, tuple[str, ...]]:
     """(name of the device or "cuda", what it may hold or None, notes) of two flags beside a plan.
 
-    For those who count all that is in it and how sure they are: no headroom is left but a stated.
-
     Raises:
         SpecError: Something cannot be read, or is stated twice and differs.
     """
     problems: list[Problem] = []
     notes: list[str] = []
     flags = {"gpu": gpu, "memory": memory}
-    stated = _facts_of_flags(flags, problems, notes, all_counts=True)
+    stated = _facts_of_flags(flags, problems, notes)
     if problems:
         raise SpecError(problems)
     hardware = spec.hardware
-    planned = {}
-    if hardware is not None and hardware.memory_bytes is not None:
-        planned["memory"] = hardware.memory_bytes
-    elif hardware is not None and hardware.gpu is not None:
-        planned["memory"] = _memory_of(
-            hardware.gpu, spec.origin("hardware.gpu"), notes, all_counts=True
-        )
-    limit = _merge(stated, planned, spec, flags).get("memory")
-    if limit is not None and hardware is not None and "hardware.headroom" in spec.origins:
-        notes.append(f"hardware.headroom leaves {hardware.headroom:.0%} of memory free")
-        limit = int(limit * (1 - hardware.headroom))
+    limit = _merge(stated, _memory_of_plan(spec, notes), spec, flags).get("memory")
+    if limit is not None:
+        limit = _without_headroom(limit, spec, notes)
     device = find_device(gpu).name if gpu is not None else hardware.gpu if hardware else None
     return device or "cuda", limit, tuple(notes)
 

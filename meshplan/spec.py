@@ -97,7 +97,7 @@ class HardwareSpec:
     intra_bytes_per_s: float | None = None
     inter_bytes_per_s: float | None = None
     host_memory_bytes: int | None = None
-    headroom: float = 0.10
+    headroom: float = 0.0
 
     @property
     def world_size(self) -> int:
@@ -155,10 +155,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """The model's input, for models whose input cannot be derived."""
+    """The model's input, for models whose input cannot be derived.
+
+    Args:
+        dtype: None takes what the model's first layer reads.
+    """
 
     shape: tuple[int, ...]
-    dtype: str = "int64"
+    dtype: str | None = None
 
 
 PRODUCTS: Final = ("mm", "bmm", "conv", "sdpa")

@@ -32,6 +32,20 @@ class Verb:
     run: Callable[[argparse.Namespace], int]
 
 
+def model_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that name a model."""
+    parser.add_argument("--model", metavar="PKG.MOD:FN", help="a function that builds the model")
+    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
+
+
+def free_flag(parser: argparse.ArgumentParser) -> None:
+    """Declare `--free`, of verbs that plan."""
+    parser.add_argument(
+        "--free", metavar="KEY", action="append", default=[],
+        help="leave a key to the planner that the plan states: mesh.tp, loss_chunks",
+    )  # fmt: skip
+
+
 def plan_file(args: argparse.Namespace) -> str:
     if args.file is None:
         raise SpecError(Problem("no plan file is given", None, "add -f plan.yaml"))
@@ -55,6 +69,17 @@ def until_interrupted() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(pressed)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def noting(args: argparse.Namespace, kept: list[str] | None = None) -> Callable[[str], None]:
+    """Return what prints a note at once, and keeps it for `--json`."""
+
+    def note(text: str) -> None:
+        if kept is not None:
+            kept.append(text)
+        print_notes(args, [text])
+
+    return note
 
 
 def print_notes(args: argparse.Namespace, notes: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ LEVELS = [
         files mesh hardware recipes schedules optimizers
         trust
         layout flow spec styles heads
-        rehearsal
+        rehearsal keys
         graph dims
         relay match borrow agreement compatibility
         strategies
@@ -43,7 +43,8 @@ LEVELS = [
         pictures
         render runtime
         report
-        interop api planning verbs
+        interop in_force
+        api planning verbs
         reporting exploring retargeting
         cli_planning cli_draw cli_report cli_trust
         cli __init__
@@ -63,6 +64,8 @@ LATE_BETWEEN = {
     ("spec", "pictures"),
     ("memory", "pictures"),
     ("plan", "pictures"),
+    ("in_force", "planner"),  # numpy
+    ("in_force", "runtime"),
     ("api", "reader"),  # yaml
     ("api", "memory"),  # what answers one question only
     ("api", "plan"),
@@ -71,7 +74,6 @@ LATE_BETWEEN = {
     ("api", "verdict"),
     ("api", "interop"),
     ("exploring", "ipywidgets"),  # an extra
-    ("exploring", "runtime"),
     ("runtime", "planner"),
     ("planning", "runtime"),
     ("planning", "planner"),  # what answers one question only

@@ -9,6 +9,7 @@ import pytest
 
 import meshplan
 from meshplan.cli import main
+from meshplan.hardware import find_device
 from meshplan.solve import STATES_ONLY
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,10 +132,10 @@ def test_a_gpu_sets_the_limit_and_says_so(run):
     code, out, err = run("--params 5e9 --gpus 16 --nodes 2 --gpu h100-sxm-80gb --json")
     assert (code, err) == (0, "")
     answer = json.loads(out)
-    assert answer["result"]["memory_bytes"] == 80 * 10**9
+    assert answer["result"]["memory_bytes"] == find_device("h100-sxm-80gb").usable_bytes
     fits = [row["fits"] for row in answer["result"]["rows"]]
     assert fits == [False, False, True, True, True, True]
-    assert answer["notes"][1] == "h100-sxm-80gb counts with its datasheet's 80 GB (74.5 GiB)"
+    assert answer["notes"][1] == "h100-sxm-80gb has 79.1 GiB, as torch sees it"
 
 
 def test_nothing_fits_is_an_honest_no(run):
@@ -204,14 +205,14 @@ def test_a_plan_marks_its_own_row(run, plan):
     answer = json.loads(out)
     result = answer["result"]
     assert (result["num_params"], result["num_gpus"], result["nodes"]) == (3 * 10**9, 8, 2)
-    assert result["memory_bytes"] == 36 * 10**9
+    assert result["memory_bytes"] == find_device("a100-sxm-40gb").usable_bytes
     assert [row.get("is_plan", False) for row in result["rows"]] == [False] * 5 + [True]
-    assert answer["notes"][1:] == [
-        "a100-sxm-40gb counts with its datasheet's 40 GB (37.3 GiB)",
-        "hardware.headroom leaves 10% of memory free",
-    ]
+    assert answer["notes"][1:] == ["a100-sxm-40gb has 39.5 GiB, as torch sees it"]
     _, out, _ = run("", "-f", plan(PLAN))
-    assert "ok, 22.4 GiB left  <- the plan\n" in out
+    assert "ok, 28.3 GiB left  <- the plan\n" in out
+    _, out, err = run("", "-f", plan(PLAN), "--set", "hardware.headroom=0.1")
+    assert "ok, 24.4 GiB left  <- the plan\n" in out
+    assert "hardware.headroom leaves 10% of memory free" in err
 
 
 def test_a_plan_changed_by_set(run, plan):
@@ -285,7 +286,7 @@ def test_flags_and_plan_must_agree(run, plan):
         "    fix: leave the flag out, or change the plan with --set\n"
         f"--gpus: 16 is not the 8 of {path}:3:11: hardware\n"
         "    fix: leave the flag out, or change the plan with --set\n"
-        f"--gpu: 141,000,000,000 is not the 40,000,000,000 of {path}:3:11: hardware\n"
+        f"--gpu: 141,000,000,000 is not the 42,412,802,048 of {path}:3:11: hardware\n"
         "    fix: leave the flag out, or change the plan with --set\n"
     )
 

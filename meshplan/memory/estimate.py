@@ -16,6 +16,7 @@ from meshplan.memory.generations import Band
 from meshplan.memory.held import Figures, Spot
 from meshplan.memory.hosts import Host
 from meshplan.memory.log import Term
+from meshplan.units import format_bytes, format_gib
 
 RESERVED_ERROR: Final = 0.02
 """How much more than predicted the allocator may reserve, as a share. [Empirical]: of six published
@@ -175,11 +176,43 @@ class MemoryEstimate:
         return max(self.groups, key=lambda group: group.band[1])
 
     @property
+    def size(self) -> str:
+        """What the worst ranks need, as every verb says it; see `size_in_words`."""
+        worst = self.worst
+        return size_in_words(
+            worst.band[1], self.limit_bytes, None if self.bound else worst.peak.total_bytes
+        )
+
+    @property
     def fits(self) -> bool | None:
         """Whether all ranks do, and hosts whose memory the plan states; None without a limit."""
         if self.host is not None and self.host.is_over and self.host.is_stated:
             return False
         return None if self.limit_bytes is None else all(group.fits for group in self.groups)
+
+
+def size_in_words(high_bytes: int, limit_bytes: int | None, expected_bytes: int | None) -> str:
+    """What a GPU holds of what it may: THE words for it in every verb.
+
+    Args:
+        high_bytes: The upper end of the band, by which "fits" is said.
+        limit_bytes: What the GPU may hold; None where nothing says.
+        expected_bytes: None where only an upper bound is known.
+
+    >>> size_in_words(84_503_000_000, 84_944_000_000, 79_994_000_000)
+    'expected 74.5, at most 78.7, of 79.1 GiB'
+    """
+    sizes = [("expected", expected_bytes), ("at most", high_bytes), ("of", limit_bytes)]
+    known = [(word, format_gib(size)) for word, size in sizes if size is not None]
+    return ", ".join(f"{word} {size.removesuffix(' GiB')}" for word, size in known) + " GiB"
+
+
+def left_in_words(high_bytes: int, limit_bytes: int | None) -> str:
+    """What is left of the limit, or how much is over it; "" where there is no limit."""
+    if limit_bytes is None:
+        return ""
+    left = limit_bytes - high_bytes
+    return f"{format_bytes(left)} left" if left >= 0 else f"OVER by {format_bytes(-left)}"
 
 
 def margin(reserved_bytes: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from meshplan.memory.estimate import MemoryEstimate, RankGroup
+from meshplan.memory.estimate import MemoryEstimate, RankGroup, left_in_words, size_in_words
 from meshplan.memory.groups import equal_ranks
 from meshplan.memory.states import state_bytes
 from meshplan.pictures.palette import DRIVER, ROUNDING, TERMS, UNKNOWN, UNUSED, Ink, Theme
@@ -75,11 +75,14 @@ class MemoryBars:
         if self.limit_bytes is None:
             return "no limit stated"
         left = self.limit_bytes - (bar.high_bytes or bar.total_bytes)
-        if left < 0:
-            return f"OVER by {format_gib(-left)}"
-        if bar.high_bytes is None:
-            return f"{format_gib(left)} for what is unknown"
-        return f"{format_gib(left)} left"
+        if bar.high_bytes is None and left >= 0:
+            return f"{format_bytes(left)} for what is unknown"
+        return left_in_words(self.limit_bytes - left, self.limit_bytes)
+
+    def size(self, bar: Bar) -> str:
+        """What one bar shows, beside the limit."""
+        expected = None if self.bound else bar.total_bytes
+        return size_in_words(bar.high_bytes or bar.total_bytes, self.limit_bytes, expected)
 
     @property
     def title(self) -> str:
@@ -93,15 +96,15 @@ class MemoryBars:
                 return f"Does not fit: states alone are {self.verdict(worst)} on {whose}"
             return states
         if self.limit_bytes is None:
-            return f"At most {needs} on {whose}; nothing says how much a GPU holds"
-        limit = format_gib(self.limit_bytes)
+            size = self.size(worst)
+            return f"{size[0].upper()}{size[1:]} on {whose}; nothing says how much a GPU holds"
         if worst.fits:
             if len(self.bars) + self.num_more == 1:
-                return f"It fits: {self.verdict(worst)} of {limit} on every rank"
+                return f"It fits: {self.size(worst)} on every rank"
             need = "needs" if whose.startswith("rank ") else "need"
-            return f"It fits: {self.verdict(worst)} of {limit} on {whose}, which {need} most"
+            return f"It fits: {self.size(worst)} on {whose}, which {need} most"
         are = "is" if whose.startswith("rank ") else "are"
-        return f"It does not fit: {whose} {are} {self.verdict(worst)}, of {limit}"
+        return f"It does not fit: {self.size(worst)}; {whose} {are} {self.verdict(worst)}"
 
     @property
     def alt(self) -> str:

@@ -25,7 +25,7 @@ _CHOICES: Final = frozenset(
         "mesh", "strategy", "batch.micro", "batch.accumulate", "tp_plan", "sequence_parallel",
         "loss_parallel", "pipeline.schedule", "pipeline.virtual", "pipeline.microbatches",
         "pipeline.split", "offload", "activation_checkpointing", "context.attention",
-        "experts.capacity", "hardware.nodes",
+        "experts.capacity", "hardware.nodes", "loss_chunks", "allocator",
     }
 )  # fmt: skip
 """Paths that the planner may state, beside rules for single blocks."""

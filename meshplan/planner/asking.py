@@ -13,13 +13,12 @@ from meshplan.cost.calibration import read_profile
 from meshplan.errors import Origin, PlanError, Problem
 from meshplan.graph import ModelGraph
 from meshplan.hardware import Cluster, Link, find_device
+from meshplan.keys import OBJECTIVE, TIME_LIMIT_S
 from meshplan.planner.decision import Question
 from meshplan.reader import load_spec
 from meshplan.sizing import read_limit
 from meshplan.spec import Spec
 
-TIME_LIMIT_S: Final = 30.0
-"""Where the plan states no `solve.time_limit`."""
 _FEW: Final = 4
 """Blocks that show what a model allows: the first, the last, and some between."""
 Load = Callable[[Sequence[str]], Spec]
@@ -127,7 +126,7 @@ def question_of(
         device=device,
         limit_bytes=limit,
         cluster=cluster_of(spec, device),
-        objective=spec.solve.get("objective", "time"),
+        objective=spec.solve.get("objective", OBJECTIVE),
         time_limit_s=float(stated) if stated is not None else TIME_LIMIT_S,
     )
 

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from meshplan.planner.asking import TIME_LIMIT_S
+from meshplan.keys import TIME_LIMIT_S
 from meshplan.planner.decide import decide
 from meshplan.planner.decision import Decision, Question, Way
 from meshplan.planner.found import Found

@@ -42,7 +42,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Change, ...
 
 def fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """(path, value) of what a lock says."""
-    for name in ("plan", "model", "profile", "profile_file"):
+    for name in ("plan", "free", "model", "profile", "profile_file"):
         yield f"inputs.{name}", content["inputs"].get(name)
     for path, value in content["chosen"].items():
         if path == "mesh" and isinstance(value, Mapping):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Final
 
-from meshplan.planner.asking import TIME_LIMIT_S
+from meshplan.keys import TIME_LIMIT_S
 from meshplan.planner.decision import Question, Way
 from meshplan.planner.job import Job
 from meshplan.planner.widened import fastest_that_fits

@@ -21,9 +21,10 @@ import yaml
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.files import check_writable, read_bytes, write_bytes
 from meshplan.graph import ModelGraph
+from meshplan.keys import FREEABLE, freed
 from meshplan.planner.admission import check_chosen
 from meshplan.planner.changed import EXPECTED
-from meshplan.reader import read_yaml
+from meshplan.reader import load_spec, read_yaml
 from meshplan.spec import Spec
 from meshplan.values import Value, plain
 
@@ -32,6 +33,8 @@ _AGAIN: Final = "run meshplan plan again"
 _ELSEWHERE: Final = "say -o FILE, in a folder that is there and may be written to"
 INSTEAD: Final = "give the plan file itself, or run meshplan plan again"
 """The fix of a lock that was named and does not hold."""
+_HEADROOM: Final = 0.10
+"""That earlier versions took for what a plan does not state."""
 _MOST_BYTES: Final = 4 * 2**20
 
 
@@ -44,7 +47,8 @@ class Lock:
         profile: (file beside the lock, its hash) of the constants that were measured; None where
             it went by meshplan's own.
         chosen: Statements by path.
-        origins: Where each of them stands.
+        free: Keys that `--free` gave to the planner although the plan file states them.
+        origins: Where each statement stands.
         path: Of the file.
         content: All that it says.
     """
@@ -56,6 +60,18 @@ class Lock:
     path: Path
     content: Mapping[str, Any]
     origins: Mapping[str, Origin]
+    free: tuple[str, ...] = ()
+
+    @property
+    def statements(self) -> dict[str, Any]:
+        """All that goes on top of the plan file: the freed keys taken back, then the choices."""
+        return {**freed(self.free), **self.chosen}
+
+    @property
+    def used(self) -> str:
+        """The line that says that a verb goes by this lock."""
+        free = f", which frees {' and '.join(self.free)}" if self.free else ""
+        return f"goes by {self.path.name}{free}"
 
 
 def lock_path(plan: str | os.PathLike[str]) -> Path:
@@ -68,9 +84,30 @@ def lock_path(plan: str | os.PathLike[str]) -> Path:
     return path.with_name(f"{path.stem}.lock.yaml")
 
 
+def is_file(source: Any) -> bool:
+    """Return whether a plan is a file, which may have a lock, and not a mapping."""
+    return isinstance(source, str | os.PathLike)
+
+
+def has_lock(source: Any) -> bool:
+    """Return whether a lock lies beside a plan, whether or not it holds."""
+    return is_file(source) and lock_path(source).exists()
+
+
 def spec_hash(spec: Spec) -> str:
-    """Of what a plan says, whatever its comments, the order of its keys and where the file is."""
-    return _hash(repr(spec))
+    """Hash what a plan says, whatever its comments, the order of its keys and where the file is.
+
+    What nobody states of headroom and dtype counts as what earlier versions took for it: their
+    locks go on to hold.
+    """
+    hardware, given, more = spec.hardware, spec.input, ""
+    if hardware is not None and "hardware.headroom" not in spec.origins:
+        hardware = replace(hardware, headroom=_HEADROOM)
+    elif hardware is not None and hardware.headroom == _HEADROOM:
+        more = ", and it is stated"
+    if given is not None and given.dtype is None:
+        given = replace(given, dtype="int64")
+    return _hash(repr(replace(spec, hardware=hardware, input=given)) + more)
 
 
 def model_hash(graph: ModelGraph) -> str:
@@ -131,6 +168,7 @@ def read(path: Path) -> Lock | None:
             model=inputs["model"],
             chosen=content["chosen"],
             profile=_profile_of(path, inputs),
+            free=_free_of(inputs),
             path=path,
             content=content,
             origins={path: each.key or each.origin for path, each in _chosen(root).items()},
@@ -186,6 +224,14 @@ def _profile_of(path: Path, inputs: Mapping[str, Any]) -> tuple[Path, str] | Non
     return path.parent / str(stated["path"]), str(stated["hash"])
 
 
+def _free_of(inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys that a lock frees; only such as may be chosen."""
+    free = inputs.get("free", [])
+    if not isinstance(free, list) or not all(each in FREEABLE for each in free):
+        raise ValueError(f"its free is {free!r}")
+    return tuple(free)
+
+
 def file_hash(path: Path) -> str:
     """Of what a file says."""
     return f"sha256:{hashlib.sha256(read_bytes(path, _MOST_BYTES, 'a profile')).hexdigest()}"
@@ -206,13 +252,16 @@ def locked(source: Any, load: Callable[[Sequence[str]], Spec], graph: ModelGraph
     Raises:
         SpecError: The lock cannot be read, or says more than the plan leaves open.
     """
-    if not isinstance(source, (str, os.PathLike)):
+    if not is_file(source):
         return "a plan without a file has no lock"
     path = lock_path(source)
     lock = read(path)
     if lock is None:
         return f"there is no {path.name}"
-    if lock.spec != spec_hash(load(())):
+    free = overrides(freed(lock.free))
+    if lock.spec != spec_hash(load(free)):
+        if lock.spec == spec_hash(load_spec(source, free)):
+            return f"{path.name} was made for the file without --set"
         return f"{path.name} was made for another state of this file"
     if lock.model != model_hash(graph):
         return f"{path.name} was made for another model"
@@ -221,8 +270,30 @@ def locked(source: Any, load: Callable[[Sequence[str]], Spec], graph: ModelGraph
         # Where a job runs, the file need not be: its figures have done their work.
         if profile.is_file() and file_hash(profile) != known:
             return f"{path.name} was made with another state of {profile.name}"
-    check_chosen(lock.chosen, lock.origins, load, overrides(lock.chosen), graph)
+    _check_chosen(lock, load, graph)
     return lock
+
+
+def lock_in_words(found: Lock | str, source: Any, spec: Spec) -> str:
+    """Which lock a plan goes by, or why by none; "" where none is there, and none is needed.
+
+    Args:
+        found: As `locked` has it.
+        spec: The plan file, as it is without a lock.
+    """
+    if not isinstance(found, str):
+        return found.used
+    if spec.free_fields:
+        return f"{found}: planning"
+    return f"{found}: what the plan leaves out has its default" if has_lock(source) else ""
+
+
+def _check_chosen(lock: Lock, load: Callable[[Sequence[str]], Spec], graph: ModelGraph) -> None:
+    """Refuse choices that the plan, without the keys that are freed, does not leave open."""
+    free = overrides(freed(lock.free))
+    check_chosen(
+        lock.chosen, lock.origins, lambda more: load([*free, *more]), overrides(lock.chosen), graph
+    )
 
 
 def check_holds(lock: Lock, load: Callable[[Sequence[str]], Spec], graph: ModelGraph) -> None:
@@ -235,13 +306,13 @@ def check_holds(lock: Lock, load: Callable[[Sequence[str]], Spec], graph: ModelG
         SpecError: It was made for another plan or model, or says more than the plan leaves open.
     """
     for is_other, other in (
-        (lock.spec != spec_hash(load(())), "state of its plan file"),
+        (lock.spec != spec_hash(load(overrides(freed(lock.free)))), "state of its plan file"),
         (lock.model != model_hash(graph), "model"),
     ):
         if is_other:
             what = f"this lock was made for another {other}"
             raise SpecError(Problem(what, Origin(str(lock.path)), INSTEAD))
-    check_chosen(lock.chosen, lock.origins, load, overrides(lock.chosen), graph)
+    _check_chosen(lock, load, graph)
 
 
 def chosen_spec(
@@ -262,7 +333,7 @@ def chosen_spec(
 
 def profile_of_lock(source: Any) -> Path | None:
     """The profile that the lock of a plan file was made with, where it is still there."""
-    if not isinstance(source, (str, os.PathLike)):
+    if not is_file(source):
         return None
     lock = read(lock_path(source))
     found = lock and lock.profile

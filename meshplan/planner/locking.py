@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,25 +31,38 @@ _SUFFIX: Final = ".lock.yaml"
 
 
 def write_lock(
-    plan: str | os.PathLike[str], decision: Decision, path: str | Path | None = None
+    plan: str | os.PathLike[str],
+    decision: Decision,
+    path: str | Path | None = None,
+    free: Sequence[str] = (),
 ) -> Path:
-    """Write a decision beside its plan file, or where it is told; returns where."""
+    """Write a decision beside its plan file, or where it is told; returns where.
+
+    Args:
+        free: Keys that were left to the planner beside those that the file leaves to it.
+    """
     target = Path(path) if path is not None else lock_path(plan)
-    write(target, lock_of(decision, target.parent))
+    write(target, lock_of(decision, target.parent, free))
     return target
 
 
 def changes_since(
-    plan: str | os.PathLike[str], decision: Decision, path: str | Path | None = None
+    plan: str | os.PathLike[str],
+    decision: Decision,
+    path: str | Path | None = None,
+    free: Sequence[str] = (),
 ) -> tuple[Change, ...] | None:
     """What a decision says otherwise than the lock that is there; None where there is none.
+
+    Args:
+        free: As for `write_lock`.
 
     Raises:
         SpecError: There is one, and it cannot be read.
     """
     target = Path(path) if path is not None else lock_path(plan)
     lock = read(target)
-    return changes(lock.content, lock_of(decision, target.parent)) if lock else None
+    return changes(lock.content, lock_of(decision, target.parent, free)) if lock else None
 
 
 def figures_of_lock(source: Any, plan: Plan, lock: Lock | None = None) -> dict[str, float]:
@@ -95,12 +108,13 @@ def source_of_lock(path: Path) -> tuple[Path, Lock] | None:
     return source, lock
 
 
-def lock_of(decision: Decision, folder: Path) -> dict[str, Any]:
+def lock_of(decision: Decision, folder: Path, free: Sequence[str] = ()) -> dict[str, Any]:
     """The content of the file: the same inputs give the same bytes.
 
     Args:
         decision: One that chose something.
         folder: That the file will be in.
+        free: As for `write_lock`.
     """
     chosen = decision.chosen
     assert chosen is not None
@@ -110,6 +124,7 @@ def lock_of(decision: Decision, folder: Path) -> dict[str, Any]:
         "meshplan": __version__,
         "inputs": {
             "plan": spec_hash(decision.spec),
+            **({"free": list(free)} if free else {}),
             "model": model_hash(plan.graph),
             "profile": f"{decision.profile.device}, {decision.profile.framework}, "
             f"{decision.profile.dtype}",

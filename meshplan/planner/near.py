@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE
+from meshplan.keys import KEEP
 from meshplan.mesh import AXES
 from meshplan.planner.decision import Way
 from meshplan.planner.found import Found
@@ -26,7 +27,7 @@ SLACK: Final = 0.02
 Options = tuple[bool, ...]
 """Which of `cost.grid.OPTIONS` blocks may take."""
 
-_KEEP, _MOST_SIMPLER, _MOST_MESHES, _MOST_NEAR, _MOST_GUESSES, _MORE = 3, 8, 5, 3, 1, 1.02
+_MOST_SIMPLER, _MOST_MESHES, _MOST_NEAR, _MOST_GUESSES, _MORE = 8, 5, 3, 1, 1.02
 _DDP: Final = MODES.index("ddp")
 
 
@@ -47,7 +48,7 @@ class Near:
         tries = self._simpler(self._complexity(found.best))
         chosen = next(self._that_fit(tries, _MOST_SIMPLER), best)
         everything = (True,) * len(OPTIONS)
-        keep = int(self._job.spec.solve.get("keep", _KEEP))
+        keep = int(self._job.spec.solve.get("keep", KEEP))
         near = ((row, everything) for row in itertools.islice(self._one_of_a_mesh(), _MOST_MESHES))
         more = max(keep - (best.stated != chosen.stated), 0)
         others = [best, *itertools.islice(self._that_fit(near, _MOST_NEAR), more)]

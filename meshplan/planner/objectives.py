@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from meshplan.planner.asking import TIME_LIMIT_S
+from meshplan.keys import TIME_LIMIT_S
 from meshplan.planner.balanced import balanced
 from meshplan.planner.decide import decide, size_in_words
 from meshplan.planner.decision import Decision, Question

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from meshplan.errors import PlanError
-from meshplan.planner.asking import TIME_LIMIT_S, cluster_of
+from meshplan.keys import TIME_LIMIT_S
+from meshplan.planner.asking import cluster_of
 from meshplan.planner.decision import Question, Way
 from meshplan.planner.job import Job
 from meshplan.planner.least import least_rows

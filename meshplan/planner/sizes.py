@@ -11,7 +11,8 @@ from typing import Final
 import numpy as np
 
 from meshplan.errors import Origin, PlanError, Problem, SpecError
-from meshplan.planner.asking import TIME_LIMIT_S, cluster_of
+from meshplan.keys import TIME_LIMIT_S
+from meshplan.planner.asking import cluster_of
 from meshplan.planner.decide import decide_job
 from meshplan.planner.decision import Decision, Question
 from meshplan.planner.job import Job

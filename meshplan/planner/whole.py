@@ -17,7 +17,14 @@ from meshplan.planner.asking import (
     with_shorter,
 )
 from meshplan.planner.decision import Question
-from meshplan.planner.lock import Lock, check_holds, chosen_spec, locked, profile_of_lock
+from meshplan.planner.lock import (
+    Lock,
+    check_holds,
+    chosen_spec,
+    lock_in_words,
+    locked,
+    profile_of_lock,
+)
 from meshplan.planner.objectives import answer
 from meshplan.sizing import graph_of
 from meshplan.spec import Spec
@@ -31,6 +38,7 @@ def whole_spec(
     ask: Callable[[], Question] | None = None,
     config: str | Path | None = None,
     lock: Lock | None = None,
+    noted: Callable[[str], None] = lambda text: None,
 ) -> Spec:
     """The spec with nothing left to the planner; other arguments as for `whole_statements`.
 
@@ -39,10 +47,9 @@ def whole_spec(
     """
     if lock is not None:
         check_holds(lock, loading(source, ()), graph)
-        return chosen_spec(load, lock.chosen, str(lock.path))
-    if not load(()).free_fields:
-        return load(())
-    return chosen_spec(load, *whole_statements(source, load, graph, told, ask, config))
+        noted(lock.used)
+        return chosen_spec(load, lock.statements, str(lock.path))
+    return chosen_spec(load, *whole_statements(source, load, graph, told, ask, config, noted))
 
 
 def whole_statements(
@@ -52,15 +59,20 @@ def whole_statements(
     told: Callable[[str], None] = lambda text: None,
     ask: Callable[[], Question] | None = None,
     config: str | Path | None = None,
+    noted: Callable[[str], None] = lambda text: None,
 ) -> tuple[Mapping[str, Any], str]:
-    """(what a plan file that leaves something open would have to state, who says so).
+    """(what goes on top of a plan file, who says so).
+
+    THE place that decides which spec is in force. A lock that holds completes the plan. Without
+    one, what is `auto` is planned, and what is left out has its default.
 
     Args:
         source: The plan file, or a mapping.
         graph: The model that it is for.
-        told: Is told where the choices come from.
+        told: Is told what is being done.
         ask: The question about a model that no config tells of.
         config: That the graph is from; None where it is from none.
+        noted: Is told in one line which lock the plan goes by, or why by none.
 
     Raises:
         PlanError: Nothing fits, or the plan says too little to be planned.
@@ -68,8 +80,12 @@ def whole_statements(
     """
     spec = load(())
     found = locked(source, load, graph)
+    if line := lock_in_words(found, source, spec):
+        noted(line)
     if not isinstance(found, str):
-        return found.chosen, found.path.name
+        return found.statements, found.path.name
+    if not spec.free_fields:
+        return {}, ""
     sized = graph if graph.config else graph_of(spec)
     if sized is None and ask is None:
         free = " and ".join(spec.free_fields)
@@ -77,7 +93,6 @@ def whole_statements(
         what = f"{free} {are} left to the planner, and {found}"
         fix = "give the plan its model, such as model: {config: PATH}, and run meshplan plan"
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
-    told(f"{found}: planning")
     question = ask() if sized is None and ask is not None else question_of(load, sized or graph)
     question = with_profile(question, profile_of_lock(source))
     path, origin = config_of(spec, config)

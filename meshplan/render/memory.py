@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from meshplan.memory import MemoryEstimate, Term
-from meshplan.memory.estimate import ModuleBytes, RankGroup
+from meshplan.memory.estimate import ModuleBytes, RankGroup, left_in_words
 from meshplan.render.text import columns, paint
 from meshplan.units import format_bytes, format_gib, spans_of
 
@@ -38,6 +38,7 @@ def memory_to_json(estimate: MemoryEstimate) -> dict[str, Any]:
         "bound": estimate.bound,
         "limit_bytes": estimate.limit_bytes,
         "fits": estimate.fits,
+        "size": estimate.size,
         "worst": estimate.groups.index(estimate.worst),
         "reconciliation": [
             {
@@ -128,7 +129,14 @@ def _table(estimate: MemoryEstimate, model: str, colour: bool) -> list[str]:
         line + _verdict(group, estimate.limit_bytes, colour)
         for line, group in zip(lines[1:], estimate.groups, strict=True)
     ]
-    return [paint(title, "bold", colour), "", lines[0], *marked, *_on_host(estimate)]
+    return [paint(title, "bold", colour), _fits(estimate), "", lines[0], *marked,
+            *_on_host(estimate)]  # fmt: skip
+
+
+def _fits(estimate: MemoryEstimate) -> str:
+    """The worst ranks in a line, as every verb has it."""
+    left = left_in_words(estimate.worst.band[1], estimate.limit_bytes)
+    return estimate.size + (f": {left}" if left else "")
 
 
 def _on_host(estimate: MemoryEstimate) -> list[str]:
@@ -153,10 +161,10 @@ def _on_host(estimate: MemoryEstimate) -> list[str]:
 def _verdict(group: RankGroup, limit_bytes: int | None, colour: bool) -> str:
     if limit_bytes is None:
         return ""
-    left = limit_bytes - group.band[1]
-    if group.fits:
-        return "  " + paint(f"ok, {format_bytes(left)} left", "green", colour)
-    return "  " + paint(f"OVER by {format_bytes(-left)}", "red", colour)
+    left = left_in_words(group.band[1], limit_bytes)
+    return "  " + (
+        paint(f"ok, {left}", "green", colour) if group.fits else paint(left, "red", colour)
+    )
 
 
 def _peak(estimate: MemoryEstimate) -> list[str]:
@@ -220,11 +228,10 @@ def explained_to_text(estimate: MemoryEstimate) -> list[str]:
     """The same, up to what has to fit: the upper end of the band."""
     group = estimate.worst
     low, high = group.band
-    limit = f", of {format_gib(estimate.limit_bytes)}" if estimate.limit_bytes is not None else ""
     where = f" of {group.at.module}" if group.at.module else ""
     title = (
-        f"{ranks_in_words(group.ranks)}, in {group.at.phase}{where}: {format_gib(high)} at the "
-        f"most{limit}{_verdict(group, estimate.limit_bytes, False)}"
+        f"{ranks_in_words(group.ranks)}, in {group.at.phase}{where}: {estimate.size}"
+        f"{_verdict(group, estimate.limit_bytes, False)}"
     )
     why = f"how far it may be wrong: it is from {format_bytes(low)} to this, which has to fit"
     over = ("  error", _signed(high - group.peak.total_bytes), format_bytes(high), why)

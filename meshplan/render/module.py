@@ -131,6 +131,7 @@ def explained_memory_to_json(estimate: MemoryEstimate) -> dict[str, Any]:
         "band": worst["band"],
         "limit_bytes": whole["limit_bytes"],
         "fits": whole["fits"],
+        "size": whole["size"],
     }
 
 

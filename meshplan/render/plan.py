@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from meshplan.memory.estimate import left_in_words
 from meshplan.planner.decision import Decision, Way
 from meshplan.planner.space import EmptySpaceError, Rejected
+from meshplan.planner.written import Written
 from meshplan.render.memory import ranks_in_words
 from meshplan.render.statements import settings_in_words, way_lines
 from meshplan.render.text import columns, packed, paint, wrapped
@@ -55,7 +57,8 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
 
 _KEYS = (
     "mesh", "strategy", "batch", "pipeline", "activation_checkpointing", "step_s",
-    "tokens_per_s_per_gpu", "mfu", "peak_bytes", "host_bytes",
+    "tokens_per_s_per_gpu", "mfu", "expected_bytes", "peak_bytes",
+    "host_bytes",
 )  # fmt: skip
 
 
@@ -84,9 +87,27 @@ def way_to_json(decision: Decision, way: Way) -> dict[str, Any]:
         "step_s": way.seconds,
         "tokens_per_s_per_gpu": decision.tokens_per_s(way),
         "mfu": decision.mfu(way),
+        "expected_bytes": way.memory.worst.peak.total_bytes,
         "peak_bytes": way.memory.worst.band[1],
         "host_bytes": way.memory.host.held_bytes if way.memory.host else 0,
     }  # fmt: skip
+
+
+def written_to_json(written: Written) -> dict[str, Any]:
+    """Key `as_written` of schema plan/1."""
+    memory = written.memory
+    return {
+        "step_s": written.seconds,
+        "expected_bytes": memory.worst.peak.total_bytes,
+        "peak_bytes": memory.worst.band[1],
+        "fits": memory.fits,
+    }
+
+
+def written_to_text(written: Written) -> str:
+    """The same as a note."""
+    left = left_in_words(written.memory.worst.band[1], written.memory.limit_bytes)
+    return f"as the file stands, without the lock: {written.memory.size}: {left}"
 
 
 def no_space_to_json(error: EmptySpaceError) -> dict[str, Any]:
@@ -168,10 +189,9 @@ def _rate(decision: Decision, way: Way) -> str:
 
 def _memory(decision: Decision, way: Way) -> list[str]:
     worst = way.memory.worst
-    high, limit = worst.band[1], decision.limit_bytes
+    left = left_in_words(worst.band[1], way.memory.limit_bytes)
     return [
-        f"memory  {format_gib(high)} at the most, of {format_gib(limit)}: "
-        f"{format_gib(limit - high)} left",
+        f"memory  {way.memory.size}: {left}",
         f"        on {ranks_in_words(worst.ranks)}, in {worst.at.phase}"
         + (f" of {worst.at.module}" if worst.at.module else ""),
         *(

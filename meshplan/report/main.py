@@ -92,6 +92,7 @@ class Report:
         fits: Whether the plan does, and is there at all; None where nobody can say.
         shown: The pictures on it.
         left_out: (what, why).
+        notes: What a reader has to know.
     """
 
     verdict: str
@@ -99,6 +100,7 @@ class Report:
     fits: bool | None
     shown: tuple[str, ...]
     left_out: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it; returns where.
@@ -165,6 +167,7 @@ def report_of(known: Known) -> Report:
         fits=fits,
         shown=tuple(figures),
         left_out=tuple(left_out),
+        notes=known.notes,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from meshplan.memory.estimate import MemoryEstimate, RankGroup
+from meshplan.memory.estimate import MemoryEstimate, RankGroup, left_in_words
 from meshplan.pictures.links import links_of
 from meshplan.pictures.memory_bars import memory_bars
 from meshplan.pictures.pareto import words_of
@@ -21,7 +21,7 @@ from meshplan.render.trouble import conflict_to_text, ended
 from meshplan.report.page import bullets, heading, numbered, pairs, paragraph
 from meshplan.report.tables import Cell, Table, gib, seconds, share, size
 from meshplan.solve import StatesEstimate
-from meshplan.units import format_bytes, format_gib, format_seconds
+from meshplan.units import format_bytes, format_seconds
 
 
 def key_figures(
@@ -32,10 +32,7 @@ def key_figures(
     if plan is not None:
         found.append(("GPUs", f"{plan.mesh.world_size:,}"))
     if estimate is not None:
-        worst = estimate.worst
-        found.append(("memory of a GPU, at the most", format_gib(worst.band[1])))
-        if estimate.limit_bytes is not None:
-            found.append(("that it may hold", format_gib(estimate.limit_bytes)))
+        found.append(("memory of a GPU", estimate.size))
     way = decision.chosen if decision else None
     if decision is not None and way is not None:
         found.append(("a step, by the cost model", format_seconds(way.seconds)))
@@ -121,10 +118,10 @@ def _groups(estimate: MemoryEstimate) -> Table:
 def _left(group: RankGroup, limit_bytes: int | None) -> Cell:
     if limit_bytes is None:
         return Cell("no limit stated")
-    left = limit_bytes - group.band[1]
+    words, left = left_in_words(group.band[1], limit_bytes), float(limit_bytes - group.band[1])
     if group.fits:
-        return Cell(f"fits, {format_bytes(left)} left", float(left), mark="good")
-    return Cell(f"OVER by {format_bytes(-left)}", float(left), mark="bad")
+        return Cell(f"fits, {words}", left, mark="good")
+    return Cell(words, left, mark="bad")
 
 
 def about_states(states: StatesEstimate) -> Iterator[str]:

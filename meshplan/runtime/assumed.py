@@ -27,7 +27,7 @@ from meshplan.runtime.pretend import pretending
 from meshplan.runtime.private_fakes import fake_mode, quiet_fakes
 from meshplan.runtime.record import stand_in, twin_of
 from meshplan.runtime.runs import runs_of, shortened
-from meshplan.runtime.sample import call, results, sample_inputs
+from meshplan.runtime.sample import call, is_tokens, results, sample_inputs, with_dtype
 from meshplan.runtime.shadows import MOST_NUMBERS, Shadows
 from meshplan.spec import Spec
 
@@ -102,7 +102,7 @@ def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> L
         SpecError: Nothing says what the model takes.
         ApplyError: The sequence does not divide over cp.
     """
-    spec, said = _with_length(plan.spec)
+    spec, said = _with_length(with_dtype(model, plan.spec))
     few = sample_inputs(model, spec, _SAMPLES, 0, MOST_NUMBERS)
     are_tokens = any(t.ndim == 2 and not t.is_floating_point() for _, t in tensors_in(few))
     check_stated(plan.spec, plan.micro, reads_tokens=are_tokens)
@@ -144,8 +144,7 @@ def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> L
 def _with_length(spec: Spec) -> tuple[Spec, tuple[tuple[str, str], ...]]:
     """The spec whose `input`, if it states tokens, has the length that `batch` states."""
     given, length = spec.input, spec.batch.seq_len
-    is_tokens = given is not None and len(given.shape) == 2 and given.dtype.startswith("int")
-    if given is None or length is None or not is_tokens or given.shape[1] == length:
+    if given is None or length is None or not is_tokens(given) or given.shape[1] == length:
         return spec, ()
     words = f"batch.seq_len's {length}; input's {given.shape[1]} only shows what the model takes"
     wanted = replace(given, shape=(given.shape[0], length))

@@ -23,6 +23,7 @@ from meshplan.memory.told_works import refusals
 from meshplan.plan import make_plan
 from meshplan.planner.space import with_axes
 from meshplan.runtime.runs import is_alike
+from meshplan.runtime.sample import is_tokens
 from meshplan.spec import Spec
 
 _ATTENTION: Final = "sdpa"
@@ -117,7 +118,7 @@ def _untold(spec: Spec, told: ModelGraph) -> str:
     if spec.batch.seq_len is None:
         return "the plan does not say how long a sample is"
     given = spec.input
-    if given is not None and (len(given.shape) != 2 or not given.dtype.startswith("int")):
+    if given is not None and not is_tokens(given):
         return "its input is stated, and is no tokens"
     trial: Mapping[str, int] = {"dp_shard": 2}
     try:

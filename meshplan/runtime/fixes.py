@@ -18,8 +18,6 @@ from meshplan.assign.chunked_loss import heads_of
 from meshplan.errors import MeshplanError
 from meshplan.memory.estimate import Fix, MemoryEstimate, margin
 from meshplan.plan import Plan
-from meshplan.runtime.foretell import foretell
-from meshplan.runtime.question import Question, decided
 from meshplan.spec import ActivationCheckpointing, Rule, Selector, Spec
 
 _A_FEW_SECONDS: Final = 8.0
@@ -61,8 +59,9 @@ class _Change:
 
 
 def with_fixes(
-    question: Question,
+    plan: Plan,
     estimate: MemoryEstimate,
+    again: Callable[[Spec], MemoryEstimate],
     is_asked: bool | None,
     told: Callable[[str], None],
     took_s: float,
@@ -70,13 +69,15 @@ def with_fixes(
     """The estimate with what would fit, if it does not.
 
     Args:
+        plan: That was estimated.
+        again: Estimates another spec in the way that the estimate was found, so that what is said
+            of a change can be held against it.
         is_asked: Whether to look; None looks if that takes a few seconds.
         took_s: How long the estimate itself took.
     """
     if estimate.fits is not False or is_asked is False:
         return estimate
     found = list(_free(estimate))
-    _, plan = decided(question.spec, question.source)
     changes = list(_changes(plan))
     takes_s = took_s * sum(1 + change.num_parts for change in changes)
     if is_asked is None and takes_s > _A_FEW_SECONDS:
@@ -88,7 +89,7 @@ def with_fixes(
         """The upper end of the band of the worst ranks; None where that cannot be."""
         told(f"what if: {change.text}")
         try:
-            other = foretell(replace(question, spec=change.spec, tier=None), lambda text: None)
+            other = again(change.spec)
         except MeshplanError:
             return None  # It does not go with this plan or this model.
         if other.host is not None and other.host.is_over:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,17 +18,20 @@ from torch import nn
 from meshplan.errors import ApplyError, MeshplanError, Origin, Problem
 from meshplan.planner.asking import Load, question_of, with_made
 from meshplan.planner.decision import Question
-from meshplan.planner.lock import chosen_spec, spec_hash
+from meshplan.planner.lock import chosen_spec, has_lock, spec_hash
 from meshplan.planner.whole import whole_statements
 from meshplan.reader import load_spec
 from meshplan.runtime.applied import exchange, raise_told
 from meshplan.runtime.certify import Certifier
 from meshplan.runtime.described import described
 from meshplan.runtime.question import built_without_memory
+from meshplan.runtime.sample import with_dtype
 from meshplan.runtime.shrink import source_of
 from meshplan.runtime.trace import graph_of
 from meshplan.runtime.traced import TracedModel
 from meshplan.spec import InputSpec, Spec
+
+_logger = logging.getLogger("meshplan")
 
 
 def question_of_model(
@@ -54,7 +58,7 @@ def question_of_model(
     """
     graph = graph_of(model)
     question = question_of(load, graph, gpu, memory)
-    spec = _with_input(load(()), example_inputs)
+    spec = with_dtype(model, _with_input(load(()), example_inputs))
     found = described(model, graph, spec)
     if not isinstance(found, str):
         told(f"{type(model).__name__} is what its config describes, and is planned from it")
@@ -121,10 +125,11 @@ def _with_input(spec: Spec, given: Any) -> Spec:
 
 
 def closed_together(model: nn.Module, plan: Any, example_inputs: Any) -> Any:
-    """The plan of every rank with nothing left open: rank 0 plans, and all take what it chose.
+    """The plan of every rank with nothing left open: as rank 0 has it by its lock, or plans it.
 
     Args:
-        plan: As `parallelize` takes it; what leaves nothing open is given back as it is.
+        plan: As `parallelize` takes it; what leaves nothing open and has no lock is given back as
+            it is.
 
     Raises:
         MeshplanError: The plan cannot be read or planned, on whichever rank that is.
@@ -135,21 +140,23 @@ def closed_together(model: nn.Module, plan: Any, example_inputs: Any) -> Any:
     error: MeshplanError | None = None
     outcome = "closed", ""
     try:
-        is_file = isinstance(plan, str | os.PathLike | Mapping)
-        spec = load_spec(plan) if is_file else None
-        if spec is not None and spec.free_fields:
-            outcome = "open", spec_hash(spec)
+        is_plan = isinstance(plan, str | os.PathLike | Mapping)
+        spec = load_spec(plan) if is_plan else None
+        if spec is not None:
+            is_open = spec.free_fields or has_lock(plan)
+            outcome = "open" if is_open else "closed", spec_hash(spec)
     except MeshplanError as caught:
         error, outcome = caught, ("error", caught.render())
     outcomes = exchange(outcome)
     if error is not None:
         raise error
     raise_told(outcomes)
-    other = next((rank for rank, each in enumerate(outcomes) if each != outcomes[0]), None)
-    if other is not None and any(kind == "open" for kind, _ in outcomes):
+    (kind, own), *_ = outcomes
+    other = next((rank for rank, each in enumerate(outcomes) if each[1] != own), None)
+    if other is not None and any(each == "open" for each, _ in outcomes):
         what = f"rank {other} has another plan file than rank 0, and one is left to the planner"
         raise ApplyError(Problem(what, fix="give every rank the same plan file"))
-    if outcome[0] == "closed":
+    if kind == "closed":  # A lock counts where rank 0 has it.
         return plan
     stated, source = _stated(model, plan, example_inputs)
     return chosen_spec(lambda more: load_spec(plan, more), stated, source)
@@ -181,5 +188,5 @@ def _choose(model: nn.Module, plan: Any, example_inputs: Any) -> tuple[dict[str,
     def ask() -> Question:
         return question_of_model(model, load, example_inputs=example_inputs)
 
-    stated, source = whole_statements(plan, load, graph_of(model), ask=ask)
+    stated, source = whole_statements(plan, load, graph_of(model), ask=ask, noted=_logger.warning)
     return dict(stated), source

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from meshplan.errors import Problem, SpecError
 from meshplan.runtime.batch import as_arguments
 from meshplan.runtime.nest import tensors_in
-from meshplan.spec import Spec
+from meshplan.spec import InputSpec, Spec
 
 _MOST_ELEMENTS: Final = 1 << 20
 """Of one sample that is trained on for real, to see whether a plan is right."""
@@ -49,8 +50,9 @@ def sample_inputs(
         # Low numbers are special tokens, such as padding, wherever there are any.
         return torch.randint(min(3, vocab - 1), vocab, shape, generator=generator)
 
-    if spec.input is not None:
-        shape, dtype = (samples, *spec.input.shape[1:]), getattr(torch, spec.input.dtype)
+    if (stated := with_dtype(model, spec).input) is not None:
+        assert stated.dtype is not None
+        shape, dtype = (samples, *stated.shape[1:]), getattr(torch, stated.dtype)
         return drawn(shape, are_real=dtype.is_floating_point).to(dtype)
     config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
     size = getattr(config, "image_size", None)
@@ -71,6 +73,25 @@ def sample_inputs(
     raise SpecError(Problem(what, spec.origin("input"), fix))
 
 
+def with_dtype(model: nn.Module, spec: Spec) -> Spec:
+    """The spec whose stated input has a dtype: its own, else what the model's first layer reads."""
+    if spec.input is None or spec.input.dtype is not None:
+        return spec
+    dtype = "int64" if isinstance(_first_layer(model), nn.Embedding) else "float32"
+    return replace(spec, input=replace(spec.input, dtype=dtype))
+
+
+def is_tokens(stated: InputSpec) -> bool:
+    """Return whether an input, whose dtype is known, is a sequence of tokens."""
+    return len(stated.shape) == 2 and str(stated.dtype).startswith("int")
+
+
+def _first_layer(model: nn.Module) -> nn.Module | None:
+    """Return the first module with parameters and nothing inside; None where there is none."""
+    layers = (m for m in model.modules() if not any(True for _ in m.children()))
+    return next((m for m in layers if any(True for _ in m.parameters())), None)
+
+
 def check_size(spec: Spec) -> None:
     """Refuse an input of which nobody waits for several to be trained on.
 
@@ -85,14 +106,12 @@ def check_size(spec: Spec) -> None:
 
 
 def _reads_tokens(model: nn.Module) -> bool:
-    """One argument, and the first thing with parameters looks them up in a table."""
+    """Return whether it takes one argument, which its first layer looks up in a table."""
     needed = [
         p for p in inspect.signature(model.forward).parameters.values()
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]  # fmt: skip
-    holders = (m for m in model.modules() if any(True for _ in m.parameters(recurse=False)))
-    first = next(holders, None)
-    return len(needed) == 1 and isinstance(first, nn.Embedding)
+    return len(needed) == 1 and isinstance(_first_layer(model), nn.Embedding)
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
