@@ -293,12 +293,13 @@ def _explain_module(args: argparse.Namespace) -> int:
     from meshplan.render.module import module_to_json, module_to_text
 
     notes: list[str] = []
-    plan = api.decide(plan_file(args), args.set, config=args.config, noted=noting(args, notes))
+    plan = api.decide(plan_file(args), args.set, config=args.config, noted=notes.append)
     answer = planning.explain_module(plan, args.words[0], profile=args.profile)
     if args.json:
         print(envelope("explain/1", {"module": module_to_json(answer)}, notes))
     else:
         print(*module_to_text(answer), sep="\n")
+        print_notes(args, notes)
     return YES
 
 

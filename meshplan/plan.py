@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshplan.agreement import split_batch
 from meshplan.assign import Assignment, assign
+from meshplan.assign.missing_axis import rules_without_axis
 from meshplan.assign.not_yet import not_yet
 from meshplan.compatibility import clashes
 from meshplan.errors import PlanError, Problem, UnstatedError
@@ -201,6 +202,7 @@ def problems_without_model(spec: Spec) -> list[Problem]:
     try:
         mesh, _ = resolve_mesh(spec)
         problems += split_batch(spec, mesh.size(*DATA_AXES))[2]
+        problems += rules_without_axis(spec, mesh)
     except PlanError as error:
         return [*error.problems, *problems]
     return problems

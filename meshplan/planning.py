@@ -204,13 +204,13 @@ def explain(
     if profile is None and (profile := profile_of_lock(plan)) is not None:
         told(f"by the figures of {profile.name}, as the lock")
     question = _question(plan, overrides, model, config, gpu, memory, profile, told)
+    asker = Asker(question, told)
+    settings = [words[1]] if words[0] == "why-not" else asker.settings(words[1])
+    answers = [asker.why_not(each) for each in settings]
     by = locked(plan, question.read, question.graph)
     if line := lock_in_words(by, plan, question.read(())):
         told(line)
-    asker = Asker(question, told)
-    if words[0] == "why-not":
-        return [asker.why_not(words[1])]
-    return [asker.why_not(each) for each in asker.settings(words[1])]
+    return answers
 
 
 def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) -> ModuleAnswer:

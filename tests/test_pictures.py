@@ -24,7 +24,7 @@ from meshplan.pictures.tensor import tensor_layout
 from meshplan.pictures.types import Picture
 from meshplan.schedules import SCHEDULES
 from meshplan.sizing import read_limit
-from meshplan.units import GIB, format_gib, format_seconds
+from meshplan.units import GIB, format_seconds
 from tests.graphs import blocks
 from tests.pictured import LONG, boxes, check_readable, llama, plan_of, strange, written
 
@@ -207,10 +207,10 @@ def test_what_fits_and_what_does_not_is_said():
     plan = llama(2)
     device, limit_bytes, _ = read_limit(None, None, plan.spec)
     estimate = told_estimate(plan, device=device, limit_bytes=limit_bytes)
-    left = format_gib(limit_bytes - estimate.worst.band[1])
-    assert draw(plan, "memory").title == (f"It fits: {left} left of 79.1 GiB on every rank")
+    assert draw(plan, "memory").title == f"It fits: {estimate.size} on every rank"
     over = draw(llama(2, hardware={"nodes": 2, "gpus_per_node": 8, "memory": "8GiB"}), "memory")
-    assert over.title.startswith("It does not fit: ranks 0–15 are OVER by ")
+    assert over.title.startswith("It does not fit: expected ")
+    assert ", of 8.0 GiB; ranks 0–15 are OVER by " in over.title
     verdict = next(
         text for text in over.figure.findobj() if getattr(text, "get_gid", str)() == "verdict"
     )

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from meshplan.assign.cascade import Cascade, Stated
+from meshplan.assign.missing_axis import no_axis
 from meshplan.assign.tensor_cuts import TensorParallel
 from meshplan.assign.types import ExpertUse, Reason
 from meshplan.errors import Problem
@@ -118,8 +119,8 @@ def _problem(
     """Why the experts of this module cannot be spread, and what to do; None when they can."""
     word = str(statement.value)
     if not is_borrowed:
-        what = f"the mesh has no axis ep (it has {mesh})"
-        return what, "add it to the mesh, such as ep: 2 in dp_shard, or remove the placement"
+        lacks = no_axis("ep", mesh, None)
+        return lacks.what, lacks.fix
     if word == "R":
         return None
     if word != EXPERT_STYLE:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from meshplan.assign.cascade import Cascade, Stated
 from meshplan.assign.heads import local_attributes
+from meshplan.assign.missing_axis import no_axis
 from meshplan.assign.multihead import multihead_cuts, multihead_pieces
 from meshplan.assign.pairs import check_pairs, check_shared, check_tied
 from meshplan.assign.pieces import are_equal, share_out
@@ -51,7 +52,7 @@ def assign_tp(
             found = cascade.param(tensor, _FIELD)
             if found:
                 by_rule[found.rule.index] = found
-        out.problems += [_no_axis(spec, s, mesh) for s in by_rule.values()]
+        out.problems += [no_axis("tp", mesh, spec.origin(s.path)) for s in by_rule.values()]
         return out
     stated = {fqn: _said(spec, s) for fqn, s in by_rules.items() if s.value != AUTO}
     for fqn, said in preset.items():
@@ -90,14 +91,6 @@ def assign_tp(
 def _said(spec: Spec, statement: Stated) -> Preset:
     """What a rule states, in the form in which a preset states it."""
     return Preset(str(statement.value), Reason(statement.text, spec.origin(statement.path)))
-
-
-def _no_axis(spec: Spec, statement: Stated, mesh: Mesh) -> Problem:
-    return Problem(
-        f"the mesh has no axis tp (it has {mesh})",
-        spec.origin(statement.path),
-        "add it to the mesh, such as mesh: {dp_shard: 4, tp: 2}, or remove the placement",
-    )
 
 
 def _assign_module(

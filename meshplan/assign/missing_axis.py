@@ -1,0 +1,37 @@
+"""Rules that place on an axis which the mesh does not have: wrong whatever the model is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from meshplan.errors import Origin, Problem
+from meshplan.mesh import SHARD_AXES, Mesh
+from meshplan.spec import Spec
+
+_ADD: Final = {
+    "tp": "mesh: {dp_shard: 4, tp: 2}",
+    "ep": "ep: 2 in dp_shard",
+    "dp_shard": "mesh: {dp_shard: 8}",
+}
+"""By axis, how a mesh has it."""
+
+
+def no_axis(axis: str, mesh: Mesh, origin: Origin | None) -> Problem:
+    """The problem of a placement along an axis that the mesh lacks."""
+    fix = f"add it to the mesh, such as {_ADD[axis]}, or remove the placement"
+    return Problem(f"the mesh has no axis {axis} (it has {mesh})", origin, fix)
+
+
+def rules_without_axis(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
+    """What is said of them where no model says which modules they match.
+
+    A rule that is optional may match nothing, and `R` cuts nothing.
+    """
+    there = {*mesh.names, *(loan.name for loan in mesh.loans)}
+    if mesh.present(SHARD_AXES):  # Ranks of cp are cut over like those of dp_shard.
+        there.add("dp_shard")
+    for rule in spec.rules:
+        for axis, word in rule.place.items():
+            if axis in _ADD and axis not in there and word != "R" and not rule.optional:
+                yield no_axis(axis, mesh, spec.origin(f"rules[{rule.index}].place.{axis}"))
