@@ -141,8 +141,13 @@ def told_at_worst(estimate: MemoryEstimate, plan: Plan) -> MemoryEstimate:
 
 
 @no_collection()
-def told_rank(plan: Plan, rank: int, *, device: str, played: Played | None = None) -> EventLog:
-    """The step of one rank as `told_estimate` has it, in brief where there is much to do.
+def told_rank(
+    plan: Plan, rank: int, *, device: str, played: Played | None = None, in_brief: bool = True
+) -> EventLog:
+    """The step of one rank as `told_estimate` has it.
+
+    Args:
+        in_brief: Whether it is told in brief where there is much to do.
 
     Raises:
         PlanError: As `told_estimate`.
@@ -150,7 +155,7 @@ def told_rank(plan: Plan, rank: int, *, device: str, played: Played | None = Non
     micro, seq_len = plan.fed()
     check_fused(plan, seq_len, device=device)
     works = told_works(plan, micro, seq_len, device=device, rank=rank, played=played)
-    return _log_of(works, plan, rank, in_brief=True)
+    return _log_of(works, plan, rank, in_brief=in_brief)
 
 
 def _of_experts(plan: Plan, *, tells_worst: bool) -> Iterator[tuple[str, str]]:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from meshplan.memory.driver import with_workspaces
 from meshplan.memory.log import EventLog, Term
-from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.told import told_log
+from meshplan.memory.told import told_rank
 from meshplan.pictures.palette import TERMS, Theme
 from meshplan.pictures.sheet import SMALL, TEXT, Sheet, fitted, hatch_colour, width_of, write
 from meshplan.pictures.types import Picture
@@ -90,12 +89,7 @@ def log_of(plan: Plan, rank: int, device: str) -> EventLog:
     Raises:
         PlanError: Its operations, or something in the plan, are not known.
     """
-    micro, seq_len = plan.fed()
-    log = told_log(
-        plan, batch=micro, seq_len=seq_len, optimizer=plan.spec.optimizer, rank=rank,
-        foreach=is_uniform(plan.assignment),
-    )  # fmt: skip
-    return with_workspaces(log, device)
+    return with_workspaces(told_rank(plan, rank, device=device, in_brief=False), device)
 
 
 def timeline(log: EventLog, rank: int = 0, num_forwards: int | None = None) -> Timeline:

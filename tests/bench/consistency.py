@@ -119,11 +119,10 @@ def answer(*words: str) -> tuple[int, dict[str, Any], str]:
 
 def of_lock(notes: list[str]) -> str:
     """The line about the lock among notes; "" where there is none."""
-    return next(((each.rpartition(": goes ")[0] and each.partition(": ")[2]) or each
-                 for each in notes if ".lock.yaml" in each), "")  # fmt: skip
+    return next((each for each in notes if ".lock.yaml" in each), "")
 
 
-def said_by_verbs(path: Path, *, is_live: bool, pictures: bool) -> Iterator[tuple[str, Said]]:
+def said_by_verbs(path: Path, *, pictures: bool) -> Iterator[tuple[str, Said]]:
     """(verb, what it says of the plan that is in force)."""
     file = ["-f", str(path)]
     _, got, _ = answer("check", *file)
@@ -199,16 +198,15 @@ def examined(
     (folder / "config.json").write_text(json.dumps(config))
     path.write_text(json.dumps(plan))
     is_live = "entry" in plan["model"]
-    code, got, _ = answer("check", "-f", str(path))
-    if code:
+    if answer("check", "-f", str(path))[0]:
         return "not ok", []
     found = []
 
     def ask(state: str, more: Mapping[str, Said] = {}) -> None:
-        said = dict(said_by_verbs(path, is_live=is_live, pictures=pictures))
+        said = dict(said_by_verbs(path, pictures=pictures))
         found.extend(f"{state}: {each}" for each in differences({**said, **more}))
 
-    code, got, err = answer("plan", "-f", str(path), "--dry-run")
+    code, got, _ = answer("plan", "-f", str(path), "--dry-run")
     has_plan = code == 0
     if code > 1:
         kind = "not planned"  # What the planner does not hold, it says in words.
