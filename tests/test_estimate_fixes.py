@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from meshplan.cli import main
 from meshplan.errors import Origin
 from meshplan.memory.estimate import margin
 from meshplan.reader import load_spec
@@ -16,8 +18,9 @@ from meshplan.runtime.question import decided
 from meshplan.runtime.shrink import Source
 from tests.test_estimate_memory import PLAN, result_of, run
 from tests.test_estimate_tiers import TALL
+from tests.test_planner import LARGE, LLAMA, job
 
-__all__ = ["run"]
+__all__ = ["job", "run"]
 
 
 @pytest.mark.wide
@@ -33,6 +36,26 @@ def test_too_large_is_an_honest_no_and_each_fix_is_estimated(run):
     assert result_of(run, smaller)["groups"][0]["band"][1] == halved["high_bytes"]
     full = result_of(run, plan | {"activation_checkpointing": "full"})["groups"][0]
     assert fixes["activation_checkpointing: full"]["high_bytes"] == full["band"][1]
+
+
+def test_the_verdict_is_of_the_same_tier_above_and_below(job, capsys):
+    """A change is estimated as the plan is, by its config alone."""
+    path = job(LLAMA | LARGE, mesh={"dp_shard": 8}, strategy="full_shard",
+               batch={"micro": 2, "accumulate": 1, "seq_len": 8192},
+               hardware={"nodes": 1, "gpus_per_node": 8, "gpu": "a100-sxm-40gb"})  # fmt: skip
+
+    def result(*flags: str) -> dict[str, Any]:
+        main(["estimate", "-f", str(path), "--json", "-q", *flags])
+        return json.loads(capsys.readouterr().out)["result"]
+
+    plain, asked = result(), result("--fixes")
+    assert asked["fixes"]
+    assert {**asked, "fixes": []} == plain
+    for fix in asked["fixes"]:
+        if fix["setting"].startswith(("activation_checkpointing", "loss_chunks", "offload")):
+            changed = result("--set", fix["setting"].replace(": ", "=", 1))
+            assert changed["tier"] == plain["tier"]
+            assert changed["groups"][changed["worst"]]["band"][1] == fix["high_bytes"]
 
 
 @pytest.mark.parametrize(("limit", "count"), [(100, 1), (99, 2), (91, 10), (77, 24), (76, None)])
