@@ -51,6 +51,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
     parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
     parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
+    parser.add_argument("--profile", metavar="FILE", help="pareto, ladder: what calibrate wrote")
     parser.add_argument("--theme", metavar="NAME", default="light", help="light or dark")
     parser.add_argument("--module", metavar="NAME", help="layout: whose largest parameter")
     parser.add_argument("--rank", metavar="N", help="timeline, treemap, comm: which rank")
@@ -67,6 +68,7 @@ def _draw(args: argparse.Namespace) -> int:
         raise SpecError(Problem("nothing says what to draw", None, "add --what mesh, say"))
     check_what(args.what)
     theme_of(args.theme)
+    _check_profile(args)
     if args.output is None:
         return _in_terminal(path, args)
     check_target(Path(args.output))
@@ -128,6 +130,15 @@ def _picture(path: str, args: argparse.Namespace, notes: list[str]) -> Picture:
     return draw(plan, args.what, theme=args.theme, **_given(path, plan, args))
 
 
+def _check_profile(args: argparse.Namespace) -> None:
+    """Refuse a profile beside a picture without seconds of candidates."""
+    from meshplan.pictures.main import OF_DECISIONS
+
+    if args.profile is not None and args.what not in OF_DECISIONS:
+        what = f"the picture of {args.what} takes no --profile"
+        raise SpecError(Problem(what, Origin("--profile"), "leave it out"))
+
+
 def _decided(path: str, args: argparse.Namespace, notes: list[str]) -> Plan:
     """The plan, and notes about it; of a model that is a number of parameters too."""
     from meshplan.pictures.counted import counted_plan
@@ -150,7 +161,7 @@ def _of_search(path: str, args: argparse.Namespace) -> Picture:
         what = "the planner reads a model from its config"
         raise SpecError(Problem(what, Origin("--model"), "give --config PATH in its place"))
     decision = search_plan(
-        path, args.set, config=args.config, gpu=args.gpu, memory=args.memory,
+        path, args.set, config=args.config, gpu=args.gpu, memory=args.memory, profile=args.profile,
         told=lambda text: print_notes(args, [text]),
     )  # fmt: skip
     for flag in ("module", "rank", "bytes"):

@@ -28,6 +28,10 @@ _GIGA: Final = 10**9
 _TERA: Final = 10**12
 
 
+SOME_GPU: Final = "cuda"
+"""The device of a plan that names none: what it holds beside torch has the widest band."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One accelerator as torch sees it.

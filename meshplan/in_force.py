@@ -89,10 +89,10 @@ def spec_in_force(
         return spec, *found
     from meshplan.planner import asking, whole  # numpy
 
-    def ask() -> Question:
+    def ask(profile: Path | None) -> Question:
         from meshplan.runtime.planned import question_of_entry  # torch
 
-        return question_of_entry(plan, overrides, model, told=told)
+        return question_of_entry(plan, overrides, model, profile=profile, told=told)
 
     is_live = model is not None or (spec.model is not None and spec.model.entry is not None)
     path = None if is_live else asking.config_of(spec, config)[0]

@@ -17,7 +17,7 @@ from meshplan.keys import check_free, freed
 from meshplan.memory.torch_version import installed, unlike
 from meshplan.plan import Plan
 from meshplan.planner import locking
-from meshplan.planner.asking import cluster_of, question_of_file, with_profile
+from meshplan.planner.asking import cluster_of, question_of_file
 from meshplan.planner.decision import Decision, Question, Way
 from meshplan.planner.lock import lock_in_words, locked, profile_of_lock
 from meshplan.planner.lock import overrides as overrides_of
@@ -142,10 +142,10 @@ def _question(
     with collecting_rarely():  # Many modules are loaded, and a model is built.
         from meshplan.runtime.planned import question_of_entry  # torch
 
-        question = question_of_entry(
-            plan, overrides, model, config, gpu=gpu, memory=memory, told=told
-        )
-    return with_profile(question, Path(profile) if profile is not None else None)
+        return question_of_entry(
+            plan, overrides, model, config, gpu=gpu, memory=memory,
+            profile=Path(profile) if profile is not None else None, told=told,
+        )  # fmt: skip
 
 
 def find_trouble(
@@ -336,7 +336,7 @@ def as_written(
     from meshplan.planner import written
 
     device, _, _ = read_limit(gpu, memory, decision.spec)
-    return written.as_written(decision, device, cluster_of(decision.spec, device))
+    return written.as_written(decision, device, cluster_of(decision.spec, device, decision.profile))
 
 
 def overrides_of_free(keys: Sequence[str]) -> list[str]:

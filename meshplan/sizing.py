@@ -13,7 +13,7 @@ from typing import Any, Final
 from meshplan.blueprint import from_config, from_params
 from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.graph import ModelGraph
-from meshplan.hardware import find_device
+from meshplan.hardware import SOME_GPU, find_device
 from meshplan.mesh import DATA_AXES
 from meshplan.spec import AUTO, Spec
 from meshplan.strategies import resolve_mesh
@@ -270,7 +270,7 @@ def read_limit(
     if limit is not None:
         limit = _without_headroom(limit, spec, notes)
     device = find_device(gpu).name if gpu is not None else hardware.gpu if hardware else None
-    return device or "cuda", limit, tuple(notes)
+    return device or SOME_GPU, limit, tuple(notes)
 
 
 def check_enough(size: Sizing, ask_max_params: bool, ask_min_gpus: bool) -> None:

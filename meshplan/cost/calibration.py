@@ -25,6 +25,11 @@ from meshplan.hardware import Device
 Array = NDArray[Any]
 
 SCHEMA: Final = "profile/1"
+LINKS_ARE_A_GUESS: Final = (
+    "between devices nothing was measured, and the figure is a guess: torchrun --nproc-per-node 2 "
+    "-m meshplan calibrate times what ranks send"
+)
+"""The source of a link's figures where one rank was alone."""
 _MOST_BYTES: Final = 1 << 20
 
 
@@ -105,6 +110,7 @@ def profile_from(measured: Measured, origin: Origin | None = None) -> Profile:
         raise PlanError(problems)
     peak = measured.device.peak_flops.get(measured.dtype, max(flops, attention))
     generic = "the rest is generic: one machine cannot show it"
+    links = () if measured.collectives else (LINKS_ARE_A_GUESS,)
     return Profile(
         device=measured.device.name,
         framework="native",
@@ -125,7 +131,7 @@ def profile_from(measured: Measured, origin: Origin | None = None) -> Profile:
         contention=GENERIC["contention"],
         pcie_bytes_per_s=pcie,
         optimizer_bytes=GENERIC["optimizer_bytes"],
-        sources=(f"measured on this machine: {', '.join(errors)}", generic),
+        sources=(f"measured on this machine: {', '.join(errors)}", *links, generic),
         residual=float(np.sqrt(np.mean(np.concatenate(list(errors.values())) ** 2))),
         num_runs=sum(map(len, errors.values())),
     )

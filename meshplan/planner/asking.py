@@ -10,14 +10,15 @@ from typing import Any, Final
 
 from meshplan.blueprint import from_config
 from meshplan.cost.calibration import read_profile
+from meshplan.cost.profile import Profile
 from meshplan.errors import Origin, PlanError, Problem
 from meshplan.graph import ModelGraph
-from meshplan.hardware import Cluster, Link, find_device
+from meshplan.hardware import SOME_GPU, Cluster, Device, Link, find_device
 from meshplan.keys import OBJECTIVE, TIME_LIMIT_S
 from meshplan.planner.decision import Question
 from meshplan.reader import load_spec
 from meshplan.sizing import read_limit
-from meshplan.spec import Spec
+from meshplan.spec import HardwareSpec, Spec
 
 _FEW: Final = 4
 """Blocks that show what a model allows: the first, the last, and some between."""
@@ -54,8 +55,8 @@ def question_of_file(
         fix = "add model: {config: PATH} to the plan, or --config PATH"
         raise PlanError(Problem(what, spec.origin("model"), fix))
     assert path is not None
-    question = with_shorter(question_of(load, graph, gpu, memory), path, origin)
-    return with_profile(question, Path(profile) if profile is not None else None)
+    asked = question_of(load, graph, gpu, memory, Path(profile) if profile is not None else None)
+    return with_shorter(asked, path, origin)
 
 
 def config_of(spec: Spec, config: str | Path | None = None) -> tuple[str | Path | None, Origin]:
@@ -92,27 +93,23 @@ def _shown(graph: ModelGraph) -> tuple[int, ...]:
     return tuple(sorted({*range(min(_FEW, len(blocks))), *first.values()}))
 
 
-def with_profile(question: Question, path: Path | None) -> Question:
-    """The question about a machine that was measured.
-
-    Raises:
-        PlanError: The file is no profile.
-    """
-    if path is None:
-        return question
-    found = read_profile(path, Origin("--profile"))
-    return replace(question, profile=found, profile_path=path)
-
-
 def question_of(
-    load: Load, graph: ModelGraph, gpu: str | None = None, memory: str | int | None = None
+    load: Load,
+    graph: ModelGraph,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    profile: Path | None = None,
 ) -> Question:
     """What a plan file asks of the planner.
 
+    Args:
+        profile: What `meshplan calibrate` wrote of the machine.
+
     Raises:
         SpecError: The device cannot be found, or is stated twice and differs.
-        PlanError: It says too little.
+        PlanError: It says too little, or the file is no profile.
     """
+    measured = read_profile(profile, Origin("--profile")) if profile is not None else None
     spec = load(())
     device, limit, _ = read_limit(gpu, memory, spec)
     if limit is None:
@@ -125,14 +122,19 @@ def question_of(
         graph=graph,
         device=device,
         limit_bytes=limit,
-        cluster=cluster_of(spec, device),
+        cluster=cluster_of(spec, device, measured),
+        profile=measured,
+        profile_path=profile,
         objective=spec.solve.get("objective", OBJECTIVE),
         time_limit_s=float(stated) if stated is not None else TIME_LIMIT_S,
     )
 
 
-def cluster_of(spec: Spec, device: str) -> Cluster:
-    """The machine that a plan names.
+def cluster_of(spec: Spec, device: str, profile: Profile | None = None) -> Cluster:
+    """The machine that a plan names, or that was measured.
+
+    Args:
+        profile: Of its devices, where the plan names none.
 
     Raises:
         PlanError: It names none, or one whose speed is not known.
@@ -142,15 +144,33 @@ def cluster_of(spec: Spec, device: str) -> Cluster:
         what = "nothing says which devices there are"
         fix = "add hardware: {nodes: 1, gpus_per_node: 8, gpu: h100-sxm-80gb}"
         raise PlanError(Problem(what, spec.origin("hardware"), fix))
-    if device == "cuda":
+    if device != SOME_GPU:
+        found = find_device(device, spec.origin("hardware.gpu"))
+    elif profile is not None:
+        found = _measured_device(profile, stated)
+    else:
         what = "nothing says how fast the devices are"
-        fix = "add gpu: h100-sxm-80gb, say"
+        fix = (
+            "add gpu: h100-sxm-80gb, say, or measure one that is in no table: meshplan calibrate "
+            "--out mine.json, then meshplan plan --profile mine.json"
+        )
         raise PlanError(Problem(what, spec.origin("hardware"), fix))
     intra, inter = stated.intra_bytes_per_s, stated.inter_bytes_per_s
     return Cluster(
-        device=find_device(device, spec.origin("hardware.gpu")),
+        device=found,
         nodes=stated.nodes,
         gpus_per_node=stated.gpus_per_node,
         intra=Link("intra", intra) if intra else None,
         inter=Link("inter", inter) if inter else None,
+    )
+
+
+def _measured_device(profile: Profile, stated: HardwareSpec) -> Device:
+    """The device of a profile, with the memory that the plan states."""
+    return Device(
+        name=profile.device,
+        memory_bytes=stated.memory_bytes or 0,
+        peak_flops={profile.dtype: profile.peak_flops},
+        memory_bytes_per_s=profile.memory_bytes_per_s,
+        intra_bytes_per_s=profile.intra_bytes_per_s,
     )

@@ -124,7 +124,7 @@ def side_of(
 
     def costed() -> Costed:
         device, _, _ = read_limit(None, None, spec)
-        return Costed(plan, cluster_of(spec, device), profile)
+        return Costed(plan, cluster_of(spec, device, profile), profile)
 
     def peak() -> float:
         device, limit, _ = read_limit(None, None, spec)

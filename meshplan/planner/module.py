@@ -96,7 +96,7 @@ def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) 
     try:
         measured = read_profile(Path(profile), Origin("--profile")) if profile else None
         device, _, _ = read_limit(None, None, plan.spec)
-        costed = Costed(plan, cluster_of(plan.spec, device), measured)
+        costed = Costed(plan, cluster_of(plan.spec, device, measured), measured)
         cost, saved = costed.block(block), costed.saved_bytes(block)
     except MeshplanError as error:
         return replace(answer, why_no_cost=error.problems[0].what)

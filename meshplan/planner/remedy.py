@@ -279,7 +279,7 @@ class _Asking:
         self._told(f"looking for a plan on {nodes * each:,} GPUs")
         question = _with(self._question, overrides(setting))
         try:
-            cluster = cluster_of(question.read(()), question.device)
+            cluster = cluster_of(question.read(()), question.device, question.profile)
         except PlanError:
             return None
         found = self._ask(replace(question, cluster=cluster))

@@ -64,7 +64,7 @@ def with_nodes(question: Question, nodes: int) -> Question:
     """The same on another number of nodes."""
     read = question.read
     again = replace(question, read=lambda more: read([f"hardware.nodes={nodes}", *more]))
-    return replace(again, cluster=cluster_of(again.read(()), question.device))
+    return replace(again, cluster=cluster_of(again.read(()), question.device, question.profile))
 
 
 def fewest(

@@ -13,7 +13,6 @@ from meshplan.planner.asking import (
     config_of,
     loading,
     question_of,
-    with_profile,
     with_shorter,
 )
 from meshplan.planner.decision import Question
@@ -35,7 +34,7 @@ def whole_spec(
     load: Load,
     graph: ModelGraph,
     told: Callable[[str], None] = lambda text: None,
-    ask: Callable[[], Question] | None = None,
+    ask: Callable[[Path | None], Question] | None = None,
     config: str | Path | None = None,
     lock: Lock | None = None,
     noted: Callable[[str], None] = lambda text: None,
@@ -57,7 +56,7 @@ def whole_statements(
     load: Load,
     graph: ModelGraph,
     told: Callable[[str], None] = lambda text: None,
-    ask: Callable[[], Question] | None = None,
+    ask: Callable[[Path | None], Question] | None = None,
     config: str | Path | None = None,
     noted: Callable[[str], None] = lambda text: None,
 ) -> tuple[Mapping[str, Any], str]:
@@ -70,7 +69,7 @@ def whole_statements(
         source: The plan file, or a mapping.
         graph: The model that it is for.
         told: Is told what is being done.
-        ask: The question about a model that no config tells of.
+        ask: The question about a model that no config tells of, by a profile of the machine.
         config: That the graph is from; None where it is from none.
         noted: Is told in one line which lock the plan goes by, or why by none.
 
@@ -93,8 +92,12 @@ def whole_statements(
         what = f"{free} {are} left to the planner, and {found}"
         fix = "give the plan its model, such as model: {config: PATH}, and run meshplan plan"
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
-    question = ask() if sized is None and ask is not None else question_of(load, sized or graph)
-    question = with_profile(question, profile_of_lock(source))
+    profile = profile_of_lock(source)
+    question = (
+        ask(profile)
+        if sized is None and ask is not None
+        else question_of(load, sized or graph, profile=profile)
+    )
     path, origin = config_of(spec, config)
     is_other = sized is not None and sized is not graph
     if path is not None and (is_other or config is not None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from meshplan.cost.calibration import LINKS_ARE_A_GUESS
 from meshplan.cost.profile import Profile
 
 _GIGA, _TERA = 1e9, 1e12
@@ -14,12 +15,13 @@ def profile_to_text(profile: Profile) -> Iterator[str]:
     yield f"{profile.device}, {profile.dtype}"
     products = profile.peak_flops * profile.efficiency / _TERA
     attention = profile.peak_flops * profile.attention_efficiency / _TERA
+    guess = " (a guess)" if LINKS_ARE_A_GUESS in profile.sources else ""
     rows = (
         ("products", f"{products:.3g} TFLOP/s ({profile.efficiency:.0%} of the peak)"),
         ("attention", f"{attention:.3g} TFLOP/s"),
         ("memory", f"{profile.memory_bytes_per_s / _GIGA:.0f} GB/s"),
         ("a kernel", f"{profile.launch_s * 1e6:.1f} us to start"),
-        ("between devices", f"{profile.intra_bytes_per_s / _GIGA:.1f} GB/s"),
+        ("between devices", f"{profile.intra_bytes_per_s / _GIGA:.1f} GB/s" + guess),
         ("from the host", f"{profile.pcie_bytes_per_s / _GIGA:.1f} GB/s"),
     )
     for name, figure in rows:

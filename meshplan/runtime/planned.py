@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def question_of_model(
     *,
     gpu: str | None = None,
     memory: str | int | None = None,
+    profile: Path | None = None,
     example_inputs: Any = None,
     origin: Origin | None = None,
     told: Callable[[str], None] = lambda text: None,
@@ -49,7 +51,7 @@ def question_of_model(
     Args:
         model: As one process has it, on any device.
         load: The plan file with more statements.
-        gpu, memory: As for `question_of`.
+        gpu, memory, profile: As for `question_of`.
         example_inputs: Of the model, where the plan states none.
 
     Raises:
@@ -57,7 +59,7 @@ def question_of_model(
         PlanError: The plan says too little.
     """
     graph = graph_of(model)
-    question = question_of(load, graph, gpu, memory)
+    question = question_of(load, graph, gpu, memory, profile)
     spec = with_dtype(model, _with_input(load(()), example_inputs))
     found = described(model, graph, spec)
     if not isinstance(found, str):
@@ -93,6 +95,7 @@ def question_of_entry(
     *,
     gpu: str | None = None,
     memory: str | int | None = None,
+    profile: Path | None = None,
     told: Callable[[str], None] = lambda text: None,
 ) -> Question:
     """The same of the model that a flag or else the plan names as "pkg.mod:function".
@@ -111,7 +114,9 @@ def question_of_entry(
     found = source_of(load(()), model, config)
     with redirect_stdout(sys.stderr):
         built = built_without_memory(found).train()
-    return question_of_model(built, load, gpu=gpu, memory=memory, origin=found.origin, told=told)
+    return question_of_model(
+        built, load, gpu=gpu, memory=memory, profile=profile, origin=found.origin, told=told
+    )
 
 
 def _with_input(spec: Spec, given: Any) -> Spec:
@@ -185,8 +190,8 @@ def _choose(model: nn.Module, plan: Any, example_inputs: Any) -> tuple[dict[str,
     def load(more: Sequence[str]) -> Spec:
         return load_spec(plan, more)
 
-    def ask() -> Question:
-        return question_of_model(model, load, example_inputs=example_inputs)
+    def ask(profile: Path | None) -> Question:
+        return question_of_model(model, load, example_inputs=example_inputs, profile=profile)
 
     stated, source = whole_statements(plan, load, graph_of(model), ask=ask, noted=_logger.warning)
     return dict(stated), source

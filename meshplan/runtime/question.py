@@ -6,11 +6,11 @@ import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
 
 from torch import nn
 
 from meshplan.errors import ApplyError, Origin, PlanError, SpecError
+from meshplan.hardware import SOME_GPU
 from meshplan.memory.log import EventLog
 from meshplan.plan import Plan, make_plan
 from meshplan.runtime.example import find_example
@@ -22,9 +22,6 @@ from meshplan.runtime.shrink import Source, model_of_source, rules_that_match
 from meshplan.runtime.stumble import problem_of
 from meshplan.runtime.trace import graph_of
 from meshplan.spec import Spec
-
-SOME_GPU: Final = "cuda"
-"""The device of a plan that names none: what it holds beside torch has the widest band."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
