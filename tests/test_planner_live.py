@@ -284,6 +284,28 @@ def test_a_model_without_blocks_is_planned(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("mesh", "strategy", "precision"),
+    [
+        ({"dp_replicate": 4}, "ddp", "32-true"),
+        ({"dp_replicate": 4}, "ddp", "bf16-true"),
+        ("auto", "auto", "32-true"),
+    ],
+)
+def test_ddp_in_one_dtype_is_planned(mesh, strategy, precision, tmp_path):
+    """No unit casts anything there, with or without wrappers that would."""
+    path = tmp_path / "plan.yaml"
+    fields = {"entry": "meshplan.runtime.demo_model:ByteLlama"}
+    plan = plan_of("odd", model=fields, mesh=mesh, strategy=strategy, precision=precision)
+    path.write_text(json.dumps(plan | {"input": {"shape": [2, 32], "dtype": "int64"}}))
+    decision = search_plan(path)
+    assert not [each.why for each in decision.rejected if "other dtypes" in each.why]
+    assert decision.chosen is not None
+    found = api.estimate_memory(path, overrides(decision.chosen.stated))
+    told = [each.worst.peak.requested_bytes for each in (found, decision.chosen.memory)]
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(
     ("entry", "fields", "words"),
     [
         ("tests.planned:NoProducts", {}, "no product of matrices"),

@@ -18,6 +18,7 @@ from meshplan.assign import Unit
 from meshplan.memory.log import Term
 from meshplan.memory.work import Mark, Moment
 from meshplan.runtime.ledger import Ledger
+from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.private import at_end_of_backward
 from meshplan.runtime.private_values import (
     tensors_with_gradient,
@@ -40,6 +41,7 @@ class Marking:
         ready: The event before which the first one was there.
         held: The gradients themselves: who reduces them decides how long they live.
         settling: What it takes to lay a gradient as its parameter is.
+        has_cast: Whether a unit has changed the dtype of anything that it took or gave.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Marking:
         self.ready: dict[str, int] = {}
         self.held: list[torch.Tensor] = []
         self.settling: dict[str, tuple[tuple[int, int], ...]] = {}
+        self.has_cast = False
         for fqn, param in params.items():
             param.register_post_accumulate_grad_hook(partial(self._note_ready, fqn))
 
@@ -172,14 +175,20 @@ class _Unit:
         if not self.is_in_backward and torch.is_grad_enabled():
             for tensor in tensors_with_gradient(output):
                 tensor.register_hook(self._begin_backward)
-        return output if self._given is None else with_floats_as(output, self._given)
+        return output if self._given is None else self._as(output, self._given)
 
     def _cast(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._taken is None:
             return args, kwargs
-        return with_floats_as(args, self._taken), with_floats_as(kwargs, self._taken)
+        return self._as(args, self._taken), self._as(kwargs, self._taken)
+
+    def _as(self, value: Any, dtype: torch.dtype) -> Any:
+        self._marking.has_cast |= any(
+            tensor.is_floating_point() and tensor.dtype != dtype for _, tensor in tensors_in(value)
+        )
+        return with_floats_as(value, dtype)
 
     def _begin_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         self.is_in_backward = True

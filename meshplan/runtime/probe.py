@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshplan.assign.types import Reason, Recompute
+from meshplan.assign.types import Reason, Recompute, Unit
 from meshplan.memory.log import Term
 from meshplan.memory.stretch import Run, stretch
 from meshplan.memory.work import Work
@@ -50,6 +50,7 @@ class Seen:
         unknown: Operators of whose flops nobody knows.
         convolved: Share of the flops that are a convolution's.
         is_steady: Whether the model keeps nothing from one microbatch to the next.
+        has_cast: Whether units changed the dtype of anything that they took or gave.
     """
 
     work: Work
@@ -58,6 +59,7 @@ class Seen:
     unknown: frozenset[str]
     convolved: float
     is_steady: bool
+    has_cast: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,10 @@ class _Watch:
         """Mark blocks that are no units as if they were: they may run again as well."""
         units = self._plans[0].assignment.units
         for block in set(self._shown().values()) - units.keys():
-            alone = replace(units[""], fqn=block, precision=Precision(), casts_inputs=False)
+            alone = Unit(
+                fqn=block, shard_axes=(), replicate_axes=(), reshard_after_forward=False,
+                precision=Precision(), reason=Reason("marked"), casts_inputs=False,
+            )  # fmt: skip
             # It owns nothing; who owns something is told when its backward ends.
             self._marking.watch(self._wrapped.get_submodule(block), alone, ("",))
 
@@ -231,6 +236,7 @@ class _Watch:
             unknown=frozenset(ledger.unknown),
             convolved=ledger.convolved / max(sum(d.flops for d in ledger.done.values()), 1.0),
             is_steady=False,
+            has_cast=marking.has_cast,
         )
         return seen, before
 

@@ -129,7 +129,8 @@ class TracedModel:
     @cached_property
     def _plan(self) -> Plan:
         """One whose units are marked, with the largest microbatch that is always run."""
-        trial = with_axes(self._spec, {"dp_shard": 2})
+        axis = "dp_replicate" if self._spec.strategy == "ddp" else "dp_shard"
+        trial = with_axes(self._spec, {axis: 2})
         trial = replace(trial, batch=replace(trial.batch, micro=_MOST))
         return make_plan(trial, self._graph)
 
@@ -254,7 +255,10 @@ class TracedModel:
 
     def _clashes(self, plan: Plan) -> Iterator[Problem]:
         """What was traced is not what a plan computes."""
-        if _computed(plan) != _computed(self._plan):
+        asked, traced = _computed(plan), _computed(self._plan)
+        # Wrappers that cast what has the dtype already compute as those that do not cast.
+        is_cast = any(each.plain.has_cast for each in self._traces[0].values())
+        if asked.dtypes != traced.dtypes or (is_cast and asked.casts != traced.casts):
             what = "parameters are computed with in other dtypes than under the other strategies"
             yield Problem(what, self._spec.origin("precision"), "state the strategy")
         if plan.assignment.stages is not None or plan.mesh.size("tp", "cp", "ep") > 1:
