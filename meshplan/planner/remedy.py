@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from meshplan.errors import PlanError
+from meshplan.errors import PlanError, SpecError
 from meshplan.keys import TIME_LIMIT_S
 from meshplan.planner.asking import cluster_of
 from meshplan.planner.decision import Question, Way
@@ -318,7 +318,7 @@ class _Asking:
                 return _Outcome(True if small else False if is_proved else None, small)
             deadline = min(self._deadline, time.monotonic() + self._limit / _SHARES)
             found = fastest_that_fits(job, deadline)
-        except PlanError as error:
+        except (PlanError, SpecError) as error:  # What is left may contradict itself as well.
             first = error.problems[0]
             is_empty = isinstance(error, EmptySpaceError)
             fix = f"; {first.fix}" if first.fix and not is_empty else ""
