@@ -120,7 +120,8 @@ WIDE = (
     "full_shard, rmsprop", "full_shard, clipped", "full_shard, tied", "zero1, accumulated", "zero2",
     "hybrid_shard, accumulated, bf16", "ddp, accumulated", "ddp, static", "tp, recomputed",
     "stages, GPipe", "stages, accumulated", "stages of an encoder and a decoder",
-    "stages x full_shard, bf16", "stages x full_shard, tied",
+    "stages x full_shard, bf16", "stages x full_shard, tied", "stages, ZBV", "tp x full_shard",
+    "cp x full_shard",
 )  # fmt: skip
 """Cases that combine what others show one by one."""
 

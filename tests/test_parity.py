@@ -21,7 +21,7 @@ CELLS = [(name, layout, 4) for name in models.NAMES for layout in parity.LAYOUTS
 ]
 APART = ("own_llama", "t5", "odd")
 """Models that have little in common."""
-MAIN = ("ddp", "full_shard", "hybrid_shard", "tp_full_shard")
+MAIN = ("full_shard", "tp_full_shard")
 
 
 def is_wide(name: str, layout: str, world: int) -> bool:

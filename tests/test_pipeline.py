@@ -49,9 +49,14 @@ def test_four_stages_clip_and_accumulate_as_one_process_does(pool):
     [
         plan({"pp": 2, "dp_shard": 2}, activation_checkpointing="full"),
         plan({"pp": 2, "dp_shard": 2}, "InterleavedZeroBubble", clip_grad_norm=0.1),
-        plan({"pp": 2, "dp_shard": 2}, "DualPipeV", strategy="zero1"),
         plan({"pp": 2, "dp_replicate": 2}, strategy="ddp"),
-        plan({"pp": 2, "dp_shard": 2}, "Interleaved1F1B", activation_checkpointing="selective"),
+        *(
+            pytest.param(plan({"pp": 2, "dp_shard": 2}, *more, **others), marks=pytest.mark.wide)
+            for more, others in (
+                (("DualPipeV",), {"strategy": "zero1"}),
+                (("Interleaved1F1B",), {"activation_checkpointing": "selective"}),
+            )
+        ),
     ],
     ids=lambda spec: f"{spec['pipeline']['schedule']} {spec['mesh']}",
 )
@@ -66,7 +71,11 @@ def test_tied_and_shared_weights_are_sharded_in_every_stage(pool):
 
 
 @pytest.mark.parametrize(
-    "schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.wide), "ZBVZeroBubble"]
+    "schedule",
+    [
+        "1F1B",
+        *(pytest.param(n, marks=pytest.mark.wide) for n in ("Interleaved1F1B", "ZBVZeroBubble")),
+    ],
 )
 def test_pp_with_shards_and_tp_on_eight_ranks(pool, schedule):
     spec = plan({"pp": 2, "dp_shard": 2, "tp": 2}, schedule, rules=models.tp_rules("own_llama"))
