@@ -26,7 +26,7 @@ from meshplan.spec import Spec
 from meshplan.trust import UntrustedError, check_code
 
 if TYPE_CHECKING:
-    from meshplan.memory import MemoryEstimate
+    from meshplan.memory import EventLog, MemoryEstimate
     from meshplan.plan import Plan
     from meshplan.planner.lock import Lock
     from meshplan.verdict import Verdict
@@ -368,3 +368,24 @@ def estimate_memory(
 
     _, planned = decided(question.spec, question.source)
     return with_fixes(planned, estimate, traced_again, fixes, told, took_s)
+
+
+def traced_log(
+    plan: Plan,
+    rank: int,
+    *,
+    model: str | None = None,
+    config: str | Path | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    told: Callable[[str], None] = lambda text: None,
+) -> EventLog:
+    """Trace the step of one rank, event by event; arguments and errors as of `estimate_memory`."""
+    from meshplan.runtime.foretell import log_of_rank  # torch
+    from meshplan.runtime.question import Question
+    from meshplan.runtime.shrink import source_of
+
+    device, limit_bytes, _ = read_limit(gpu, memory, plan.spec)
+    source = source_of(plan.spec, model, config)
+    question = Question(spec=plan.spec, source=source, device=device, limit_bytes=limit_bytes)
+    return log_of_rank(question, rank, told)

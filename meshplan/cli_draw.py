@@ -15,7 +15,7 @@ from meshplan.sizing import read_limit
 from meshplan.verbs import YES, Verb, model_flags, plan_file, print_notes
 
 if TYPE_CHECKING:
-    from meshplan.memory import EventLog, MemoryEstimate
+    from meshplan.memory import MemoryEstimate
     from meshplan.pictures.types import Picture
     from meshplan.plan import Plan
 
@@ -157,12 +157,9 @@ def _of_search(path: str, args: argparse.Namespace) -> Picture:
     from meshplan.pictures.main import draw_decision
     from meshplan.planning import search_plan
 
-    if args.model is not None:
-        what = "the planner reads a model from its config"
-        raise SpecError(Problem(what, Origin("--model"), "give --config PATH in its place"))
     decision = search_plan(
-        path, args.set, config=args.config, gpu=args.gpu, memory=args.memory, profile=args.profile,
-        told=lambda text: print_notes(args, [text]),
+        path, args.set, model=args.model, config=args.config, gpu=args.gpu, memory=args.memory,
+        profile=args.profile, told=lambda text: print_notes(args, [text]),
     )  # fmt: skip
     for flag in ("module", "rank", "bytes"):
         if getattr(args, flag) is not None:
@@ -193,7 +190,10 @@ def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     estimate = _told(plan, args)
     if args.what == "timeline":
         if estimate is None:
-            given["log"] = _traced(plan, args)
+            given["log"] = api.traced_log(
+                plan, int(args.rank or 0), model=args.model, config=args.config, gpu=args.gpu,
+                memory=args.memory, told=lambda text: print_notes(args, [text]),
+            )  # fmt: skip
         elif args.rank is None:
             given["rank"] = estimate.worst.ranks[0]
         return given
@@ -221,18 +221,6 @@ def _told(plan: Plan, args: argparse.Namespace) -> MemoryEstimate | None:
         return told_estimate(plan, device=device, limit_bytes=limit_bytes, notes=notes)
     except PlanError:
         return None
-
-
-def _traced(plan: Plan, args: argparse.Namespace) -> EventLog:
-    """The step of a rank whose model is live."""
-    from meshplan.runtime.foretell import log_of_rank  # torch
-    from meshplan.runtime.question import Question
-    from meshplan.runtime.shrink import source_of
-
-    device, limit_bytes, _ = read_limit(args.gpu, args.memory, plan.spec)
-    source = source_of(plan.spec, args.model, args.config)
-    question = Question(spec=plan.spec, source=source, device=device, limit_bytes=limit_bytes)
-    return log_of_rank(question, int(args.rank or 0), lambda text: print_notes(args, [text]))
 
 
 VERBS: tuple[Verb, ...] = (

@@ -17,6 +17,7 @@ from meshplan.verbs import (
     YES,
     Verb,
     free_flag,
+    model_flags,
     noting,
     plan_file,
     print_notes,
@@ -293,7 +294,9 @@ def _explain_module(args: argparse.Namespace) -> int:
     from meshplan.render.module import module_to_json, module_to_text
 
     notes: list[str] = []
-    plan = api.decide(plan_file(args), args.set, config=args.config, noted=notes.append)
+    plan = api.decide(
+        plan_file(args), args.set, model=args.model, config=args.config, noted=notes.append
+    )
     answer = planning.explain_module(plan, args.words[0], profile=args.profile)
     if args.json:
         print(envelope("explain/1", {"module": module_to_json(answer)}, notes))
@@ -309,6 +312,7 @@ def _explain_memory(args: argparse.Namespace) -> int:
     estimate = api.estimate_memory(
         plan_file(args),
         args.set,
+        model=args.model,
         config=args.config,
         gpu=args.gpu,
         memory=args.memory,
@@ -325,7 +329,7 @@ def _explain_memory(args: argparse.Namespace) -> int:
 
 def _diff_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plans", nargs=2, metavar="PLAN", help="a plan file, or a lock")
-    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
+    model_flags(parser)
     parser.add_argument("--profile", metavar="FILE", help="what calibrate wrote of this machine")
 
 
@@ -339,7 +343,7 @@ def _diff(args: argparse.Namespace) -> int:
     for name in args.plans:
         path, lock = planning.plan_of_lock(name) or (name, None)
         plan = api.decide(
-            path, args.set, config=args.config, lock=lock,
+            path, args.set, model=args.model, config=args.config, lock=lock,
             noted=lambda text, name=name: notes.append(f"{name}: {text}"),  # type: ignore[misc]
         )  # fmt: skip
         sides.append((name, plan))

@@ -69,7 +69,7 @@ class _Gather:
         self._plan, self._overrides, self._told = plan, overrides, told
         self._model: dict[str, Any] = {"model": model, "config": config}
         self._machine: dict[str, Any] = {"gpu": gpu, "memory": memory}
-        self._question: dict[str, Any] = {**self._machine, "config": config, "profile": profile}
+        self._question: dict[str, Any] = {**self._machine, **self._model, "profile": profile}
         self._spec = load_spec(plan, overrides)
         self._is_entry = model is not None or (
             config is None and self._spec.model is not None and self._spec.model.entry is not None
@@ -119,11 +119,6 @@ class _Gather:
 
     def _search(self) -> Decision | None:
         """What the planner says of the plan; None where it cannot."""
-        if self._is_entry:
-            self._leave_out(_OPEN, "the planner reads models from their configs")
-            if self._question["profile"] is not None:
-                self._leave_out("what the profile tells", "nothing else goes by it")
-            return None
         self._told("searching")
         try:
             return planning.search_plan(self._plan, self._overrides, **self._question)
@@ -172,6 +167,18 @@ class _Gather:
             self._leave_out("the memory of a step", error)
         else:
             self._learn(estimate=estimate, notes=tuple(dict.fromkeys((*notes, *estimate.notes))))
+            self._trace(checked.plan, estimate.worst.ranks[0])
+
+    def _trace(self, plan: Plan, rank: int) -> None:
+        """What the picture of a step over time shows of a model that no config describes."""
+        if plan.graph.config:
+            return
+        try:
+            log = api.traced_log(plan, rank, **self._model, **self._machine, told=self._told)
+        except MeshplanError as error:
+            self._leave_out("the step event by event", error)
+        else:
+            self._learn(traced=(rank, log))
 
     def _with_origins(self, chosen: Way) -> Plan:
         """The plan that was chosen; what was is said to be the planner's."""

@@ -14,6 +14,7 @@ from typing import Any, Final
 from meshplan.errors import MeshplanError, Origin, PlanError, Problem, SpecError
 from meshplan.files import check_writable, write_bytes
 from meshplan.memory.estimate import MemoryEstimate
+from meshplan.memory.log import EventLog
 from meshplan.pictures.main import OF_DECISIONS, WHATS, draw, draw_decision
 from meshplan.pictures.memory_bars import memory_bars, states_alone
 from meshplan.pictures.types import Picture
@@ -53,6 +54,7 @@ class Known:
         decision: What the planner says of it; of a plan that leaves nothing open, too.
         trouble: Why there is no plan, and what would help.
         why_not: Settings that were asked about.
+        traced: The rank that needs most with its step, event by event, where it had to be traced.
         gpu, memory: As of `estimate_memory`.
         left_out: (what, why) beside the pictures that cannot be drawn.
     """
@@ -67,6 +69,7 @@ class Known:
     decision: Decision | None = None
     trouble: Trouble | None = None
     why_not: tuple[WhyNot, ...] = ()
+    traced: tuple[int, EventLog] | None = None
     gpu: str | None = None
     memory: str | int | None = None
     left_out: tuple[tuple[str, str], ...] = ()
@@ -188,6 +191,8 @@ def _picture(known: Known, what: str, theme: str) -> Picture:
         given = {"gpu": known.gpu, "memory": known.memory}
     if what in ("memory", "waterfall"):
         given["estimate"] = known.estimate
+    if what == "timeline" and known.traced is not None:
+        given["rank"], given["log"] = known.traced
     return draw(plan, what, theme=theme, **given)
 
 
