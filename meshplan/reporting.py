@@ -13,8 +13,9 @@ from meshplan.errors import MeshplanError, PlanError, SpecError
 from meshplan.in_force import PlanSource
 from meshplan.pictures.counted import counted_plan
 from meshplan.plan import Plan, make_plan
+from meshplan.planner.asking import loading
 from meshplan.planner.decision import Decision, Way
-from meshplan.planner.lock import chosen_spec
+from meshplan.planner.lock import chosen_spec, lock_in_words, locked
 from meshplan.planner.space import EmptySpaceError
 from meshplan.reader import load_spec
 from meshplan.report.main import Known, Report, report_of
@@ -141,7 +142,10 @@ class _Gather:
         if chosen is not None and self._spec.free_fields and not self._has_lock(decision):
             plan, memory = self._with_origins(chosen), chosen.memory
             warnings = tuple(map(str, plan.assignment.warnings))
-            self._learn(plan=plan, estimate=memory, warnings=warnings, notes=memory.notes)
+            by = locked(self._plan, loading(self._plan, self._overrides), plan.graph)
+            line = lock_in_words(by, self._plan, self._spec)
+            notes = (line, *memory.notes)
+            self._learn(plan=plan, estimate=memory, warnings=warnings, notes=notes)
             return
         checked = api.check_plan(self._plan, self._overrides, **self._model)
         if checked.problems:

@@ -194,3 +194,8 @@ def test_verbs_agree_on_drawn_plans(tmp_path, number):
     for _ in range(2):
         plan, config = consistency.drawn(rng, is_live=False)
         assert consistency.examined(plan, config, tmp_path, pictures=False)[1] == []
+
+
+def test_a_report_says_that_it_planned(job):
+    path = job()
+    assert meshplan.make_report(path).notes[0] == "there is no plan.lock.yaml: planning"
