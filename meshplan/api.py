@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from meshplan.solve import (
 )
 from meshplan.spec import Spec
 from meshplan.trust import UntrustedError, check_code
+from meshplan.verdict import CheckResult
 
 if TYPE_CHECKING:
     from meshplan.memory import EventLog, MemoryEstimate
@@ -112,27 +113,6 @@ def estimate_states(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckResult:
-    """What `check_plan` found.
-
-    Args:
-        plan: The decision; None where problems forbid one, or where no model is known.
-        problems: What is wrong.
-        warnings: What works but is probably not meant.
-        notes: What a reader has to know about this answer.
-    """
-
-    plan: Plan | None = None
-    problems: tuple[Problem, ...] = ()
-    warnings: tuple[Problem, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def is_ok(self) -> bool:
-        return not self.problems
-
-
 def check_plan(
     plan: PlanSource,
     overrides: Sequence[str] = (),
@@ -156,11 +136,31 @@ def check_plan(
     from meshplan.reader import load_spec
 
     try:
-        return _checked(plan, overrides, model, config)
+        return _tried(_checked(plan, overrides, model, config), model, config)
     except UntrustedError as error:
         problems = problems_without_model(load_spec(plan, overrides))
         left_out = f"{error.problems[0]}\nnote: so {WITHOUT_MODEL}"
         return CheckResult(problems=tuple(problems), notes=(left_out,))
+
+
+def _tried(checked: CheckResult, model: str | None, config: str | Path | None) -> CheckResult:
+    """The same, with the forward of a live model run as a rank of the plan would run it."""
+    decided = checked.plan
+    if decided is None or checked.problems or (model is None and config is not None):
+        return checked
+    stated = decided.spec.model
+    entry, origin = model, Origin("--model")
+    if entry is None and stated is not None and stated.entry is not None:
+        entry, origin = stated.entry, decided.spec.origin("model.entry")
+    if entry is None:
+        return checked
+    from meshplan.runtime.tried import try_entry  # torch
+
+    problem, untried = try_entry(entry, origin, decided)
+    if problem is not None:
+        return replace(checked, plan=None, problems=(problem,))
+    notes = (f"the forward was not run: {untried}",) if untried else ()
+    return replace(checked, notes=(*checked.notes, *notes))
 
 
 def _checked(

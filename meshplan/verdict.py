@@ -1,15 +1,39 @@
-"""What `verify` finds when it runs a plan beside one process, and when the two differ."""
+"""What `check` finds, and `verify` when it runs a plan beside one process: when the two differ."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from meshplan.errors import Problem
-from meshplan.memory import StateBytes
-from meshplan.traffic import Difference
+
+if TYPE_CHECKING:
+    from meshplan.memory import StateBytes
+    from meshplan.plan import Plan
+    from meshplan.traffic import Difference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """What `check_plan` found.
+
+    Args:
+        plan: The decision; None where problems forbid one, or where no model is known.
+        problems: What is wrong.
+        warnings: What works but is probably not meant.
+        notes: What a reader has to know about this answer.
+    """
+
+    plan: Plan | None = None
+    problems: tuple[Problem, ...] = ()
+    warnings: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_ok(self) -> bool:
+        return not self.problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +214,7 @@ class Verdict:
         num_tensors: Parameters and buffers, each compared with the plan on every rank.
         together: Under the plan.
         alone: In one process.
-        rounded: In one process, in the plan's precision; None in float32.
+        rounded: In one process, rounded otherwise as the plan's precision does.
         microbatches: Into how many it had to cut its batch, as the plan does, to compute the
             same: BatchNorm takes its statistics over what runs together.
         own_statistics: Norms that take or keep statistics of each data rank's own samples, as
@@ -206,7 +230,7 @@ class Verdict:
     tolerance: Tolerance = SINGLE
     together: Training | None = None
     alone: Training | None = None
-    rounded: Training | None = None
+    rounded: tuple[Training, ...] = ()
     microbatches: int = 1
     own_statistics: tuple[str, ...] = ()
     moved: Moved | None = None
@@ -226,17 +250,20 @@ class Verdict:
         assert self.together is not None
         assert self.alone is not None
         assert self.moved is not None
-        again = self.rounded or self.alone
         out = []
-        for what, share, *found in (
-            ("loss", self.tolerance.loss, self.together.losses, self.alone.losses, again.losses),
+        for what, share, mines, others, again in (
             (
-                "gradient norm", self.tolerance.relative,
-                self.together.norms, self.alone.norms, again.norms,
+                "loss", self.tolerance.loss, self.together.losses, self.alone.losses,
+                [each.losses for each in self.rounded],
+            ),
+            (
+                "gradient norm", self.tolerance.relative, self.together.norms, self.alone.norms,
+                [each.norms for each in self.rounded],
             ),
         ):  # fmt: skip
-            for number, (mine, other, rounded) in enumerate(zip(*found, strict=True)):
-                allowed = max(share * max(abs(other), 1e-6), ROUNDINGS * abs(rounded - other))
+            for number, (mine, other) in enumerate(zip(mines, others, strict=True)):
+                moved = max((abs(each[number] - other) for each in again), default=0.0)
+                allowed = max(share * max(abs(other), 1e-6), ROUNDINGS * moved)
                 out.append(
                     Comparison(
                         what=what,

@@ -64,13 +64,10 @@ def _moved(verdict: Verdict) -> list[str]:
 
 def _remarks(verdict: Verdict) -> list[str]:
     """What a reader has to know of the one process."""
-    out = []
-    if verdict.rounded is not None:
-        out.append(
-            f"allowed: {ROUNDINGS:g} times what the plan's precision moves in one process, and "
-            f"never less than {verdict.tolerance.loss:.0%} of a loss and "
-            f"{verdict.tolerance.relative:.0%} of a movement"
-        )
+    out = [
+        f"allowed: {ROUNDINGS:g} times what rounding moves in one process, and never less than "
+        f"{verdict.tolerance.loss:.3g} of a loss and {verdict.tolerance.relative:.3g} of a movement"
+    ]
     if verdict.microbatches > 1:
         out.append(
             f"one process took {verdict.microbatches} microbatches a step too: BatchNorm has "

@@ -1,9 +1,9 @@
 """Training in one process that knows of no plan: what `verify` compares a plan with.
 
-How far two right trainings may part depends on the model: what computes in half precision rounds
-at every step, and a deep network makes more of it than a shallow one. So the process trains once
-more with everything rounded that the plan's precision rounds, and the distance between the two is
-what the precision itself moves.
+How far two right trainings may part depends on the model: a sum in another order rounds otherwise,
+what computes in half precision rounds at every step, and a deep network, or a kink that one of its
+numbers lies beside, makes more of it. So the process trains again with what rounding does, and the
+distance between these trainings is what the precision itself moves.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ SAFE_SCALE: Final = 2.0**8
 """An fp16 loss scale that the losses here do not overflow: a skipped step proves nothing."""
 _MOST_GROWTH: Final = 1.5
 """A loss, relative to the one of weights that stay as they are, that makes training unstable."""
+_NOISY: Final = 3
+"""Trainings with noise in float32: each one's may miss the number beside a kink."""
+_NOISE: Final = 2.0**-22
 _SLOWER: Final = 0.25
 _TRIES: Final = 6
 
@@ -71,15 +74,15 @@ class Alone:
         rate: The learning rate that the training is stable with.
         model: After the last step.
         training: Losses and gradient norms.
-        rounded_model: The model after the same steps in the plan's precision; None in float32.
-        rounded: Its losses and gradient norms.
+        rounded: Likewise of trainings that round otherwise, as the plan's precision does.
+        rounded_models: Their models after the last step.
     """
 
     rate: float
     model: nn.Module
     training: Training
-    rounded_model: nn.Module | None
-    rounded: Training | None
+    rounded: tuple[Training, ...]
+    rounded_models: tuple[nn.Module, ...]
 
 
 def in_dtype_of(model: nn.Module, inputs: Any) -> Any:
@@ -125,17 +128,19 @@ def train_alone(batches: Batches, rate: float) -> Alone:
     for number in range(_TRIES):
         rate *= _SLOWER if number else 1.0
         model = copy.deepcopy(batches.model)
-        training, rounded, rounded_model = _train(model, batches, rate), None, None
-        is_stable = _is_stable(training, still)
-        if is_stable and is_half(plan):
-            rounded_model = copy.deepcopy(batches.model)
-            with _rounding(rounded_model, plan) as round_stored:
-                rounded = _train(rounded_model, batches, rate, round_stored)
-            is_stable = _is_stable(rounded, still)
-        if is_stable:
+        trainings, models = [_train(model, batches, rate)], [model]
+        for seed in range(1 if is_half(plan) else _NOISY):
+            models.append(copy.deepcopy(batches.model))
+            with _rounding(models[-1], plan, seed) as round_stored:
+                trainings.append(_train(models[-1], batches, rate, round_stored))
+        if all(_is_stable(training, still) for training in trainings):
             break
     return Alone(
-        rate=rate, model=model, training=training, rounded_model=rounded_model, rounded=rounded
+        rate=rate,
+        model=model,
+        training=trainings[0],
+        rounded=tuple(trainings[1:]),
+        rounded_models=tuple(models[1:]),
     )
 
 
@@ -234,10 +239,15 @@ def is_half(plan: Plan) -> bool:
 
 
 @contextmanager
-def _rounding(model: nn.Module, plan: Plan) -> Iterator[Callable[[], None]]:
+def _rounding(model: nn.Module, plan: Plan, seed: int) -> Iterator[Callable[[], None]]:
     """Round what the plan's precision rounds: weights, outputs of modules, and their gradients.
 
     Numbers are rounded and computed with in float32, which any module can do, whatever it mixes.
+    In float32 itself outputs get noise of a few units in the last place of a typical one: which way
+    a sum of another order rounds nobody knows.
+
+    Args:
+        seed: Of the noise.
 
     Returns:
         What rounds the parameters as they are stored, to call after a step.
@@ -247,6 +257,13 @@ def _rounding(model: nn.Module, plan: Plan) -> Iterator[Callable[[], None]]:
     computed = {n: getattr(torch, tensors[n].compute_dtype) for n in names}
     coarsest = max(computed.values(), key=lambda kind: torch.finfo(kind).eps)
     forward, is_inside = model.forward, False
+    generator = torch.Generator().manual_seed(seed)
+
+    def disturbed(t: torch.Tensor) -> torch.Tensor:
+        if coarsest.itemsize < 4 or not t.is_floating_point():
+            return _round(t, coarsest)
+        size = t.detach().square().mean().sqrt() * _NOISE
+        return t + size * torch.randn(t.shape, generator=generator).to(t.dtype)
 
     def rounded(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_inside
@@ -261,7 +278,7 @@ def _rounding(model: nn.Module, plan: Plan) -> Iterator[Callable[[], None]]:
             is_inside = False
 
     def leave(module: nn.Module, _args: Any, output: Any) -> Any:
-        return mapped(output, lambda t: _round(t, coarsest)) if _is_plain(output) else output
+        return mapped(output, disturbed) if _is_plain(output) else output
 
     def round_stored() -> None:
         with torch.no_grad():

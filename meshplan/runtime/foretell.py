@@ -28,9 +28,11 @@ from meshplan.runtime.assumed import Loop, check_stated, loop_of
 from meshplan.runtime.bounding import NoBoundError, check_grows, everything, half, picking
 from meshplan.runtime.composing import COMPOSED_ERROR, NotComposedError, composed, is_cheaper
 from meshplan.runtime.imagine import imagine_step
+from meshplan.runtime.private_fakes import untraceable
 from meshplan.runtime.question import Imagined, Question, decided
 from meshplan.runtime.repeats import Repeats, cut, is_alike, repeats_of
 from meshplan.runtime.stumble import UnknownShapeError, refused
+from meshplan.runtime.tried import try_forward
 
 _MOST_PLAYED: Final = 1 << 12
 """Blocks, each as often as there are microbatches, that a trace runs in minutes."""
@@ -324,7 +326,9 @@ def _imagined(model: nn.Module, plan: Plan, question: Question, rank: int) -> Im
     except MeshplanError:
         raise
     except Exception as error:  # The model's own code may raise anything.
-        raise refused(error, model, question.source.origin) from None
+        origin = question.source.origin
+        problem = None if untraceable(error) else try_forward(model, plan, origin)[0]
+        raise PlanError(problem) if problem else refused(error, model, origin) from None
     return Imagined(log, loop.assumed)
 
 

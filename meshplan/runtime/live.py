@@ -9,6 +9,7 @@ from meshplan.runtime.entry import model_of_entry
 from meshplan.runtime.example import find_example
 from meshplan.runtime.record import record
 from meshplan.runtime.rehearse import rehearser
+from meshplan.runtime.stumble import alone_problem
 from meshplan.runtime.trace import graph_of
 from meshplan.spec import Spec
 
@@ -27,5 +28,7 @@ def live_graph(entry: str, origin: Origin, spec: Spec) -> tuple[ModelGraph, Rehe
     try:
         flow = record(model, inputs)
     except ApplyError as error:
+        if isinstance(error.__cause__, Exception):
+            raise PlanError(alone_problem(error.__cause__, model, origin, inputs)) from None
         raise PlanError(error.problems) from None
     return graph_of(model, flow), rehearser(model, inputs)

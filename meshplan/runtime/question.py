@@ -19,7 +19,7 @@ from meshplan.runtime.record import record
 from meshplan.runtime.rehearse import rehearser
 from meshplan.runtime.shadows import Shadows
 from meshplan.runtime.shrink import Source, model_of_source, rules_that_match
-from meshplan.runtime.stumble import problem_of
+from meshplan.runtime.stumble import alone_problem
 from meshplan.runtime.trace import graph_of
 from meshplan.spec import Spec
 
@@ -92,7 +92,7 @@ def decided_of(model: nn.Module, spec: Spec, origin: Origin | None) -> Plan:
         flow = record(model, inputs)
     except ApplyError as error:
         if isinstance(error.__cause__, Exception):
-            raise PlanError(problem_of(error.__cause__, model, origin)) from None
+            raise PlanError(alone_problem(error.__cause__, model, origin, inputs)) from None
         raise PlanError(error.problems) from None
     return make_plan(spec, graph_of(model, flow), rehearse=rehearser(model, inputs))
 

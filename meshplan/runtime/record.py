@@ -28,6 +28,7 @@ from meshplan.runtime.nest import shape_of, tensors_in
 from meshplan.runtime.private import bytes_of
 from meshplan.runtime.private_fakes import fake_like, fake_mode, untraceable
 from meshplan.runtime.remembered import changes, remembered
+from meshplan.runtime.stumble import place_of
 
 _REAL_BYTES_LIMIT = 4 * 2**30
 """A model of more bytes is not copied to be run for real."""
@@ -85,8 +86,10 @@ def _problem(model: nn.Module, error: Exception) -> Problem:
             "let no shape in it depend on numbers (transformers computes experts so with "
             "experts_implementation='grouped_mm')"
         )
+    place = place_of(error)
+    at = f" at {place}" if place else ""
     return Problem(
-        f"the forward of {type(model).__name__} cannot be recorded on the example inputs: "
+        f"the forward of {type(model).__name__} cannot be recorded on the example inputs{at}: "
         f"{type(error).__name__}: {first}",
         fix=fix,
     )

@@ -239,7 +239,7 @@ def _compare(
 ) -> Moved:
     """Compare where each parameter and each buffer is with where one process moved it."""
     after = dict(_state_of(single.model))
-    rounded = {} if single.rounded_model is None else dict(_state_of(single.rounded_model))
+    rounded = [dict(_state_of(model)) for model in single.rounded_models]
     trained = {name for name, _ in single.model.named_parameters()}
     steps = {name: (now.detach() - before[name]).double() for name, now in after.items()}
     numel = sum(steps[name].numel() for name in trained)
@@ -255,8 +255,8 @@ def _compare(
         if name in trained:
             noise += tolerance.noise * (mean_square * step.numel()) ** 0.5
         allowed = noise + tolerance.relative * moved * after[name].is_floating_point()
-        if name in rounded:
-            allowed = max(allowed, ROUNDINGS * float((rounded[name].double() - now).norm()))
+        others = (float((other[name].double() - now).norm()) for other in rounded)
+        allowed = max(allowed, *(ROUNDINGS * distance for distance in others))
         found.append(
             Shift(
                 name=name,
