@@ -27,6 +27,7 @@ from meshplan.verbs import (
 if TYPE_CHECKING:
     from meshplan.planner.changed import Change
     from meshplan.planner.decision import Decision
+    from meshplan.planner.difference import Difference
     from meshplan.planner.space import EmptySpaceError
 
 
@@ -335,10 +336,11 @@ def _diff_flags(parser: argparse.ArgumentParser) -> None:
 
 def _diff(args: argparse.Namespace) -> int:
     from meshplan import planning
-    from meshplan.render.difference import difference_to_json, difference_to_text
 
     if args.file is not None:
         raise SpecError(Problem("diff takes two plans, and -f names a third", None, "leave it out"))
+    if not args.set and (locks := planning.locks_alone(*args.plans)) is not None:
+        return _print_difference(args, planning.compare_locks(*locks), [])
     sides, known, notes = [], [], list[str]()
     for name in args.plans:
         path, lock = planning.plan_of_lock(name) or (name, None)
@@ -350,6 +352,12 @@ def _diff(args: argparse.Namespace) -> int:
         # What --set changes no lock tells of.
         known.append({} if args.set else planning.figures_of_lock(path, plan, lock))
     found = planning.compare(*sides, profile=args.profile, known=(known[0], known[1]))
+    return _print_difference(args, found, notes)
+
+
+def _print_difference(args: argparse.Namespace, found: Difference, notes: Sequence[str]) -> int:
+    from meshplan.render.difference import difference_to_json, difference_to_text
+
     if args.json:
         print(envelope("diff/1", difference_to_json(found), notes))
     else:

@@ -256,6 +256,20 @@ def compare(
     return difference(*(side_of(name, plan, measured, figures) for (name, plan), figures in sides))
 
 
+def locks_alone(old: str, new: str) -> tuple[Lock, Lock] | None:
+    """Two locks to compare by what they say alone, as of `lock_difference.locks_alone`."""
+    from meshplan.planner import lock_difference
+
+    return lock_difference.locks_alone(old, new)
+
+
+def compare_locks(old: Lock, new: Lock) -> Difference:
+    """What one lock says otherwise than another, such as an earlier version of it."""
+    from meshplan.planner import lock_difference
+
+    return lock_difference.difference_of_locks(old, new)
+
+
 def moved_between(old: Plan, new: Plan) -> Reshard:
     """Bytes of parameters and optimizer state that change hands from one plan to another.
 

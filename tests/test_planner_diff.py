@@ -128,6 +128,51 @@ def test_what_cannot_be_told_says_why(two):
     assert found.new.peak_bytes.value > 0
 
 
+def test_other_hardware_is_told(two):
+    """Whatever the key: figures follow from it."""
+    one = {"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}
+    other = {**one, "gpu": "a100-sxm-40gb", "intra": "100GB/s", "host_memory": "1TiB",
+             "headroom": 0.2}  # fmt: skip
+    found = compared(two({"hardware": one}, {"hardware": other}))
+    assert as_dict(found.fields) == {
+        "hardware.gpu": ("h100-sxm-80gb", "a100-sxm-40gb"), "hardware.intra": (None, "100 GB/s"),
+        "hardware.host_memory": (None, "1,024.0 GiB"), "hardware.headroom": (0.1, 0.2),
+    }  # fmt: skip
+    assert not found.is_same
+
+
+def test_two_versions_of_one_lock(job, capsys):
+    """The older one holds for no plan file any more, and says by itself what was chosen."""
+    path = job()
+    assert main(["plan", "-f", str(path), "-q"]) == 0
+    lock, old = lock_path(path), path.with_name("old.lock.yaml")
+    old.write_text(lock.read_text())
+    assert main(["diff", str(old), str(lock)]) == 0
+    assert "the same plan" in capsys.readouterr().out
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mesh": {"tp": 2, "dp_shard": 4}}))
+    assert main(["plan", "-f", str(path), "-q"]) == 0
+    capsys.readouterr()
+    assert main(["diff", str(old), str(lock), "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)["result"]
+    before, after = read(old).content, read(lock).content
+    told = {each["what"]: (each["old"], each["new"]) for each in result["fields"]}
+    assert told["mesh.tp"] == (None, 2)
+    assert told["inputs.plan"][0] != told["inputs.plan"][1]
+    for side, content in ((result["old"], before), (result["new"], after)):
+        assert side["step_s"] == content["expected"]["step_s"]
+        assert side["peak_bytes"] == max(group["high_bytes"] for group in content["memory"])
+        rate = content["expected"]["tokens_per_s_per_gpu"]
+        assert side["tokens_per_s"] == pytest.approx(8 * rate)
+    placed = {each["what"]: (each["old"], each["new"]) for each in result["placements"]}
+    assert placed == {
+        name: (before["tensors"].get(name), after["tensors"].get(name))
+        for name in before["tensors"] | after["tensors"]
+        if before["tensors"].get(name) != after["tensors"].get(name)
+    }
+    assert main(["diff", str(old), str(lock)]) == 1
+    assert "mesh.tp" in capsys.readouterr().out
+
+
 def test_what_only_the_planner_knows_is_taken_from_the_lock(tmp_path, capsys):
     """Of a live model no config tells: its lock does, but for no plan that --set changes."""
     paths = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from meshplan.planner.costed import Costed
 from meshplan.planner.decision import Decision
 from meshplan.sizing import read_limit
 from meshplan.traffic import forecast
+from meshplan.units import format_bytes
 
 _ABSENT: Final = "absent"
 """A tensor, or a block, that one of the two does not have."""
@@ -52,6 +54,7 @@ class Side:
 
     Args:
         name: What the user calls it.
+        plan: None where nothing but its lock is known.
         step_s: Seconds of a step.
         tokens_per_s: Of all devices together.
         peak_bytes: The upper end of the band of the fullest rank.
@@ -60,7 +63,7 @@ class Side:
     """
 
     name: str
-    plan: Plan
+    plan: Plan | None
     step_s: Figure
     tokens_per_s: Figure
     peak_bytes: Figure
@@ -155,6 +158,8 @@ def side_of(
 
 def difference(old: Side, new: Side) -> Difference:
     """What the second plan decides otherwise than the first."""
+    assert old.plan is not None
+    assert new.plan is not None
     before, after = dict(_fields(old.plan)), dict(_fields(new.plan))
     return Difference(
         old=old,
@@ -171,6 +176,10 @@ def difference(old: Side, new: Side) -> Difference:
 
 def _fields(plan: Plan) -> Iterator[tuple[str, Any]]:
     a, spec, stages = plan.assignment, plan.spec, plan.assignment.stages
+    if spec.hardware is not None:
+        for each in dataclasses.fields(spec.hardware):
+            name = each.name.removesuffix("_bytes").removesuffix("_bytes_per_s")
+            yield f"hardware.{name}", _size(each.name, getattr(spec.hardware, each.name))
     yield "model", plan.graph.name
     yield "parameters", plan.graph.num_params
     for axis in a.mesh:
@@ -201,6 +210,13 @@ def _fields(plan: Plan) -> Iterator[tuple[str, Any]]:
     yield "compile", bool(a.compiled)
     yield "clip_grad_norm", spec.clip_grad_norm
     yield "allocator", spec.allocator
+
+
+def _size(name: str, value: Any) -> Any:
+    """A field of the hardware, with its unit where it has one."""
+    if value is not None and name.endswith("_bytes"):
+        return format_bytes(value)
+    return f"{value / 1e9:g} GB/s" if value is not None and name.endswith("_per_s") else value
 
 
 def _begins(plan: Plan, stages: Stages) -> list[list[str]]:

@@ -101,11 +101,18 @@ def source_of_lock(path: Path) -> tuple[Path, Lock] | None:
     lock = read(path)
     if lock is None:
         return None
-    source = path.with_name(f"{path.name.removesuffix(_SUFFIX)}.yaml")
-    if not source.is_file():
-        what = f"this is the lock of {source.name}, which is not beside it"
+    source = source_beside(path)
+    if source is None:
+        name = f"{path.name.removesuffix(_SUFFIX)}.yaml"
+        what = f"this is the lock of {name}, which is not beside it"
         raise SpecError(Problem(what, Origin(str(path)), INSTEAD))
     return source, lock
+
+
+def source_beside(lock: Path) -> Path | None:
+    """Return the plan file of a lock; None where it is not beside it."""
+    source = lock.with_name(f"{lock.name.removesuffix(_SUFFIX)}.yaml")
+    return source if source != lock and source.is_file() else None
 
 
 def lock_of(decision: Decision, folder: Path, free: Sequence[str] = ()) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -23,6 +24,16 @@ from meshplan.units import format_seconds
 DAY_S: Final = 86400.0
 _MOST_NODES: Final = 2**17
 _TENTH: Final = 0.1
+_HARDLY: Final = 0.02
+"""Where more nodes take this share less at the most, a step has too few samples for them."""
+_SLOWER: Final = 2
+"""Sizes in a row that are hardly faster, after which no larger one is tried."""
+_WITHOUT: Final = 4
+"""Sizes in a row that have no mesh, likewise."""
+_STEP, _MOST_TIMES = 4, 1024
+"""So many times as many samples of a step are tried, again and again, up to the most."""
+_FEW: Final = 7
+"""Numbers of nodes that are tried with more samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +42,14 @@ class Size:
 
     Args:
         days: That the training takes there; None where nothing fits, or it is known to be late.
-        least_days: It takes no less.
+        least_days: It takes no less; None where there is no mesh of so many.
         why: Why there is no plan.
     """
 
     nodes: int
     num_gpus: int
     days: float | None
-    least_days: float
+    least_days: float | None
     decision: Decision | None
     why: str = ""
 
@@ -51,6 +62,9 @@ class Training:
         sizes: All that was looked at, fewest first.
         answer: The fewest that do; None where none was found.
         is_fewest: Whether every smaller number was looked at.
+        samples: Of a step, as the plan states them; None where it states none.
+        more: Where there is no answer, (samples of a step, a size that does with so many); None
+            where none was found.
     """
 
     tokens: float
@@ -58,6 +72,8 @@ class Training:
     sizes: tuple[Size, ...]
     answer: Size | None
     is_fewest: bool
+    samples: int | None = None
+    more: tuple[int, Size] | None = None
 
 
 def with_nodes(question: Question, nodes: int) -> Question:
@@ -75,13 +91,28 @@ def fewest(
 ) -> Training:
     """The fewest whole nodes that train on so many tokens in so many days, each size planned.
 
-    Sizes double until one does, are halved to the least that does, and then all smaller ones are
-    looked at, as far as the time goes: that more nodes are faster holds for most sizes only.
+    Sizes grow by halves and doubles of powers of two until one does, are halved to the least that
+    does, and then all smaller ones are looked at, as far as the time goes: that more nodes are
+    faster holds for most sizes only. Where more nodes are hardly faster, a step has too few samples
+    for them, and more samples are tried.
 
     Raises:
         PlanError: The plan says too little.
     """
     return _Fewest(question, tokens, days, told).run()
+
+
+def _sizes_from(first: int) -> Iterator[int]:
+    """Numbers of nodes: this one, then powers of two and the middles between them.
+
+    >>> list(itertools.islice(_sizes_from(83), 5))
+    [83, 96, 128, 192, 256]
+    """
+    yield first
+    power = 1
+    while power <= _MOST_NODES:
+        yield from (each for each in (power, 3 * power // 2) if first < each <= _MOST_NODES)
+        power *= 2
 
 
 class _Fewest:
@@ -97,12 +128,19 @@ class _Fewest:
 
     def run(self) -> Training:
         first = self._first()
-        failed, nodes = first - 1, first
-        while not self._does(nodes):
-            failed = nodes
-            if 2 * nodes > _MOST_NODES or self._is_late():
-                return self._training(None, False)
-            nodes *= 2
+        failed, fastest, num_slower, num_without = first - 1, math.inf, 0, 0
+        for nodes in _sizes_from(first):
+            if self._does(nodes):
+                break
+            failed, least = nodes, self._known[nodes].least_days
+            num_without = num_without + 1 if least is None else 0
+            if least is not None:
+                num_slower = 0 if least < fastest * (1 - _HARDLY) else num_slower + 1
+                fastest = min(fastest, least)
+            if num_slower == _SLOWER or num_without == _WITHOUT or self._is_late():
+                return self._with_more_samples(first)
+        else:
+            return self._with_more_samples(first)
         while nodes - failed > 1 and not self._is_late():
             middle = (failed + nodes) // 2
             if self._does(middle):
@@ -127,8 +165,40 @@ class _Fewest:
         sizes = tuple(self._known[n] for n in sorted(self._known))
         answer = self._known[nodes] if nodes is not None else None
         return Training(
-            tokens=self._tokens, days=self._days, sizes=sizes, answer=answer, is_fewest=is_fewest
+            tokens=self._tokens,
+            days=self._days,
+            sizes=sizes,
+            answer=answer,
+            is_fewest=is_fewest,
+            samples=self._question.read(()).batch.global_,
         )
+
+    def _with_more_samples(self, first: int) -> Training:
+        """No size does; with more samples of a step one may."""
+        found, times = self._training(None, False), _STEP
+        while found.samples is not None and times <= _MOST_TIMES:
+            samples = times * found.samples
+            other = self._with_samples(samples)
+            for nodes in itertools.islice(_sizes_from(first), _FEW):
+                if self._is_late():
+                    return found
+                if other._does(nodes):
+                    return replace(found, more=(samples, other._known[nodes]))
+            times *= _STEP
+        return found
+
+    def _with_samples(self, samples: int) -> _Fewest:
+        """The same question of steps of so many."""
+        read = self._question.read
+
+        def more_of(more: Sequence[str]) -> Spec:
+            return read([f"batch.global={samples}", *more])
+
+        def told(text: str) -> None:
+            self._told(f"with batch.global: {samples:,}, {text}")
+
+        question = replace(self._question, read=more_of)
+        return _Fewest(question, self._tokens, self._days, told)
 
     def _is_late(self) -> bool:
         return time.monotonic() > self._deadline or self._question.is_stopped()
@@ -145,7 +215,7 @@ class _Fewest:
     def _size(self, nodes: int) -> Size:
         question = with_nodes(self._question, nodes)
         gpus = question.cluster.num_gpus
-        never = Size(nodes=nodes, num_gpus=gpus, days=None, least_days=0.0, decision=None)
+        never = Size(nodes=nodes, num_gpus=gpus, days=None, least_days=None, decision=None)
         try:
             job = Job(question)
             samples = job.samples(0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshplan.planner.difference import Difference, Differs, Figure, Side
-from meshplan.render.statements import statement_value
+from meshplan.render.statements import flow, statement_value
 from meshplan.render.text import columns, wrapped
 from meshplan.units import format_bytes, format_step
 
@@ -90,7 +90,10 @@ def _word(what: str, value: Any, side: Side) -> str:
     if value is None:
         return "-"
     if isinstance(value, list):
-        return statement_value(what, value, side.plan.graph.blocks())
+        blocks = side.plan.graph.blocks() if side.plan is not None else ()
+        return statement_value(what, value, blocks)
+    if isinstance(value, dict):
+        return flow(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

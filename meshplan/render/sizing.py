@@ -9,7 +9,7 @@ from meshplan.planner.decision import Decision, Way
 from meshplan.planner.sizes import Size, Training, format_days
 from meshplan.render.plan import way_to_json
 from meshplan.render.statements import way_lines
-from meshplan.render.text import columns, packed
+from meshplan.render.text import columns, packed, wrapped
 from meshplan.units import format_count, format_gib, format_step
 
 _MOST_SIZES = 12
@@ -104,7 +104,11 @@ def training_to_json(found: Training, price: float | None) -> dict[str, Any]:
         "is_fewest": found.is_fewest,
         "answer": _size_to_json(found, found.answer, price) if found.answer else None,
         "sizes": [_size_to_json(found, size, price) for size in found.sizes],
-    }
+        "more_samples": found.more and {
+            "global": found.more[0],
+            "answer": _size_to_json(found, found.more[1], price),
+        },
+    }  # fmt: skip
 
 
 def _size_to_json(found: Training, size: Size, price: float | None) -> dict[str, Any]:
@@ -127,6 +131,19 @@ def _allowed(days: float) -> str:
     return f"{days:g} day{'' if days == 1 else 's'}"
 
 
+def _more(found: Training) -> str:
+    """What would: more samples of a step, which more GPUs can share out."""
+    if found.samples is None:
+        return ""
+    few = f": {found.samples:,} samples of a step are too few for more GPUs to be faster"
+    if found.more is None:
+        return f"{few}; raise batch.global"
+    samples, size = found.more
+    assert size.days is not None
+    took = f"{size.num_gpus:,} GPUs take {format_days(size.days)}"
+    return f"{few}; raise batch.global: with {samples:,} {took}"
+
+
 def training_to_text(found: Training, price: float | None) -> list[str]:
     """What the sizes take, and which is the answer."""
     rows = []
@@ -143,7 +160,7 @@ def training_to_text(found: Training, price: float | None) -> list[str]:
     title = f"{format_count(round(found.tokens))} tokens in {_allowed(found.days)}"
     lines = [title, *columns(rows, ">><<")]
     if found.answer is None:
-        return [*lines, "  no number of nodes that was planned does it"]
+        return [*lines, *wrapped(f"  no number of nodes that was planned does it{_more(found)}", 4)]
     if price is not None:
         assert found.answer.days is not None
         whole = found.answer.days * 24 * found.answer.num_gpus * price
