@@ -15,7 +15,7 @@ from typing import Final
 
 from meshplan.errors import Problem
 from meshplan.schedules import SCHEDULES
-from meshplan.spec import Spec
+from meshplan.spec import AUTO, Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ FEATURES: Final[Mapping[str, Feature]] = MappingProxyType(
             flag: partial(_flag, flag)
             for flag in ("sequence_parallel", "loss_parallel", "sync_batchnorm", "compile")
         },
-        "loss_chunks": lambda spec: "loss_chunks" if spec.loss_chunks != 1 else None,
+        "loss_chunks": lambda spec: "loss_chunks" if spec.loss_chunks not in (1, AUTO) else None,
         "activation_checkpointing": _recompute,
         "offloaded parameters": partial(_offload, "params"),
         "offloaded activations": partial(_offload, "activations"),

@@ -19,6 +19,7 @@ MOST_MICROBATCHES: Final = 2**16
 """Of one step; more are a typing error."""
 
 Auto = Literal["auto"]
+Allocator = Literal["default", "expandable"]
 
 STRATEGY_WORDS: Mapping[str, str] = MappingProxyType(
     {
@@ -330,13 +331,13 @@ class Spec:
     sequence_parallel: bool = False
     loss: Literal["mean", "sum", "tokens"] = "mean"
     loss_parallel: bool = False
-    loss_chunks: int | Literal["fused"] = 1
+    loss_chunks: int | Literal["fused"] | Auto = 1
     sync_batchnorm: bool = False
     compile: bool = False
     ddp: Mapping[str, Any] = field(default_factory=dict)
     clip_grad_norm: float | None = None
     optimizer: str = "adamw"
-    allocator: Literal["default", "expandable"] = "default"
+    allocator: Allocator | Auto = "default"
     solve: Mapping[str, Any] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)
@@ -369,6 +370,8 @@ class Spec:
             ("batch.accumulate", self.batch.accumulate),
             ("activation_checkpointing", self.activation_checkpointing.mode),
             ("pipeline.schedule", self.pipeline.schedule if self.pipeline else None),
+            ("loss_chunks", self.loss_chunks),
+            ("allocator", self.allocator),
         ):
             if value == AUTO:
                 out.append(path)

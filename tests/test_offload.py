@@ -22,7 +22,7 @@ from meshplan.reader import load_spec
 from meshplan.render.memory import memory_to_json, memory_to_text
 from meshplan.render.show import plan_to_text
 from meshplan.runtime import offload
-from meshplan.runtime.fixes import _changes
+from meshplan.runtime.fixes import changes_of
 from meshplan.runtime.host import to_host
 from meshplan.traffic import forecast
 from tests import models, offloaded, parity
@@ -165,7 +165,7 @@ def test_what_a_unit_on_the_host_holds_lies_there() -> None:
 
 def test_both_ways_are_offered_where_they_go() -> None:
     def offered(plan: Plan) -> dict[str, Any]:
-        changes = {each.setting: each.spec.offload for each in _changes(plan)}
+        changes = {each.setting: each.spec.offload for each in changes_of(plan)}
         return {setting: spec for setting, spec in changes.items() if "offload" in setting}
 
     both = offered(plan_of())

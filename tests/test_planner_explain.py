@@ -9,6 +9,7 @@ import time
 import pytest
 
 from meshplan.cli import main
+from meshplan.errors import PlanError
 from meshplan.planner.asking import question_of_file
 from meshplan.planner.decide import decide_job
 from meshplan.planner.explain import Shares, _missing
@@ -16,6 +17,7 @@ from meshplan.planner.job import Job
 from meshplan.planner.search import search
 from meshplan.planning import explain, search_plan
 from meshplan.render.explain import verdict
+from tests.bench.planned_models import MODELS
 from tests.test_planner import LARGE, LLAMA, PLAN, job
 
 __all__ = ["job"]
@@ -56,6 +58,11 @@ def test_what_is_not_in_the_space_says_why(job):
     assert "heads do not divide by it" in verdict(ask(path, "mesh.cp=8"))
     path = job(mesh={"dp_shard": 8}, strategy=None)
     assert "does not have that axis" in verdict(ask(path, "mesh.tp=2"))
+
+
+def test_what_has_no_figures_is_told_and_not_searched(job):
+    path = job(activation_checkpointing="selective")
+    assert "recomputed in full, only" in ask(path, "offload=activations").why
 
 
 def test_what_does_not_fit_says_how_much_is_missing(job):
@@ -140,7 +147,42 @@ def test_a_verdict_names_what_grew_most(job):
     more = dataclasses.replace(base, tensor_parallel=0.5, recompute=0.1)
     plan = dataclasses.replace(answer.plan, seconds=1.2)
     answer = dataclasses.replace(answer, seconds=1.8, shares=more, plan=plan, plan_shares=base)
-    assert verdict(answer) == "+50.0%: what tp, cp or ep sends in the way (+41.7%)"
+    mesh = "it takes mesh: {dp_replicate: 4, tp: 2}, "
+    answer = dataclasses.replace(
+        answer, way=dataclasses.replace(answer.way, stated={"mesh": {"dp_replicate": 4, "tp": 2}})
+    )
+    assert verdict(answer) == f"+50.0%: {mesh}exposed communication of tp (+41.7%)"
+    same = dataclasses.replace(plan, stated=answer.way.stated)
+    answer = dataclasses.replace(answer, plan=same)
+    assert verdict(answer) == "+50.0%: exposed communication of tp (+41.7%)"
+
+
+def test_what_some_blocks_do_is_said_of_them(job):
+    """Some row has it, whatever blocks do, and none blames axes that its own best does not have."""
+    path = job(
+        MODELS["Llama-3.1-8B"],
+        hardware={"nodes": 1, "gpus_per_node": 8, "gpu": "a100-sxm-40gb"},
+        mesh={"dp_shard": 8}, strategy="full_shard", loss_chunks=2, allocator="default",
+        batch={"micro": 1, "global": 64, "seq_len": 8192}, activation_checkpointing="auto",
+    )  # fmt: skip
+    answers = {each.setting: each for each in explain(path, ["why", "activation_checkpointing"])}
+    shares = [each.num_with for each in answers.values()]
+    assert sum(num for num, _ in shares) == 32
+    assert {num for _, num in shares} == {32}
+    assert [verdict(a).startswith("the plan has it") for a in answers.values()] == [
+        num > 0 for num, _ in shares
+    ]
+    assert not any("of tp" in verdict(each) for each in answers.values())
+
+
+@pytest.mark.parametrize("words", [["why", "mesh.tp"], ["why-not", "loss_chunks=8"]])
+def test_what_the_plan_lacks_is_told_as_by_plan(job, words):
+    """Without the bandwidth between nodes nothing can be priced, whatever is asked."""
+    path = job(hardware={"nodes": 2, "gpus_per_node": 4, "gpu": "h100-sxm-80gb"})
+    with pytest.raises(PlanError, match="how fast the nodes are connected is not known"):
+        search_plan(path)
+    with pytest.raises(PlanError, match="how fast the nodes are connected is not known"):
+        explain(path, words)
 
 
 @pytest.fixture

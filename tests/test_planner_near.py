@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from meshplan.cost.grid import OPTIONS
-from meshplan.planner.near import Near
+from meshplan.planner.near import Near, Try
 from meshplan.planner.search import search
 from tests.brute import always_fits
 from tests.test_planner import LARGE, LLAMA, job, job_of
@@ -31,28 +31,33 @@ def test_what_is_simpler_comes_simplest_first(job, gib, monkeypatch):
     found.near = found.near[::-1][:: max(1, len(found.near) // 6)]
     near = Near(at, numbers, found)
     # Anything counts as simpler than what no row is as bad as.
-    limit = (9.0, 9.0, 9.0, 99.0, float("inf"))
-    tried = list(near._simpler(limit))
-    keys = [answered(near, row, options) for row, options in tried]
+    limit = (9.0, 9.0, 9.0, 9.0, 99.0, float("inf"))
+    keys = [answered(near, each) for each in near._simpler(limit)]
     assert keys == sorted(keys)
     every = {
         key
         for row in {candidate.row for candidate in found.near}
+        for allocator in at.free.allocators
         for size in range(1, len(OPTIONS) + 1)
         for some in combinations(range(len(OPTIONS)), size)
         if is_product(some)
-        if (key := answered(near, row, tuple(n in some for n in range(len(OPTIONS)))))
+        if (key := answered(near, Try(row, options_of(some), (allocator,))))
     }
     assert len({key[:2] for key in every}) > 1
     assert len({key[2] for key in every}) > 1
-    assert {key[:4] for key in every} == {key[:4] for key in keys}
+    assert len({key[3] for key in every}) > 1
+    assert {key[:5] for key in every} == {key[:5] for key in keys}
     assert every == set(keys)
 
 
-def answered(near, row, options):
+def answered(near, each):
     """How simple the fastest way with these options is; () where none is near."""
-    one = near._solve(row, options)
-    return () if one is None else (*near._complexity(one), row)
+    one = near._solve(each)
+    return () if one is None else (*near._complexity(one, *each.allocators), each.row)
+
+
+def options_of(some):
+    return tuple(n in some for n in range(len(OPTIONS)))
 
 
 def is_product(some):

@@ -33,6 +33,7 @@ __all__ = ["job"]
 
 SMALL = LLAMA | {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4}
 ONE = {"nodes": 1, "gpus_per_node": 4, "gpu": "h100-sxm-80gb", "inter": "50GB/s"}
+ROUND = {2**k for k in range(18)} | {3 * 2**k for k in range(17)}
 DATA = {"dp_replicate": "auto", "dp_shard": "auto"}
 
 
@@ -72,7 +73,7 @@ def test_what_holds_more_than_it_seems_is_passed_by(job):
         share = rng.uniform(1, 1.5, len(numbers.grid))
         seen = {}
 
-        def measure(numbers, candidate, share=share, seen=seen):
+        def measure(numbers, candidate, share=share, seen=seen, allocators=()):
             high = max(candidate.linear_bytes) * share[candidate.row]
             seen[candidate.row] = high
             memory = SimpleNamespace(worst=SimpleNamespace(band=(0, high)))
@@ -81,6 +82,7 @@ def test_what_holds_more_than_it_seems_is_passed_by(job):
 
         fake = SimpleNamespace(
             usual=numbers, measure=measure, widened=float, allow=lambda limit: None,
+            free=SimpleNamespace(allocators=("default",)),
             question=SimpleNamespace(is_stopped=lambda: False),
         )  # fmt: skip
         found = Least(fake, math.inf)
@@ -217,6 +219,26 @@ def test_fewest_on_the_command_line(job, capsys):
     for text in ("0", "-1", "inf", "nan", "x"):
         with pytest.raises(SpecError):
             positive(text, "--days")
+
+
+def test_too_few_samples_are_told_with_as_many_as_would_do(job, capsys):
+    """Round numbers of nodes are tried, and none that could only be slower."""
+    path = job(SMALL, mesh=DATA, hardware=ONE, batch={"global": 4, "seq_len": 512})
+    training = fewest_devices(path, tokens=1e9, days=0.02)
+    assert training.answer is None
+    nodes = [size.nodes for size in training.sizes]
+    assert all(n == nodes[0] or n in ROUND for n in nodes)
+    assert nodes == sorted(nodes)
+    assert max(nodes) < 64
+    samples, size = training.more
+    assert samples > training.samples == 4
+    assert size.days <= 0.02
+    held = fewest_devices(path, [f"batch.global={samples}"], tokens=1e9, days=0.02)
+    assert held.answer.days <= 0.02
+    words = ["plan", "-f", str(path), "--dry-run", "--tokens", "1e9", "--days", "0.02", "-q"]
+    assert main(words) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"raise batch.global: with {samples:,} {size.num_gpus:,} GPUs take" in said
 
 
 def test_frontier_and_cost_in_json(job, capsys):

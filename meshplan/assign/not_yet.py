@@ -37,6 +37,8 @@ def not_yet(spec: Spec) -> list[Problem]:
         "a loss in fused kernels (Liger's, cut cross-entropy), which are not torch's own and of "
         "which nothing tells what they hold,", "write a number such as 8: head and loss are then "
         "computed over so many parts of the tokens by torch's own kernels")  # fmt: skip
+    free(spec.loss_chunks == AUTO, "loss_chunks", "'loss_chunks: auto'", "write 1, or 8")
+    free(spec.allocator == AUTO, "allocator", "'allocator: auto'", "write default or expandable")
     for name in ("micro", "accumulate"):
         value = getattr(spec.batch, name)
         free(value == AUTO, f"batch.{name}", f"'{name}: auto'", "write the number")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,14 +12,15 @@ GRID: Final = np.dtype(
         (name, np.int32)
         for name in (
             "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep",
-            "virtual", "micro", "microbatches", "mode", "schedule", "offload",
+            "virtual", "micro", "microbatches", "mode", "schedule", "offload", "loss_chunks",
         )
     ]
 )  # fmt: skip
 """`micro`: samples of one microbatch of one data rank. `microbatches`: of one step of one data
 rank, whether a pipeline runs them or the loop accumulates. `mode`, `schedule`: places in MODES and
 SCHEDULE_WORDS. `virtual`: stages of one pipeline rank. `offload`: of the whole model, what lies on
-the host, as bits."""
+the host, as bits. `loss_chunks`: parts of the tokens of a microbatch over which head and loss are
+computed one by one."""
 
 PARAMS_THERE: Final = 1
 """Of `offload`: parameters, their gradients and the optimizer's states."""
@@ -33,8 +34,6 @@ MODES: Final = ("ddp", "zero1", "shard")
 SCHEDULE_WORDS: Final = ("", "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 """The schedules offered; "" where there is no pipeline."""
 
-_HALF: Final = 32
-"""Bits of one of two sizes."""
 _IN_HALVES: Final = SCHEDULE_WORDS.index("InterleavedZeroBubble")
 
 
@@ -56,9 +55,22 @@ OPTION_RECOMPUTE: Final = np.array([again for again, _ in OPTIONS])
 OPTION_RESHARD: Final = np.array([reshard for _, reshard in OPTIONS], dtype=bool)
 
 
-def cuts_of(grid: NDArray[Any]) -> list[tuple[int, int]]:
-    """The (ranks of tp, ranks of ep) that there are, in order."""
-    both = grid["tp"].astype(np.int64) << _HALF | grid["ep"]
-    # To be told the counts too spares numpy the import of numpy.ma.
-    distinct, _ = np.unique(both, return_counts=True)
-    return [divmod(each, 1 << _HALF) for each in distinct.tolist()]
+class Cut(NamedTuple):
+    """What a rank's program depends on: rows with the same cut compute the same chain of blocks."""
+
+    tp: int
+    ep: int
+    loss_chunks: int
+
+    def rows(self, grid: NDArray[Any]) -> NDArray[np.int64]:
+        """Rows of a grid that have it."""
+        return np.flatnonzero(np.all([grid[name] == self[at] for at, name in _FIELDS], axis=0))
+
+
+_FIELDS: Final = tuple(enumerate(Cut._fields))
+
+
+def cuts_of(grid: NDArray[Any]) -> list[Cut]:
+    """The cuts that there are, in order."""
+    columns = [grid[name].tolist() for _, name in _FIELDS]
+    return [Cut(*each) for each in sorted(set(zip(*columns, strict=True)))]

@@ -28,6 +28,7 @@ from meshplan.planner.gauge import Blocks, Gauge, shorten
 from meshplan.planner.lock import overrides
 from meshplan.planner.row import Candidate
 from meshplan.planner.settle import Block
+from meshplan.spec import Allocator
 
 Stages = Sequence[Sequence[Block]]
 
@@ -38,12 +39,13 @@ class Glance:
 
     Attributes:
         least_bytes: Above the linear figure, where a rank is surely over.
-        likely_bytes: The same by a guess, of the rank that is worst off; None if nobody asked.
+        likely_bytes: By allocator, the same by a guess, of the rank that is worst off; {} if nobody
+            asked.
         is_over: Whether a rank surely holds more than it may.
     """
 
     least_bytes: float
-    likely_bytes: float | None
+    likely_bytes: Mapping[Allocator, float]
     is_over: bool
 
 
@@ -54,6 +56,7 @@ class Brief:
         stated: What the plan file would have to say, of a row of the grid and what blocks do.
         widening: By how much the memory room widens what it reserves.
         looks: As for `shorten`.
+        allocators: That the plan leaves open.
 
     Attributes:
         played: Stages that were played, of whole models too.
@@ -65,7 +68,10 @@ class Brief:
         stated: Callable[[np.void, Stages], dict[str, Any]],
         widening: float,
         looks: Mapping[str, int],
+        *,
+        allocators: Sequence[Allocator],
     ) -> None:
+        self._allocators = allocators
         self._question, self._stated, self._widening = question, stated, widening
         self._looks = looks
         self._alone = driver_bytes(question.device, ()).high
@@ -143,7 +149,7 @@ class Brief:
         if not guesses and key not in self._seen and self._holds_less(candidate, capacity):
             return None
         seen = self._seen.get(key)
-        lacks = guesses and seen is not None and seen.likely_bytes is None
+        lacks = guesses and seen is not None and not seen.likely_bytes
         if key not in self._seen or (lacks and not (spares and seen is not None and seen.is_over)):
             linear = candidate.linear_bytes
             found = self._seen[key] = self._look(
@@ -174,7 +180,7 @@ class Brief:
         assert shorter is not None
         num_ranks = len(linear)
         fullest = max(range(num_ranks), key=linear.__getitem__)
-        likely: float | None = None
+        likely: dict[Allocator, float] = {}
         is_known = False
         for place in dict.fromkeys((fullest, 0, num_ranks - 1)):
             short = shorten(stages, place, shorter, num_ranks=num_ranks, looks=self._looks)
@@ -190,12 +196,14 @@ class Brief:
             least = gauge.least_bytes + on_top
             is_over = least + linear[place] > capacity
             asks = guesses and not (spares and is_over)
-            guess = max(gauge.likely_bytes(device, plan.spec) + on_top, least) if asks else None
+            if asks:
+                for each in self._allocators:
+                    spec = replace(plan.spec, allocator=each)
+                    guess = max(gauge.likely_bytes(device, spec) + on_top, least)
+                    likely[each] = max(guess, likely.get(each, guess))
             if is_over:
-                return Glance(least, guess, True)
+                return Glance(least, likely, True)
             is_known = True
-            if guess is not None:
-                likely = guess if likely is None else max(guess, likely)
         return Glance(0.0, likely, False) if is_known else None
 
     def _plan(self, row: np.void, stages: Stages, graph: ModelGraph) -> Plan:

@@ -110,7 +110,7 @@ class Costed:
     def _numbers(self) -> Numbers:
         return numbers_of(
             self.row,
-            lambda tp, ep: self.chain,
+            lambda *cut: self.chain,
             profile=self.profile,
             gpus_per_node=self.cluster.gpus_per_node,
             precision=self.plan.spec.precision,
@@ -210,8 +210,10 @@ def _row(plan: Plan) -> NDArray[np.void]:
         micro, count = micro // stages.microbatches, stages.microbatches
         schedule, virtual = SCHEDULE_WORDS.index(stages.schedule), stages.virtual
     sizes = [mesh.size(axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
-    there = offload_of(plan)
-    return np.array([(*sizes, 1, virtual, micro, count, _mode(plan), schedule, there)], GRID)
+    there, chunks = offload_of(plan), loss_chunks_of(plan)
+    return np.array(
+        [(*sizes, 1, virtual, micro, count, _mode(plan), schedule, there, chunks)], GRID
+    )
 
 
 def _mode(plan: Plan) -> int:

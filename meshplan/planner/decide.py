@@ -100,6 +100,7 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
         profile_path=job.question.profile_path,
         bounds=tuple(_bounds(job, numbers)),
         measured=tuple(job.measured),
+        unoffloaded_s=found.unoffloaded_s,
     )
 
 

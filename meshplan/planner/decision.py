@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshplan.cost.profile import Profile
+from meshplan.cost.types import Chain
 from meshplan.graph import ModelGraph
 from meshplan.hardware import Cluster
 from meshplan.memory.estimate import MemoryEstimate
@@ -37,6 +38,7 @@ class Question:
         cluster: The machine.
         time_limit_s: After which the best so far is the answer; None for no limit.
         traced: What a live model tells; None where its config tells all.
+        chains: What was read off for the planner before, by what it was read off of.
         certify: What a trace says of a plan with nothing left open, or why none tells; None where
             there is no model to trace, or `traced` does.
     """
@@ -55,6 +57,7 @@ class Question:
     is_stopped: Callable[[], bool] = lambda: False
     profile: Profile | None = None
     profile_path: Path | None = None
+    chains: dict[tuple[int, str, int], Chain] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,7 @@ class Decision:
         profile_path: The file that the profile is from; None for one of meshplan's own.
         bounds: Of all configurations.
         measured: What the memory room was asked for, and told, fitting or not.
+        unoffloaded_s: As of `Found`; None where nobody looked.
         objective: By which it is the best.
     """
 
@@ -142,6 +146,7 @@ class Decision:
     profile_path: Path | None = None
     bounds: tuple[Bound, ...] = ()
     measured: tuple[Way, ...] = ()
+    unoffloaded_s: float | None = None
 
     @property
     def ways(self) -> tuple[Way, ...]:

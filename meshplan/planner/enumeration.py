@@ -34,9 +34,12 @@ def enumerate_grid(free: Freedom) -> NDArray[np.void]:
                     for data in _data(free, free.world // inner):
                         for ep in _lent(free, data[1], {"pp": pp, "cp": cp, "tp": tp}):
                             steps = [*_steps(free, (pp, *data[:2], cp, tp, ep), data[2])]
+                            # No rank of the others has all logits of its tokens, or all stages.
+                            chunks = free.loss_chunks[: None if inner == 1 else 1]
                             for what in offloads:
                                 if may_lie_there(free, (pp, *data[:2], cp), data[2], what):
-                                    rows += [(*step, what) for step in steps
+                                    rows += [(*step, what, parts) for step in steps
+                                             for parts in chunks
                                              if not (what and step[-1] in _HALVED)]  # fmt: skip
     return np.array(rows, GRID)
 

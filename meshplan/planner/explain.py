@@ -20,9 +20,20 @@ from meshplan.planner.balanced import balance
 from meshplan.planner.decide import decide_job
 from meshplan.planner.decision import Decision, Question, Way
 from meshplan.planner.job import Job
+from meshplan.planner.least import least_rows
+from meshplan.planner.numbers import memory_bounds
 from meshplan.planner.objectives import smallest_of
 from meshplan.planner.row import Candidate, Row
-from meshplan.planner.settings import FIELDS, STATED, has, narrowed, no_mesh, settings_of
+from meshplan.planner.settings import (
+    FIELDS,
+    READ_AGAIN,
+    STATED,
+    blocks_with,
+    has,
+    narrowed,
+    no_mesh,
+    settings_of,
+)
 from meshplan.planner.sizes import cheapest, with_nodes
 from meshplan.planner.space import EmptySpaceError, Freedom
 from meshplan.planner.widened import fastest_that_fits
@@ -55,7 +66,7 @@ class Shares:
 NAMES: Final[Mapping[str, str]] = {
     "compute": "kernels that reach less",
     "recompute": "recomputation",
-    "tensor_parallel": "what tp, cp or ep sends in the way",
+    "tensor_parallel": "exposed communication",
     "data": "gathering and reducing that nothing hides",
     "pipeline": "bubbles of the pipeline",
     "host": "the optimizer on the host, and what waits for copies",
@@ -73,6 +84,8 @@ class WhyNot:
         way: The best with it.
         plan: The plan that there is, which may be slower than the best, and simpler.
         is_planned: Whether that has it.
+        num_with: Of that one's blocks, how many have it, and how many there are; (0, 0) where it is
+            nothing that blocks choose.
         is_left: Whether the planner leaves it as the plan has it, or chooses it in part.
         shares: Where the seconds go.
         plan_shares: Where those of the plan go.
@@ -88,6 +101,7 @@ class WhyNot:
     way: Way | None = None
     plan: Way | None = None
     is_planned: bool = False
+    num_with: tuple[int, int] = (0, 0)
     is_left: bool = False
     shares: Shares | None = None
     plan_shares: Shares | None = None
@@ -122,7 +136,7 @@ class Asker:
         return len(self._job.grid)
 
     @cached_property
-    def _base(self) -> Decision:
+    def decision(self) -> Decision:
         """The plan that there is."""
         if self._is_about_memory:
             return smallest_of(self._job)
@@ -147,7 +161,7 @@ class Asker:
             return list(settings_of(self.free, path))
         rows = self._job.grid
         sizes = np.where(rows["pp"] > 1, rows["micro"] * rows["microbatches"], rows["micro"])
-        chosen = self._base.chosen
+        chosen = self.decision.chosen
         own = chosen.plan.micro if chosen is not None and chosen.plan.micro else 1
         near = sorted(set(map(int, sizes)), key=lambda size: abs(math.log(size / own)))
         return [f"{path}={size}" for size in sorted(near[:_MOST_SIZES])]
@@ -169,26 +183,32 @@ class Asker:
         if not equals:
             what, fix = "why not which value?", f"ask why-not {path}=VALUE, or why {path} for all"
             raise SpecError(Problem(what, Origin(path), fix))
-        if path in STATED:
+        if path in (*READ_AGAIN, *STATED):
             return self._stated(setting)
         if path in self._job.spec.origins and path == "sequence_parallel":
             return WhyNot(setting=setting, why="the plan states it")
         held, why = narrowed(self.free, path, text)
         if held is None:
             return WhyNot(setting=setting, why=why)
+        num_rows = self._num_rows  # Whatever is wrong with the plan itself is told as such.
         job = Job(self._question, held)
         try:
             grid = job.grid
-        except PlanError:
+        except EmptySpaceError:
             return WhyNot(setting=setting, why=no_mesh(self.free, path, text))
-        self._told(f"{self._num_rows:,} configurations, {len(grid):,} of them with {setting}")
-        plan = self._base.chosen
-        is_planned = plan is not None and has(plan, path, text)
-        return replace(self._beside(setting, job), is_planned=is_planned)
+        self._told(f"{num_rows:,} configurations, {len(grid):,} of them with {setting}")
+        plan = self.decision.chosen
+        answer = self._beside(setting, job)
+        if plan is None:
+            return answer
+        return replace(
+            answer, is_planned=has(plan, path, text), num_with=blocks_with(plan, path, text)
+        )
 
     def _stated(self, setting: str) -> WhyNot:
-        """The best with a setting in the plan that the planner does not choose by itself."""
+        """The best with a setting in the plan file."""
         read = self._question.read
+        assert self._num_rows  # Whatever is wrong with the plan itself is told as such.
         try:
             job = Job(replace(self._question, read=lambda more: read([setting, *more])))
             self._told(f"{len(job.grid):,} configurations with {setting}")
@@ -196,12 +216,17 @@ class Asker:
             problem = error.problems[0]
             reason = f": {problem.fix}" if isinstance(error, EmptySpaceError) else ""
             return WhyNot(setting=setting, why=f"{problem.what}{reason}")
-        is_planned = self._base.chosen is not None and job.spec == self._job.spec
-        return replace(self._beside(setting, job), is_planned=is_planned, is_left=True)
+        path, _, text = map(str.strip, setting.partition("="))
+        plan = self.decision.chosen
+        is_left = path in STATED
+        is_planned = plan is not None and (
+            job.spec == self._job.spec if is_left else has(plan, path, text)
+        )
+        return replace(self._beside(setting, job), is_planned=is_planned, is_left=is_left)
 
     def _beside(self, setting: str, job: Job) -> WhyNot:
         """The best of one space beside the plan."""
-        base, plan = self._base, self._base.chosen
+        base, plan = self.decision, self.decision.chosen
         way, candidate, is_whole = self._best(job)
         return WhyNot(
             setting=setting,
@@ -249,7 +274,8 @@ def _missing(job: Job) -> int | None:
     was measured.
     """
     numbers, deadline = job.usual, _deadline(job)
-    smallest = [Row(numbers, row, float("inf")).smallest() for row in range(len(numbers.grid))]
+    rows = least_rows(numbers.grid, memory_bounds(numbers), float("inf"))
+    smallest = [Row(numbers, row, float("inf")).smallest() for row in rows]
     smallest.sort(key=lambda candidate: max(candidate.linear_bytes))
     least: float = float("inf")
     for candidate in smallest:

@@ -55,6 +55,8 @@ class Found:
         num_solved, num_measured: How much work it was.
         given_up: Rows whose answers were measured too often.
         is_whole: Whether the search came to its end, and was not ended.
+        unoffloaded_s: Seconds of the fastest that fits with nothing on the host that the plan does
+            not state there; infinite where nothing does.
     """
 
     best: Candidate | None = None
@@ -67,6 +69,7 @@ class Found:
     num_measured: int = 0
     given_up: int = 0
     is_whole: bool = True
+    unoffloaded_s: float = float("inf")
 
     @property
     def gap(self) -> float:
@@ -114,7 +117,7 @@ def mesh_key(config: np.void) -> tuple[int, ...]:
     """
     names = (
         "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual", "mode", "schedule",
-        "offload",
+        "offload", "loss_chunks",
     )  # fmt: skip
     enough = config["pp"] * (2 if config["virtual"] > 1 else 1)
     few = int(config["microbatches"]) if config["microbatches"] < enough else 0

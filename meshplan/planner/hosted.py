@@ -25,6 +25,9 @@ WORDS: Final = {
     "both": PARAMS_THERE | ACTIVATIONS_THERE,
 }
 """How one asks for each."""
+ONLY_IN_FULL: Final = (
+    "offloaded activations have figures where every block is recomputed in full, only"
+)
 _DDP, _SHARD = MODES.index("ddp"), MODES.index("shard")
 
 

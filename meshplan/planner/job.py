@@ -16,10 +16,10 @@ from meshplan.errors import MeshplanError, PlanError, Problem
 from meshplan.memory.driver import driver_bytes
 from meshplan.memory.estimate import RESERVED_ERROR, MemoryEstimate
 from meshplan.memory.shape import shape_of
-from meshplan.memory.told import check_told, told_estimate
+from meshplan.memory.told import told_estimate
 from meshplan.memory.told_ranks import ERROR, OverError
-from meshplan.memory.told_works import refusals
 from meshplan.plan import Plan, make_plan
+from meshplan.planner.allowed import why_not_allowed
 from meshplan.planner.batches import check_batch
 from meshplan.planner.brief import Brief, Glance, Stages
 from meshplan.planner.certified import OVER, certified, words_of
@@ -38,13 +38,12 @@ from meshplan.planner.numbers import Numbers
 from meshplan.planner.pins import Pins, check_pins, pins_of
 from meshplan.planner.row import Candidate
 from meshplan.planner.settle import Block, blocks_of, statements
-from meshplan.planner.space import Freedom, Rejected, freedom_of, with_axes
+from meshplan.planner.space import Freedom, Rejected, freedom_of
 from meshplan.planner.spread import experts_of
 from meshplan.planner.tables import numbers_of
-from meshplan.spec import Offload, Spec
+from meshplan.planner.trials import with_axes
+from meshplan.spec import Allocator, Spec
 
-_OF_MODULES: Final = "what single modules offload has no figures of time"
-_NOT_COMPOSED: Final = "what a live model offloads is not composed of traced pieces"
 _SHARES: Final = (1 + RESERVED_ERROR) * (1 + ERROR)
 """By how much the memory room widens what it reserves."""
 
@@ -70,7 +69,7 @@ class Job:
             question,
             self.spec,
             element_bytes=lambda: element_bytes_of(self.trial).computed,
-            cuts=lambda tp: self.free.sequence_parallel[tp],
+            cuts=lambda tp: (self.free.sequence_parallel[tp], self.free.loss_parallel[tp]),
         )
         self._driver = driver_bytes(question.device, ()).high
         self.measured: list[Way] = []
@@ -109,6 +108,7 @@ class Job:
             experts=experts_of(self._graph),
             keeps_from_rounds=self._keeps_from_rounds(),
             heads=self._heads(),
+            is_traced=self._traced is not None,
         )
 
     def _heads(self) -> tuple[int, ...]:
@@ -132,26 +132,7 @@ class Job:
 
     def refuses(self, trial: Spec) -> str:
         """Why a trial cannot be, "" if it can be."""
-        if any(rule.offload for rule in trial.rules):
-            return _OF_MODULES
-        if self._traced is not None and trial.offload != Offload():
-            return _NOT_COMPOSED
-        if trial.activation_checkpointing.mode != "none" and not self._few.blocks():
-            return f"{self._few.name} has no repeated blocks, and others are not planned"
-        if self._traced is not None and (why := self._traced.refuses(trial)):
-            return why
-        try:
-            plan = make_plan(trial, self._few)
-            if self._traced is not None:
-                return ""
-            problems = list(refusals(plan))
-            if not problems and plan.mesh.size("tp") > 1:
-                self._chains.of(plan)
-            elif not problems:
-                check_told(plan, device=self.question.device)
-        except PlanError as error:
-            problems = list(error.problems)
-        return problems[0].what if problems else ""
+        return why_not_allowed(trial, self.question, self._chains)
 
     @cached_property
     def trial(self) -> Plan:
@@ -164,9 +145,13 @@ class Job:
         tensors = self.trial.assignment.tensors.values()
         return next(p.info.dtype for p in tensors if not p.info.is_buffer)
 
-    def chain_at(self, tp: int, ep: int = 1) -> Chain:
-        """The model as one rank of tp, and of ep, has it."""
-        return self._chains.at(tp, ep)
+    def chain_at(self, tp: int, ep: int = 1, loss_chunks: int | None = None) -> Chain:
+        """The model as one rank of tp, and of ep, has it, its loss in so many parts.
+
+        Args:
+            loss_chunks: None for as many as the plan states.
+        """
+        return self._chains.at(tp, ep, loss_chunks)
 
     @cached_property
     def grid(self) -> NDArray[np.void]:
@@ -277,28 +262,45 @@ class Job:
         """By stage, what each block does."""
         return blocks_of(candidate, numbers.order, numbers.names)
 
-    def stated(self, numbers: Numbers, candidate: Candidate) -> dict[str, Any]:
+    def stated(
+        self, numbers: Numbers, candidate: Candidate, allocator: Allocator | None = None
+    ) -> dict[str, Any]:
         """What the plan file would have to say."""
-        return self._stated(self.grid[candidate.row], self.blocks(numbers, candidate))
+        row, stages = self.grid[candidate.row], self.blocks(numbers, candidate)
+        return self._stated(row, stages, allocator)
 
     def measure(
-        self, numbers: Numbers, candidate: Candidate, *, to_the_end: bool = False
+        self,
+        numbers: Numbers,
+        candidate: Candidate,
+        *,
+        to_the_end: bool = False,
+        allocators: tuple[Allocator, ...] = (),
     ) -> Measured:
         """What the memory room says of a candidate.
 
         Args:
             to_the_end: Whether what does not fit is of interest too.
+            allocators: Of which the first that it fits with is taken, or the one that reserves the
+                least; () for all that the plan leaves open.
         """
-        key = candidate.row, candidate.ends, candidate.takes, to_the_end
-        if key not in self._known:
-            self._known[key] = self._measure(numbers, candidate, to_the_end=to_the_end)
-        return self._known[key]
-
-    def _measure(self, numbers: Numbers, candidate: Candidate, *, to_the_end: bool) -> Measured:
-        question, stated = self.question, self.stated(numbers, candidate)
         glance = self._glance(numbers, candidate, guesses=False)
-        if not to_the_end and glance is not None and glance.is_over:
+        if not to_the_end and glance is not None and glance.is_over:  # Whatever the allocator.
             return Measured(fits=False, excess_bytes=glance.least_bytes)
+        found: list[Measured] = []
+        for allocator in allocators or self.free.allocators:
+            key = candidate.row, candidate.ends, candidate.takes, to_the_end, allocator
+            if key not in self._known:
+                self._known[key] = self._measure(numbers, candidate, allocator, to_the_end)
+            found.append(self._known[key])
+            if found[-1].fits:
+                return found[-1]
+        return min(found, key=lambda each: each.excess_bytes)
+
+    def _measure(
+        self, numbers: Numbers, candidate: Candidate, allocator: Allocator, to_the_end: bool
+    ) -> Measured:
+        question, stated = self.question, self.stated(numbers, candidate, allocator)
         try:
             plan = make_plan(question.read(overrides(stated)), self._graph)
             links = self._brief.links(plan)
@@ -354,12 +356,19 @@ class Job:
             self.measured.remove(way)
         return found
 
-    def guess(self, numbers: Numbers, candidate: Candidate) -> Guess | None:
-        """What some rank may hold above its linear figure, if a short model tells so."""
+    def guess(
+        self, numbers: Numbers, candidate: Candidate, allocators: tuple[Allocator, ...] = ()
+    ) -> Guess | None:
+        """What some rank may hold above its linear figure, if a short model tells so.
+
+        Args:
+            allocators: As for `measure`.
+        """
         glance = self._glance(numbers, candidate, guesses=True)
-        if glance is None or glance.likely_bytes is None:
+        if glance is None or not glance.likely_bytes:
             return None
-        return Guess(glance.likely_bytes, glance.is_over)
+        some = allocators or self.free.allocators
+        return Guess(min(glance.likely_bytes[each] for each in some), glance.is_over)
 
     def is_over(self, numbers: Numbers, candidate: Candidate) -> bool:
         """Whether a short model is sure that a candidate holds too much."""
@@ -375,10 +384,13 @@ class Job:
         chain = self.chain
         kinds = {n: k for k, n in zip(chain.order, chain.names, strict=True) if n}
         looks = kinds if len(set(kinds.values())) > 1 else {}
-        return Brief(self.question, self._stated, _SHARES, looks)
+        return Brief(self.question, self._stated, _SHARES, looks, allocators=self.free.allocators)
 
-    def _stated(self, row: np.void, stages: Stages) -> dict[str, Any]:
-        return statements(self.spec, self.free, row, stages, self._pins)
+    def _stated(
+        self, row: np.void, stages: Stages, allocator: Allocator | None = None
+    ) -> dict[str, Any]:
+        allocator = allocator or self.free.allocators[0]
+        return statements(self.spec, self.free, row, stages, self._pins, allocator)
 
     def _glance(self, numbers: Numbers, candidate: Candidate, **asked: bool) -> Glance | None:
         if self.question.shorter is None or self.spec.rules:

@@ -58,11 +58,12 @@ class Least:
         for candidate in candidates:
             if job.widened(_held(candidate)) >= least or self._is_late(job, deadline):
                 break
-            self.num_measured += 1
-            way = job.measure(numbers, candidate).result
-            if isinstance(way, Way) and way.memory.worst.band[1] < least:
-                least, self.way = way.memory.worst.band[1], way
-                job.allow(least)  # What is over that is not told to its end.
+            for allocator in job.free.allocators:
+                self.num_measured += 1
+                way = job.measure(numbers, candidate, allocators=(allocator,)).result
+                if isinstance(way, Way) and way.memory.worst.band[1] < least:
+                    least, self.way = way.memory.worst.band[1], way
+                    job.allow(least)  # What is over that is not told to its end.
 
     def _is_late(self, job: Job, deadline: float) -> bool:
         late = time.monotonic() > deadline or job.question.is_stopped()

@@ -10,7 +10,7 @@ import heapq
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE
 from meshplan.keys import KEEP
@@ -20,12 +20,27 @@ from meshplan.planner.found import Found
 from meshplan.planner.job import Job
 from meshplan.planner.numbers import Numbers
 from meshplan.planner.row import Candidate, solve_row
+from meshplan.spec import Allocator
 
 SLACK: Final = 0.02
 """How much slower a simpler plan may be, as a share."""
 
 Options = tuple[bool, ...]
 """Which of `cost.grid.OPTIONS` blocks may take."""
+
+
+class Try(NamedTuple):
+    """A row with less to choose from.
+
+    Attributes:
+        options: What its blocks may do.
+        allocators: Its memory may be told with.
+    """
+
+    row: int
+    options: Options
+    allocators: tuple[Allocator, ...]
+
 
 _MOST_SIMPLER, _MOST_MESHES, _MOST_NEAR, _MOST_GUESSES, _MORE = 8, 5, 3, 1, 1.02
 _DDP: Final = MODES.index("ddp")
@@ -37,6 +52,8 @@ class Near:
     def __init__(self, job: Job, numbers: Numbers, found: Found) -> None:
         self._job, self._numbers, self._found = job, numbers, found
         self._only: dict[tuple[int, Options], Numbers] = {}
+        self._excess: dict[tuple[int, tuple[Allocator, ...]], float] = {}
+        """By row and allocators, what its last answer held above the linear figures."""
 
     def choose(self) -> tuple[Way | None, tuple[Way, ...]]:
         """(the simplest within the slack, others that are near)."""
@@ -45,11 +62,13 @@ class Near:
             return None, ()
         best = found.measured.result
         assert isinstance(best, Way)
-        tries = self._simpler(self._complexity(found.best))
+        tries = self._simpler(self._complexity(found.best, best.plan.spec.allocator))
         chosen = next(self._that_fit(tries, _MOST_SIMPLER), best)
         everything = (True,) * len(OPTIONS)
         keep = int(self._job.spec.solve.get("keep", KEEP))
-        near = ((row, everything) for row in itertools.islice(self._one_of_a_mesh(), _MOST_MESHES))
+        every = self._job.free.allocators
+        rows = itertools.islice(self._one_of_a_mesh(), _MOST_MESHES)
+        near = (Try(row, everything, every) for row in rows)
         more = max(keep - (best.stated != chosen.stated), 0)
         others = [best, *itertools.islice(self._that_fit(near, _MOST_NEAR), more)]
         by_words = {str(way.stated): way for way in others if way.stated != chosen.stated}
@@ -71,56 +90,64 @@ class Near:
     def _mesh(self, row: int) -> tuple[int, ...]:
         return tuple(int(self._job.grid[row][axis]) for axis in AXES)
 
-    def _simpler(self, simplest: tuple[float, ...]) -> Iterator[tuple[int, Options]]:
+    def _simpler(self, simplest: tuple[float, ...]) -> Iterator[Try]:
         """Rows near the best, and what their blocks may do, that are simpler: simplest first.
 
         Most are solved for nothing if they are before their turn, which is by what is sure of them:
         blocks that may do one thing do one, and where they may do more and do one, they do what
         those do that may do no other.
         """
-        waiting: list[tuple[tuple[float, ...], int, int, Options]] = []
+        waiting: list[tuple[tuple[float, ...], int, Try]] = []
         rows = (candidate.row for candidate in self._found.near)
-        for row in (row for row in rows if self._of_row(row) <= simplest[:2]):
+        alone = [(each,) for each in self._job.free.allocators]
+        for row, some in itertools.product(rows, alone):
+            if (own := self._of_row(row, *some)) > simplest[: len(own)]:
+                continue
             for options in _sets_of_options():
-                sure = (*self._of_row(row), min(sum(options), 2), self._virtual(row))
-                heapq.heappush(waiting, (sure, len(waiting), row, options))
+                sure = (*own, min(sum(options), 2), self._virtual(row))
+                heapq.heappush(waiting, (sure, len(waiting), Try(row, options, some)))
         limit = (*simplest, -1)
         while waiting and waiting[0][0] < limit:
-            least, number, row, options = heapq.heappop(waiting)
+            least, number, each = heapq.heappop(waiting)
             if len(least) == len(limit):
-                yield row, options
-            elif (one := self._solve(row, options)) is not None:
-                key = (*self._complexity(one), row)
+                yield each
+            elif (one := self._solve(each)) is not None:
+                key = (*self._complexity(one, *each.allocators), each.row)
                 if least <= key < limit:
-                    heapq.heappush(waiting, (key, number, row, options))
+                    heapq.heappush(waiting, (key, number, each))
 
-    def _solve(self, row: int, options: Options) -> Candidate | None:
+    def _known_excess(self, each: Try) -> float:
+        known = self._found.excess.get(each.row, self._job.taken(each.row))
+        return self._excess.get((each.row, each.allocators), known)
+
+    def _solve(self, each: Try) -> Candidate | None:
         """The fastest way of a row within the slack, as far as is known what it really holds."""
-        found = self._found
+        found, (row, options, _) = self._found, each
         assert found.best is not None
-        room = self._job.capacity - found.excess.get(row, self._job.taken(row))
+        room = self._job.capacity - self._known_excess(each)
         limit = found.best.seconds * (1 + SLACK)
         if (row, options) not in self._only:
             self._only[row, options] = self._numbers.only(row, options)
         one = solve_row(self._only[row, options], 0, room, limit)
         return replace(one, row=row) if one is not None else None
 
-    def _that_fit(self, tries: Iterable[tuple[int, Options]], most: int) -> Iterator[Way]:
-        """Those of some (row, options) that the memory room certifies, in this order."""
-        found = self._found
-        for row, options in tries:
-            guesses = 0
-            while most > 0 and not self._job.question.is_stopped():
-                one = self._solve(row, options)
+    def _that_fit(self, tries: Iterable[Try], most: int) -> Iterator[Way]:
+        """Those of some tries that the memory room certifies, in this order."""
+        found, job, numbers = self._found, self._job, self._numbers
+        for each in tries:
+            guesses, key = 0, (each.row, each.allocators)
+            while most > 0 and not job.question.is_stopped():
+                one = self._solve(each)
                 if one is None:
                     break
                 guesses += 1
-                guess = self._job.guess(self._numbers, one) if guesses <= _MOST_GUESSES else None
-                if guess and max(one.linear_bytes) + guess.excess_bytes > self._job.capacity:
-                    known = found.excess.get(row, 0.0)
-                    found.excess[row] = max(guess.excess_bytes, known * _MORE, 1.0)
+                few = guesses <= _MOST_GUESSES
+                guess = job.guess(numbers, one, each.allocators) if few else None
+                if guess and max(one.linear_bytes) + guess.excess_bytes > job.capacity:
+                    known = self._known_excess(each)
+                    self._excess[key] = max(guess.excess_bytes, known * _MORE, 1.0)
                     continue
-                measured = self._job.measure(self._numbers, one)
+                measured = job.measure(numbers, one, allocators=each.allocators)
                 found.num_measured += 1
                 most -= 1
                 if measured.fits:
@@ -129,29 +156,31 @@ class Near:
                 if measured.fits or measured.why:
                     break
                 # It held more than was known of this row: ask for less, until none is near.
-                known = found.excess.get(row, 0.0)
-                found.excess[row] = max(measured.excess_bytes, known * _MORE, 1.0)
+                known = self._known_excess(each)
+                self._excess[key] = max(measured.excess_bytes, known * _MORE, 1.0)
 
-    def _complexity(self, candidate: Candidate) -> tuple[float, ...]:
-        """What is offloaded, axes that are spread, different things that blocks do, the cost."""
+    def _complexity(self, candidate: Candidate, allocator: str) -> tuple[float, ...]:
+        """As `_of_row`, then different things that blocks do, stages of a rank, the cost."""
         blocks = {
             (b.recompute, b.reshard)
             for stage in self._job.blocks(self._numbers, candidate)
             for b in stage
         }
         row = candidate.row
-        return *self._of_row(row), len(blocks), self._virtual(row), candidate.seconds
+        own = self._of_row(row, allocator)
+        return *own, len(blocks), self._virtual(row), candidate.seconds
 
     def _virtual(self, row: int) -> int:
         return int(self._job.grid[row]["virtual"])
 
-    def _of_row(self, row: int) -> tuple[int, int]:
-        """What of a row's own counts first."""
+    def _of_row(self, row: int, allocator: str) -> tuple[int, int, int]:
+        """What is offloaded, axes that are spread, settings that only make room."""
         config = self._job.grid[row]
         spread = sum(int(config[axis] > 1) for axis in AXES)
         # Sharding over one rank is simpler than sharding over more, and not as simple as none.
         shards = config["mode"] != _DDP and not spread and not config["offload"]
-        return int(config["offload"]).bit_count(), spread + int(shards)
+        room = int(config["loss_chunks"] > 1) + int(allocator != "default")
+        return int(config["offload"]).bit_count(), spread + int(shards), room
 
 
 def _sets_of_options() -> Iterator[Options]:

@@ -124,7 +124,6 @@ class _Asking:
         if conflict and not remedies:
             remedies = list(self._by_statements(self._corrections()))
         self._deadline = time.monotonic() + self._limit / 2
-        remedies += self._by_allocator()
         remedies += self._by_devices()
         remedies.sort(key=lambda each: (each.num_gpus, each.way.seconds))
         return Trouble(
@@ -221,19 +220,6 @@ class _Asking:
                     way=found.way,
                     is_whole=found.is_whole,
                 )
-
-    def _by_allocator(self) -> Iterator[Remedy]:
-        """All statements held, and nothing lost to pieces of memory that nobody can use."""
-        if self._question.read(()).allocator != "default":
-            return
-        setting = {"allocator": "expandable"}
-        self._told("looking for a plan with an allocator whose segments grow")
-        found = self._ask(_with(self._question, overrides(setting)))
-        if found.way is not None:
-            yield Remedy(
-                change="let the segments of CUDA's allocator grow", setting=setting,
-                num_gpus=self._question.cluster.num_gpus, way=found.way, is_whole=found.is_whole,
-            )  # fmt: skip
 
     def _by_devices(self) -> Iterator[Remedy]:
         """The fewest more devices, all statements held but for how many ranks share data."""

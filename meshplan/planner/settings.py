@@ -9,23 +9,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from meshplan.cost.grid import MODES, RECOMPUTE
+from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, RECOMPUTE
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.mesh import AXES
 from meshplan.planner.decision import Way
-from meshplan.planner.hosted import WORDS, offload_of
+from meshplan.planner.hosted import ONLY_IN_FULL, WORDS, offload_of
 from meshplan.planner.space import STRATEGIES, Freedom, divisors
 from meshplan.spec import STRATEGY_WORDS
 
 FIELDS: Final = (
     *(f"mesh.{axis}" for axis in AXES),
     "strategy", "batch.micro", "activation_checkpointing", "reshard_after_forward", "offload",
-    "sequence_parallel",
+    "sequence_parallel", "loss_parallel", "loss_chunks", "allocator",
 )  # fmt: skip
 """What the planner chooses, and can be asked about."""
 
+READ_AGAIN: Final = ("loss_parallel", "loss_chunks", "allocator")
+"""Of those, what is asked by planning a file that states it: any value may be, tried or not."""
+
 STATED: Final = (
-    "allocator", "loss_chunks", "loss_parallel", "precision", "optimizer", "tp_plan",
+    "precision", "optimizer", "tp_plan",
     "context.attention", "experts.capacity", "pipeline.schedule", "pipeline.virtual",
 )  # fmt: skip
 """What it leaves as the plan has it, or chooses in part, and a plan may state."""
@@ -35,7 +38,7 @@ def has(way: Way, path: str, text: str) -> bool:
     """Whether a plan has a setting.
 
     Args:
-        path, text: Of a setting as `narrowed` takes it.
+        path, text: Of a setting that the planner chooses.
     """
     plan, a = way.plan, way.plan.assignment
     area, _, axis = path.partition(".")
@@ -49,13 +52,33 @@ def has(way: Way, path: str, text: str) -> bool:
         return a.sequence_parallel == (text == "true")
     if path == "offload":
         return offload_of(plan) == WORDS[text]
-    blocks = plan.graph.blocks()
+    if path == "loss_parallel":
+        return a.loss_parallel == (text == "true")
+    if path == "loss_chunks":
+        return str(a.chunked_loss.chunks if a.chunked_loss is not None else 1) == text
+    if path == "allocator":
+        return plan.spec.allocator == text
+    num_with, num = blocks_with(way, path, text)
+    return 0 < num == num_with
+
+
+def blocks_with(way: Way, path: str, text: str) -> tuple[int, int]:
+    """(how many blocks of a plan have a setting, of how many); (0, 0) where blocks choose nothing.
+
+    Args:
+        path, text: As of `has`.
+    """
+    a, blocks = way.plan.assignment, way.plan.graph.blocks()
+    chosen: list[str]
     if path == "activation_checkpointing":
         again = [a.recompute.get(block) for block in blocks]
-        return {each.policy.mode if each else "none" for each in again} == {text}
-    units = [a.units[block] for block in blocks if block in a.units]
-    freed = {unit.reshard_after_forward for unit in units if unit.is_sharded}
-    return freed == {text == "true"}
+        chosen = [each.policy.mode if each else "none" for each in again]
+    elif path == "reshard_after_forward":
+        units = [a.units[block] for block in blocks if block in a.units]
+        chosen = [str(unit.reshard_after_forward).lower() for unit in units if unit.is_sharded]
+    else:
+        return 0, 0
+    return chosen.count(text), len(chosen)
 
 
 def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
@@ -88,6 +111,8 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
             raise _no_value(path, text, tuple(WORDS))
         if WORDS[text] not in free.offload:
             return None, "the plan states another"
+        if WORDS[text] & ACTIVATIONS_THERE and RECOMPUTE.index("full") not in free.recompute:
+            return None, ONLY_IN_FULL
         held = {"offload": (WORDS[text],)}
     elif text not in ("true", "false"):
         raise _no_value(path, text, ("true", "false"))
@@ -146,7 +171,11 @@ def settings_of(free: Freedom, path: str) -> Iterator[str]:
         yield from (f"{path}={RECOMPUTE[place]}" for place in free.recompute)
     elif path == "offload":
         yield from (f"{path}={word}" for word, what in WORDS.items() if what in free.offload)
-    elif path in ("reshard_after_forward", "sequence_parallel"):
+    elif path == "loss_chunks":
+        yield from (f"{path}={chunks}" for chunks in free.loss_chunks)
+    elif path == "allocator":
+        yield from (f"{path}={word}" for word in free.allocators)
+    elif path in ("reshard_after_forward", "sequence_parallel", "loss_parallel"):
         yield from (f"{path}=true", f"{path}=false")
     else:
         what, fix = f"'{path}' is nothing that is planned", f"ask about {', '.join(FIELDS)}"

@@ -18,10 +18,11 @@ from meshplan.mesh import AXES
 from meshplan.planner.contexts import context_of
 from meshplan.planner.hosted import offload_words
 from meshplan.planner.pins import Pins
+from meshplan.planner.room import room_words
 from meshplan.planner.row import Candidate
 from meshplan.planner.space import Freedom
 from meshplan.planner.spread import LENDER, is_placed, words
-from meshplan.spec import AUTO, Spec
+from meshplan.spec import AUTO, Allocator, Spec
 from meshplan.units import spans_of
 
 _UNIFORM: Final = {0: ("zero2", "hybrid_shard_zero2"), 1: ("full_shard", "hybrid_shard")}
@@ -66,7 +67,12 @@ def _sorted_options(takes: Sequence[int]) -> Iterator[int]:
 
 
 def statements(
-    spec: Spec, free: Freedom, row: np.void, stages: Sequence[Sequence[Block]], pins: Pins
+    spec: Spec,
+    free: Freedom,
+    row: np.void,
+    stages: Sequence[Sequence[Block]],
+    pins: Pins,
+    allocator: Allocator,
 ) -> dict[str, Any]:
     """What the plan file would have to say, by path.
 
@@ -74,6 +80,7 @@ def statements(
         row: Of the grid.
         stages: As of `blocks_of`.
         pins: What rules say already.
+        allocator: That memory is told with.
     """
     sizes = {axis: int(row[axis]) for axis in AXES}
     mesh = {axis: size for axis, size in sizes.items() if size > 1}
@@ -102,6 +109,8 @@ def statements(
             out["tp_plan"] = "auto"
         if free.sequence_parallel.get(sizes["tp"]) and not spec.sequence_parallel:
             out["sequence_parallel"] = True
+        if free.loss_parallel.get(sizes["tp"]) and not spec.loss_parallel:
+            out["loss_parallel"] = True
     else:
         # What is about tp alone has nothing to be about.
         out |= {"tp_plan": "none"} if spec.tp_plan != "none" else {}
@@ -116,6 +125,7 @@ def statements(
         if spec.pipeline is None or spec.pipeline.split == AUTO:
             out["pipeline.split"] = [[stage[0].name] for stage in stages]
     out |= offload_words(spec, int(row["offload"]))
+    out |= room_words(spec, int(row["loss_chunks"]), allocator)
     open_ = [b for b in blocks if not (b.name in pins and pins[b.name].recompute)]
     word = _usual_recompute(open_)
     if spec.activation_checkpointing.every == 1:  # Else it says it of all blocks already.

@@ -6,6 +6,7 @@ version does not allow is left out with the reason, which is told.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,11 +16,13 @@ from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, PARAMS_THERE, 
 from meshplan.errors import PlanError, Problem
 from meshplan.mesh import AXES
 from meshplan.planner.batches import of_data_rank
-from meshplan.planner.contexts import context_of, contexts_of, shared_heads
-from meshplan.planner.hosted import as_stated, stated_offloads
+from meshplan.planner.contexts import contexts_of, shared_heads
+from meshplan.planner.hosted import ONLY_IN_FULL, stated_offloads
 from meshplan.planner.orders import schedules_of, stated_virtual
-from meshplan.planner.spread import NO_EXPERTS, Experts, as_trial, is_placed
-from meshplan.spec import AUTO, Borrow, Offload, Pipeline, Rule, Spec
+from meshplan.planner.room import allocators_of, chunks_of
+from meshplan.planner.spread import NO_EXPERTS, Experts, is_placed
+from meshplan.planner.trials import with_axes, with_offload
+from meshplan.spec import AUTO, Allocator, Borrow, Spec
 
 _DDP, _ZERO1, _SHARD = range(len(MODES))
 STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
@@ -73,10 +76,12 @@ class Freedom:
         pipelined: Microbatches of a pipeline; None where free.
         global_: Samples of a step of all ranks; None where `of_data_rank` says it.
         of_data_rank: Samples of a step of one data rank.
-        sequence_parallel: By size of tp.
+        sequence_parallel, loss_parallel: By size of tp.
         experts: Patterns of the modules that ep spreads.
         offload: What lies on the host, as in the grid, so far as the plan leaves it open.
         stages_there: Whether parameters may lie there in a pipeline.
+        loss_chunks: Parts of the loss; on ranks that pp, cp or tp spread, the first alone.
+        allocators: Of which any may be the plan's, the plainest first.
         rejected: What was left out.
     """
 
@@ -96,9 +101,12 @@ class Freedom:
     global_: int | None = None
     of_data_rank: int = 1
     sequence_parallel: Mapping[int, bool] = field(default_factory=dict)
+    loss_parallel: Mapping[int, bool] = field(default_factory=dict)
     experts: tuple[str, ...] = ()
     offload: tuple[int, ...] = (0,)
     stages_there: bool = True
+    loss_chunks: tuple[int, ...] = (1,)
+    allocators: tuple[Allocator, ...] = ("default",)
     rejected: tuple[Rejected, ...] = ()
 
     @property
@@ -124,6 +132,7 @@ def freedom_of(
     experts: Experts = NO_EXPERTS,
     keeps_from_rounds: str = "",
     heads: tuple[int, ...] = (),
+    is_traced: bool = False,
 ) -> Freedom:
     """What a spec leaves free.
 
@@ -131,6 +140,7 @@ def freedom_of(
         can_cut: Whether blocks can be cut into so many stages where the plan says that they are.
         experts: Of the model.
         heads: As in `Freedom`.
+        is_traced: Whether the model is known by its traces.
         keeps_from_rounds: Why no rank may have several stages, "" if it may.
         refuses: Why a trial of a spec cannot be, "" if it can be: whether the model divides, and
             whether its step can be told.
@@ -141,8 +151,8 @@ def freedom_of(
     rejected: list[Rejected] = []
     axes = _axes(spec, world)
     axes["tp"] = tuple(t for t in axes["tp"] if t <= gpus_per_node or len(axes["tp"]) == 1)
-    sequence = _tensor_parallel(spec, axes, refuses, rejected)
-    axes["tp"] = tuple(sequence)
+    tensor = _tensor_parallel(spec, axes, refuses, rejected)
+    axes["tp"] = tuple(tensor)
     axes["pp"] = _pipelines(spec, axes["pp"], num_blocks, refuses, rejected)
     axes["pp"] = tuple(_as_stated(spec, axes["pp"], can_cut, rejected))
     axes["cp"], left_out = contexts_of(
@@ -158,6 +168,9 @@ def freedom_of(
     if spec.strategy not in (None, AUTO):
         modes, reshard = STRATEGIES[spec.strategy or ""]
         hybrid = spec.strategy.startswith("hybrid") if modes == (_SHARD,) else None
+    trial = with_axes(spec, {"dp_shard": 2})
+    chunks, why = chunks_of(spec, refuses, trial, is_traced=is_traced)
+    rejected += [Rejected("loss_chunks", why)] if why else []
     offload = stated_offloads(spec)
     if offload[0]:
         _check_offload(spec, offload[0], refuses)
@@ -172,7 +185,8 @@ def freedom_of(
         heads=shared_heads(spec, heads),
         recompute=tuple(_recompute(spec, refuses, rejected)),
         reshard=reshard,
-        sequence_parallel=sequence,
+        sequence_parallel={size: cuts for size, (cuts, _) in tensor.items()},
+        loss_parallel={size: cuts_loss for size, (_, cuts_loss) in tensor.items()},
         experts=experts.modules,
         rejected=tuple(rejected),
         micro=(spec.batch.micro,) if isinstance(spec.batch.micro, int) else (),
@@ -181,6 +195,8 @@ def freedom_of(
         global_=spec.batch.global_,
         of_data_rank=of_data_rank(spec.batch),
         offload=offload,
+        loss_chunks=chunks,
+        allocators=allocators_of(spec),
         stages_there=not offload[0] & PARAMS_THERE
         or max(axes["pp"], default=1) == 1
         or not refuses(with_offload(spec, offload[0], pp=2)),
@@ -208,19 +224,26 @@ def _tensor_parallel(
     axes: Mapping[str, Sequence[int]],
     refuses: Callable[[Spec], str],
     rejected: list[Rejected],
-) -> dict[int, bool]:
-    """Sizes of tp that the model allows, each with whether the sequence is cut there too."""
-    is_stated = "sequence_parallel" in spec.origins
-    out = {1: spec.sequence_parallel} if 1 in axes["tp"] else {}
+) -> dict[int, tuple[bool, bool]]:
+    """Sizes of tp that the model allows.
+
+    With each, whether the sequence is cut there too, and the loss along the vocabulary: what is cut
+    is smaller, and takes less to send.
+    """
+    choices = [
+        (getattr(spec, name),) if name in spec.origins else (True, False)
+        for name in ("sequence_parallel", "loss_parallel")
+    ]
+    out = {1: (spec.sequence_parallel, False)} if 1 in axes["tp"] else {}
     for size in axes["tp"]:
         if size == 1:
             continue
         whys = []
-        for cuts in (spec.sequence_parallel,) if is_stated else (True, False):
-            trial = with_axes(spec, {"tp": size}, sequence_parallel=cuts)
+        for cuts, cuts_loss in itertools.product(*choices):
+            trial = with_axes(spec, {"tp": size}, sequence_parallel=cuts, loss_parallel=cuts_loss)
             why = refuses(trial)
             if not why:
-                out[size] = cuts
+                out[size] = cuts, cuts_loss
                 break
             whys.append(why)
         else:
@@ -298,49 +321,6 @@ def _spread(
         rejected.append(Rejected(f"mesh.ep={', '.join(uneven)}", why))
 
 
-def with_axes(
-    spec: Spec,
-    sizes: Mapping[str, int],
-    *,
-    sequence_parallel: bool = False,
-    experts: tuple[str, ...] = (),
-) -> Spec:
-    """The spec on this mesh alone, as a trial of what the model allows."""
-    spec = as_trial(spec, sizes, experts)
-    has_tp = sizes.get("tp", 1) > 1
-    tp_plan = spec.tp_plan if has_tp else "none"
-    if has_tp and tp_plan == "none" and "tp_plan" not in spec.origins:
-        tp_plan = AUTO
-    return replace(
-        spec,
-        strategy=None,
-        hardware=None,
-        offload=Offload(),
-        tp_plan=tp_plan,
-        sequence_parallel=sequence_parallel and has_tp,
-        loss_parallel=spec.loss_parallel and has_tp,
-        batch=replace(spec.batch, micro=sizes.get("pp", 1), accumulate=None, global_=None),
-        activation_checkpointing=replace(spec.activation_checkpointing, mode="none", budget=None),
-        pipeline=_as_trial(spec.pipeline) if "pp" in sizes else None,
-        context=context_of(spec) if sizes.get("cp", 1) > 1 else None,
-        # A trial may be of fewer blocks than rules speak of.
-        rules=tuple(_rule_as_trial(rule, sizes) for rule in spec.rules),
-    )
-
-
-def with_offload(
-    spec: Spec, what: int, *, pp: int = 1, ep: int = 1, experts: tuple[str, ...] = ()
-) -> Spec:
-    """A trial of whether the model allows that this lies on the host."""
-    sizes = {"dp_shard": 2, "pp": pp, "ep": ep}
-    spread = {axis: size for axis, size in sizes.items() if size > 1}
-    trial = with_axes(spec, spread, experts=experts)
-    policy = trial.activation_checkpointing
-    if what & ACTIVATIONS_THERE:
-        policy = replace(policy, mode="full")
-    return replace(trial, offload=as_stated(what), activation_checkpointing=policy)
-
-
 def _check_offload(spec: Spec, what: int, refuses: Callable[[Spec], str]) -> None:
     """Refuse what is stated and cannot be, or has no figures."""
     mode = spec.activation_checkpointing.mode
@@ -353,21 +333,10 @@ def _check_offload(spec: Spec, what: int, refuses: Callable[[Spec], str]) -> Non
         trial = replace(trial, offload=there)
     why, fix = refuses(trial), "leave it out, or state all that is open"
     if not why and what & ACTIVATIONS_THERE and stated and mode != "full":
-        why = "offloaded activations have figures where every block is recomputed in full, only"
+        why = ONLY_IN_FULL
         fix = "say activation_checkpointing: full"
     if why:
         raise PlanError(Problem(why, spec.origin("offload"), fix))
-
-
-def _rule_as_trial(rule: Rule, sizes: Mapping[str, int]) -> Rule:
-    """Without what is of another mesh: stages, and parameters that are cut."""
-    back = rule.reshard_after_forward if sizes.get("dp_shard", 1) > 1 else None
-    return replace(rule, optional=True, stage=None, reshard_after_forward=back)
-
-
-def _as_trial(pipeline: Pipeline | None) -> Pipeline | None:
-    """Without what is of one number of stages."""
-    return pipeline and replace(pipeline, schedule="1F1B", virtual=1, microbatches=AUTO, split=AUTO)
 
 
 def _recompute(

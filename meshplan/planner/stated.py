@@ -14,6 +14,7 @@ from meshplan.mesh import AXES
 from meshplan.planner.batches import of_data_rank
 from meshplan.planner.lock import overrides
 from meshplan.planner.orders import stated_schedule, stated_virtual
+from meshplan.planner.room import OFFERED
 from meshplan.spec import AUTO, Borrow, Rule, Spec
 
 _RULED: Final = ("activation_checkpointing", "reshard_after_forward", "stage", "unit")
@@ -25,7 +26,7 @@ _PIPELINE: Final = "pipeline"
 _SCHEDULE: Final = "pipeline.schedule"
 _VIRTUAL: Final = "pipeline.virtual"
 _WITH_SCHEDULE: Final = (_SCHEDULE, _VIRTUAL, "pipeline.microbatches")
-_SWITCHES: Final = ("loss_parallel", "loss_chunks", "compile")
+_SWITCHES: Final = ("compile",)
 """What the planner leaves as it is where nobody states it, and what narrows where somebody does."""
 _OFFLOADED: Final = ("params", "optimizer", "activations")
 
@@ -123,6 +124,10 @@ def _of_whole(spec: Spec) -> Iterator[Statement]:
         yield Statement("sequence_parallel", _words(cuts), allows_more=not cuts)
     if spec.experts.capacity is not None:
         yield Statement("experts.capacity", f"{spec.experts.capacity:g}")
+    for name in OFFERED:
+        value = getattr(spec, name)
+        if name in spec.origins and value != AUTO:
+            yield Statement(name, _words(value), allows_more=value not in OFFERED[name])
     for name in _SWITCHES:
         value = getattr(spec, name)
         if value != getattr(Spec(), name):

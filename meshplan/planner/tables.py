@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, RECOMPUTE, cuts_of
+from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, RECOMPUTE, Cut, cuts_of
 from meshplan.cost.pipeline import crossing_seconds, pipeline_seconds
 from meshplan.cost.profile import Profile
 from meshplan.cost.step import terms, widths_of
@@ -37,9 +37,6 @@ from meshplan.planner.pins import Pin, Pins
 from meshplan.planner.pools import pools_of
 from meshplan.spec import Precision
 
-Cut = tuple[int, int]
-"""(ranks of tp, ranks of ep)."""
-
 _FULL: Final = np.array([again == RECOMPUTE.index("full") for again, _ in OPTIONS])
 _ONCE: Final = [OPTIONS.index((0, reshard)) for _, reshard in OPTIONS]
 """By option, the one that runs nothing again and is like it otherwise."""
@@ -47,7 +44,7 @@ _ONCE: Final = [OPTIONS.index((0, reshard)) for _, reshard in OPTIONS]
 
 def numbers_of(
     grid: NDArray[np.void],
-    chain_of: Callable[[int, int], Chain],
+    chain_of: Callable[[int, int, int], Chain],
     *,
     profile: Profile,
     gpus_per_node: int,
@@ -63,7 +60,8 @@ def numbers_of(
     """Everything that the search reads.
 
     Args:
-        chain_of: The model as one rank of so many along tp, and along ep, computes it.
+        chain_of: The model as one rank of so many along tp, and along ep, computes it, with head
+            and loss over so many parts of the tokens.
         precision: Dtypes by role.
         dtype: Of the model's parameters.
         recompute, reshard: What the plan leaves to blocks.
@@ -83,8 +81,8 @@ def numbers_of(
     turn, passes, beside, pooled, at_first, at_last = (np.full(len(grid), np.inf) for _ in range(6))
     reduce_bytes = widths_of(precision, dtype).reduce
     late = is_late(grid)
-    for (tp, ep), chain in chains.items():
-        rows = np.flatnonzero((grid["tp"] == tp) & (grid["ep"] == ep))
+    for at_cut, chain in chains.items():
+        rows = at_cut.rows(grid)
         part = grid[rows]
         counts = np.bincount(chain.order, minlength=len(chain.kinds))
         boundary, always, passing = 0.0, np.zeros(len(part)), np.zeros(len(part))

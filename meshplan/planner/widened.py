@@ -22,6 +22,7 @@ from meshplan.cost.grid import (
     OPTIONS,
     PARAMS_THERE,
     RECOMPUTE,
+    Cut,
     cuts_of,
 )
 from meshplan.cost.host import entered_s, updates_more_s
@@ -35,7 +36,8 @@ from meshplan.planner.job import Job
 from meshplan.planner.knapsack import Counts, Floats
 from meshplan.planner.numbers import Numbers, step_seconds
 from meshplan.planner.search import TOLERANCE, search
-from meshplan.planner.space import Rejected, with_offload
+from meshplan.planner.space import Rejected
+from meshplan.planner.trials import with_offload
 
 _DDP, _SHARD = MODES.index("ddp"), MODES.index("shard")
 _FULL: Final = np.array([again == RECOMPUTE.index("full") for again, _ in OPTIONS])
@@ -49,8 +51,9 @@ def searched(job: Job, run: Callable[[Numbers], Found]) -> tuple[Numbers, Found]
     """
     numbers = job.usual
     found = run(numbers)
+    found.unoffloaded_s = found.best.seconds if found.best else float("inf")
     num_base = len(numbers.grid)
-    if widen(job, found.best.seconds if found.best else float("inf")):
+    if widen(job, found.unoffloaded_s):
         numbers = job.usual
         is_new = np.arange(len(numbers.grid)) >= num_base
         # What has one stage is told soonest, and rules out much of what has more.
@@ -97,6 +100,7 @@ def _together(one: Found, two: Found) -> Found:
         measured=two.measured or one.measured,
         lower_s=min(one.lower_s, two.lower_s),
         is_whole=one.is_whole and two.is_whole,
+        unoffloaded_s=one.unoffloaded_s,
         near=sorted([*one.near, *(c for c in two.near if c not in one.near)],
                     key=lambda c: (c.seconds, c.row)),
         refused={**one.refused, **two.refused},
@@ -164,9 +168,9 @@ def _bounds(job: Job, numbers: Numbers, at: Counts, what: int) -> Floats:
     grid, seconds = numbers.grid[at], numbers.seconds[at]
     more = np.zeros(len(at))
     count = numbers.counts
-    for tp, ep in cuts_of(grid):
-        mine = np.flatnonzero((grid["tp"] == tp) & (grid["ep"] == ep))
-        more[mine] = _more(job, grid[mine], what, (tp, ep))
+    for at_cut in cuts_of(grid):
+        mine = at_cut.rows(grid)
+        more[mine] = _more(job, grid[mine], what, at_cut)
     if what & ACTIVATIONS_THERE:
         has_choice = np.array([bool(name) for name in numbers.names])
         blocks = np.isin(np.arange(len(count)), np.array(numbers.order)[has_choice])
@@ -187,9 +191,9 @@ def _host_least(job: Job, rows: NDArray[np.void], what: int) -> Floats:
         return out
     sizes, world = element_bytes_of(job.trial), job.question.cluster.num_gpus
     per_node = min(world, job.question.cluster.gpus_per_node)
-    for tp, ep in cuts_of(rows):
-        mine = np.flatnonzero((rows["tp"] == tp) & (rows["ep"] == ep))
-        chain = job.chain_at(tp, ep)
+    for at_cut in cuts_of(rows):
+        mine = at_cut.rows(rows)
+        chain = job.chain_at(*at_cut)
         for number, many in zip(*np.unique(chain.order, return_counts=True), strict=True):
             kind = chain.kinds[number]
             kept = share(rows[mine], kind) * sizes.stored
@@ -198,7 +202,7 @@ def _host_least(job: Job, rows: NDArray[np.void], what: int) -> Floats:
     return out
 
 
-def _more(job: Job, grid: NDArray[np.void], what: int, cut: tuple[int, int]) -> Floats:
+def _more(job: Job, grid: NDArray[np.void], what: int, cut: Cut) -> Floats:
     """By row, what all blocks take for each microbatch beside what they take without."""
     chain, profile = job.chain_at(*cut), job.profile
     per_node = job.question.cluster.gpus_per_node

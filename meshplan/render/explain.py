@@ -8,7 +8,7 @@ from typing import Any, Final
 from meshplan.planner.decision import Way
 from meshplan.planner.explain import NAMES, WhyNot
 from meshplan.planner.near import SLACK
-from meshplan.render.statements import way_lines
+from meshplan.render.statements import flow, way_lines
 from meshplan.render.text import wrapped
 from meshplan.units import format_bytes, format_gib, format_step
 
@@ -29,6 +29,7 @@ def why_not_to_json(answer: WhyNot) -> dict[str, Any]:
         "best_step_s": answer.base_s,
         "plan_step_s": answer.plan.seconds if answer.plan else None,
         "is_planned": answer.is_planned,
+        "blocks": {"with": answer.num_with[0], "of": answer.num_with[1]},
         "objective": answer.objective,
         "peak_bytes": answer.way.memory.worst.band[1] if answer.way else None,
         "plan_peak_bytes": answer.plan.memory.worst.band[1] if answer.plan else None,
@@ -48,6 +49,13 @@ def verdict(answer: WhyNot) -> str:
 
 
 def _verdict(answer: WhyNot) -> str:
+    num_with, num = answer.num_with
+    if 0 < num_with < num:
+        return f"the plan has it on {num_with} of {num} blocks; on all, {_alone(answer)}"
+    return _alone(answer)
+
+
+def _alone(answer: WhyNot) -> str:
     if answer.why:
         return f"not in the space: {answer.why}"
     if answer.seconds is None:
@@ -76,7 +84,27 @@ def _verdict(answer: WhyNot) -> str:
         return f"{more:+.1%}"
     grown = {name: getattr(shares, name) - getattr(base, name) for name in NAMES}
     most = max(grown, key=lambda name: grown[name])
-    return f"{more:+.1%}: {NAMES[most]} ({grown[most] / plan_s:+.1%})"
+    share = f"({grown[most] / plan_s:+.1%})"
+    return f"{more:+.1%}: {_on_another_mesh(answer)}{NAMES[most]}{_axes(answer, most)} {share}"
+
+
+def _on_another_mesh(answer: WhyNot) -> str:
+    """Where the best with a setting is spread otherwise than the plan, what costs is that."""
+    if answer.way is None or answer.plan is None:
+        return ""
+    mesh = answer.way.stated.get("mesh")
+    if mesh is None or mesh == answer.plan.stated.get("mesh"):
+        return ""
+    return f"it takes mesh: {flow(mesh)}, "
+
+
+def _axes(answer: WhyNot, cause: str) -> str:
+    """Which axes of the best with a setting send in the way of what is computed."""
+    if cause != "tensor_parallel" or answer.way is None:
+        return ""
+    mesh = answer.way.plan.mesh
+    axes = [axis for axis in ("tp", "cp", "ep") if mesh.size(axis) > 1]
+    return f" of {' and '.join(axes)}" if axes else ""
 
 
 def _by_memory(answer: WhyNot, plan: Way) -> str:

@@ -10,13 +10,11 @@ from meshplan.planner.decision import Decision, Way
 from meshplan.planner.space import EmptySpaceError, Rejected
 from meshplan.planner.written import Written
 from meshplan.render.memory import ranks_in_words
-from meshplan.render.statements import settings_in_words, way_lines
+from meshplan.render.statements import flow, settings_in_words, way_lines
 from meshplan.render.text import columns, packed, paint, wrapped
 from meshplan.units import format_gib, format_step
 
 _MOST_REJECTED = 12
-_DEAR = 0.02
-"""What memory costs, as a share of the fastest step, from which on more room is of interest."""
 
 
 def decision_to_json(decision: Decision) -> dict[str, Any]:
@@ -160,7 +158,8 @@ def decision_to_text(
     lines = [
         paint(f"{title}: {format_step(chosen.seconds)} a step", "bold", colour)
         + f", {_rate(decision, chosen)} per GPU"
-        + f", MFU {decision.mfu(chosen):.1%}",
+        + f", MFU {decision.mfu(chosen):.1%}"
+        + _offload(decision, chosen),
         "",
         *(part for line in way_lines(chosen) for part in wrapped(f"  {line}", 4)),
         "",
@@ -178,6 +177,26 @@ def decision_to_text(
 def _section(lines: Sequence[str]) -> list[str]:
     """With an empty line before; nothing where there is nothing."""
     return ["", *lines] if lines else []
+
+
+def _offload(decision: Decision, chosen: Way) -> str:
+    """What the planner put on the host, and what there would be without; "" where it put nothing.
+
+    The plan does not state it, and a step waits for it: nobody should learn of it by chance.
+    """
+    host = chosen.memory.host
+    if chosen.stated.get("offload", "none") == "none" or host is None:
+        return ""
+    without_s, price = decision.unoffloaded_s, ""
+    if without_s == float("inf"):
+        price = "nothing fits" if decision.is_whole else "nothing was found that fits"
+        price = f", without which {price}"
+    elif without_s is not None:
+        price = f", without which it is {format_step(without_s)}"
+    held, limit = format_gib(host.held_bytes), format_gib(host.limit_bytes)
+    known = "" if host.is_stated else " (assumed)"
+    what = flow(chosen.stated["offload"])
+    return f", with offload: {what}{price}: {held} of a node's {limit}{known}"
 
 
 def _rate(decision: Decision, way: Way) -> str:
@@ -201,7 +220,16 @@ def _memory(decision: Decision, way: Way) -> list[str]:
             for line in wrapped(f"        if {value}", 8)
         ),
         *(f"host    {line}" for line in _host(way)),
+        *_allocator(way),
     ]
+
+
+def _allocator(way: Way) -> Iterator[str]:
+    """How the process comes to the allocator that memory is told with."""
+    if way.stated.get("allocator") == "expandable":
+        yield "        with expandable segments, which parallelize turns on before it moves the"
+        yield "        model; to allocate on the GPU sooner, start the job with"
+        yield "        PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 def _host(way: Way) -> Iterator[str]:
@@ -234,21 +262,7 @@ def _ladder(decision: Decision) -> list[str]:
         f"        {format_step(ladder.plan_s)} the fastest of {decision.num_configs:,} "
         f"configurations, each with {decision.num_options} choices for every block "
         + (f"(gap {decision.gap:.2%})" if decision.is_whole else "so far"),
-        *_room(decision.chosen, ladder.plan_s / ladder.no_memory_limit_s - 1),
     ]
-
-
-def _room(chosen: Way | None, cost: float) -> Iterator[str]:
-    """What a plan may state, and the planner does not choose, where memory is what is dear."""
-    if chosen is None or cost < _DEAR:
-        return
-    spec, mesh = chosen.plan.spec, chosen.plan.mesh
-    asks = [] if spec.allocator == "expandable" else ["allocator=expandable"]
-    is_apart = mesh.size("pp", "cp", "tp") == 1
-    if is_apart and spec.loss_chunks == 1 and chosen.plan.graph.config:
-        asks.append("loss_chunks=8")
-    if asks:
-        yield f"        what the plan could say for it: explain why-not {', why-not '.join(asks)}"
 
 
 def _unproved(decision: Decision) -> list[str]:

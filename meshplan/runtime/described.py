@@ -21,7 +21,7 @@ from meshplan.errors import MeshplanError
 from meshplan.graph import ModelGraph
 from meshplan.memory.told_works import refusals
 from meshplan.plan import make_plan
-from meshplan.planner.space import with_axes
+from meshplan.planner.trials import with_axes
 from meshplan.runtime.runs import is_alike
 from meshplan.runtime.sample import is_tokens
 from meshplan.spec import Spec

@@ -78,7 +78,7 @@ def with_fixes(
     if estimate.fits is not False or is_asked is False:
         return estimate
     found = list(_free(estimate))
-    changes = list(_changes(plan))
+    changes = list(changes_of(plan))
     takes_s = took_s * sum(1 + change.num_parts for change in changes)
     if is_asked is None and takes_s > _A_FEW_SECONDS:
         note = f"--fixes looks for single changes that would fit, in about {takes_s:.0f} s"
@@ -150,7 +150,8 @@ def _free(estimate: MemoryEstimate) -> Iterator[Fix]:
         )
 
 
-def _changes(plan: Plan) -> Iterator[_Change]:
+def changes_of(plan: Plan) -> Iterator[_Change]:
+    """Single changes to a plan that may take less memory, cheapest first."""
     spec, assignment = plan.spec, plan.assignment
     if assignment.wrapper == "ddp" and not spec.ddp.get("gradient_as_bucket_view", False):
         ddp = MappingProxyType({**spec.ddp, "gradient_as_bucket_view": True})

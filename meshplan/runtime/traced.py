@@ -32,7 +32,7 @@ from meshplan.memory.scale import scaled
 from meshplan.memory.told_ranks import ERROR, OverError
 from meshplan.memory.work import Work
 from meshplan.plan import Plan, make_plan
-from meshplan.planner.space import with_axes
+from meshplan.planner.trials import with_axes
 from meshplan.runtime.assumed import Loop, loop_of
 from meshplan.runtime.chain import Kept, Traces, chain_of
 from meshplan.runtime.nest import tensors_in

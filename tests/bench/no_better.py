@@ -1,0 +1,205 @@
+"""No single change beats the planner's answer: drawn plans, and every change that can be priced.
+
+    python -m tests.bench.no_better --num 200 --seed 0
+
+Plans are drawn (models of 1B to 70B parameters, five cards, 8 to 32 GPUs, left open throughout or
+partly pinned) and planned. Then every change that `explain why-not` can price is asked, and every
+one that `estimate --fixes` would offer is planned with. None that fits may be faster than the
+answer by more than `near.SLACK`, within which the simplest plan is taken. What changes the training
+itself (precision, optimizer, the capacity of experts) is not asked: the planner does not choose it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from meshplan.errors import MeshplanError
+from meshplan.planner.asking import question_of_file
+from meshplan.planner.decision import Decision
+from meshplan.planner.explain import Asker
+from meshplan.planner.lock import overrides
+from meshplan.planner.near import SLACK
+from meshplan.planner.objectives import answer
+from meshplan.planner.search import TOLERANCE
+from meshplan.planner.settings import FIELDS
+from meshplan.runtime.fixes import changes_of
+from tests.bench.planned_models import MODELS, write_plan
+
+CARDS: Final = {
+    "h100-sxm-80gb": "50GB/s", "a100-sxm-40gb": "25GB/s", "a100-sxm-80gb": "25GB/s",
+    "l40s-48gb": "25GB/s", "rtx-4090-24gb": "12GB/s",
+}  # fmt: skip
+"""By name, bandwidth between nodes for each GPU."""
+NAMES: Final = (
+    "GPT-2 XL", "Llama-3.2-1B", "Llama-3.1-8B", "Llama-2-13B", "Llama-3.1-70B", "Mixtral-8x7B",
+)  # fmt: skip
+_LLAMA_13B: Final = {
+    **MODELS["Llama-3.1-8B"], "hidden_size": 5120, "intermediate_size": 13824, "vocab_size": 32000,
+    "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 40,
+}  # fmt: skip
+_PINS: Final[tuple[tuple[str, tuple[Any, ...]], ...]] = (
+    ("strategy", ("full_shard", "zero2", "zero1")),
+    ("activation_checkpointing", ("none", "selective", "full")),
+    ("micro", (1, 2)),
+    ("mesh", ("dp_shard", "dp_replicate and dp_shard", "tp and dp_shard")),
+    ("offload", ("none", "auto")),
+    ("loss_chunks", (1, 8, "auto")),
+    ("allocator", ("default", "expandable", "auto")),
+    ("loss_parallel", (True,)),
+)
+_MORE: Final = (
+    "loss_chunks=3", "loss_chunks=6", "loss_chunks=12", "loss_chunks=64",
+    "context.attention=all_gather", "context.attention=all_to_all",
+    "pipeline.schedule=1F1B", "pipeline.schedule=Interleaved1F1B",
+    "pipeline.schedule=InterleavedZeroBubble", "pipeline.virtual=2", "pipeline.virtual=4",
+)  # fmt: skip
+"""What `why-not` can price beside every value of the fields that the planner tells itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Better:
+    """A change that fits and is faster than the answer.
+
+    Args:
+        share: By how much, of the answer's seconds.
+    """
+
+    setting: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One plan.
+
+    Args:
+        words: What was drawn.
+        num: Changes that were asked; 0 where nothing fits.
+        best: The one that gains the most; None where none gains anything.
+    """
+
+    words: str
+    num: int
+    best: Better | None = None
+
+    @property
+    def is_beaten(self) -> bool:
+        return self.best is not None and self.best.share > SLACK + TOLERANCE
+
+
+def draw(seed: int, folder: Path, names: tuple[str, ...] = NAMES) -> tuple[Path, str]:
+    """A plan file, and what it is in words."""
+    rng = random.Random(seed)
+    name = rng.choice(names)
+    card = rng.choice(tuple(CARDS))
+    nodes = rng.choice((1, 1, 2, 4))
+    seq_len = 1024 if name.startswith("GPT") else rng.choice((2048, 4096, 8192, 32768))
+    batch: dict[str, Any] = {"global": 8 * nodes * rng.choice((1, 2, 8)), "seq_len": seq_len}
+    pins = rng.sample(_PINS, rng.choice((0, 0, 1, 2, 3)))
+    fields: dict[str, Any] = {path: rng.choice(values) for path, values in pins}
+    if "micro" in fields:
+        batch["micro"] = fields.pop("micro")
+    if "mesh" in fields:
+        fields["mesh"] = dict.fromkeys(fields["mesh"].split(" and "), "auto")
+    words = f"{name}, {nodes} x 8 {card}, {batch}, {fields}"
+    fields["hardware"] = {"nodes": nodes, "gpus_per_node": 8, "gpu": card, "inter": CARDS[card]}
+    MODELS.setdefault("Llama-2-13B", _LLAMA_13B)  # type: ignore[attr-defined]
+    path = write_plan(folder, name, batch=batch, solve={"time_limit": "900s"}, **fields)
+    return path, words
+
+
+def ask(path: Path, words: str, most: int | None = None, seed: int = 0) -> Asked:
+    """Plan a file, then ask what would be faster.
+
+    Args:
+        most: So many are asked, drawn; None for all of them.
+    """
+    asker = Asker(question_of_file(path))
+    try:
+        decision = asker.decision
+    except MeshplanError as error:
+        return Asked(f"{words}: {error.problems[0].what}", 0)
+    if decision.chosen is None or not decision.is_whole:
+        return Asked(f"{words}: {'nothing fits' if decision.is_whole else 'not searched whole'}", 0)
+    settings = [*(each for field in FIELDS for each in asker.settings(field)), *_MORE]
+    if most is not None:
+        settings = random.Random(seed).sample(settings, min(most, len(settings)))
+    found = [Better("", 0.0)]
+    stated = _stated(path)
+    for setting in settings:
+        if setting.partition("=")[0] in stated:
+            continue  # A change of what is stated is no answer to the plan.
+        try:
+            why_not = asker.why_not(setting)
+        except MeshplanError:
+            continue
+        if why_not.seconds is not None and not why_not.is_planned:
+            found.append(Better(setting, 1 - why_not.seconds / decision.chosen.seconds))
+    found += _by_fixes(path, decision, stated)
+    return Asked(words, len(found) - 1, max(found, key=lambda each: each.share))
+
+
+def _stated(path: Path) -> set[str]:
+    """What a plan file pins, by path."""
+    plan = yaml.safe_load(path.read_text())
+    pinned = {key for key, value in plan.items() if value != "auto" and not isinstance(value, dict)}
+    return pinned | {f"batch.{key}" for key in plan["batch"]}
+
+
+def _by_fixes(path: Path, decision: Decision, stated: set[str]) -> Iterator[Better]:
+    """What `--fixes` would offer for the answer if it did not fit, planned with each."""
+    assert decision.chosen is not None
+    for change in changes_of(decision.chosen.plan):
+        for key, value in yaml.safe_load(f"{{{change.setting}}}").items():
+            if key in ("hardware", "mesh", "batch", *stated):
+                break  # Other machines, or what `FIELDS` asks, or what the plan states.
+            one = {"rules[0]": value[0]} if key == "rules" else {key: value}
+            try:
+                other = answer(question_of_file(path, overrides(one)))
+            except MeshplanError:
+                continue
+            if other.chosen is not None:
+                share = 1 - other.best_s / decision.chosen.seconds
+                yield Better(f"--fixes: {change.setting}", share)
+
+
+def main() -> None:
+    """Draw, plan, ask, print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--num", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--most", type=int, help="ask so many settings of each, drawn")
+    given = parser.parse_args()
+    began, asked = time.monotonic(), []
+    for number in range(given.num):
+        seed = given.seed * 10_000 + number
+        with tempfile.TemporaryDirectory() as folder:
+            one = ask(*draw(seed, Path(folder)), given.most, seed)
+        asked.append(one)
+        gain = f"{one.best.setting} {one.best.share:+.2%}" if one.best else ""
+        print(f"{number} {one.words}: {one.num} asked; {gain}", file=sys.stderr, flush=True)
+    planned = [one for one in asked if one.num]
+    beaten = [one for one in planned if one.is_beaten]
+    most = max((one.best.share for one in planned if one.best), default=0.0)
+    print(
+        f"{len(asked)} plans drawn, {len(planned)} with an answer; "
+        f"{sum(one.num for one in planned):,} changes fit and were priced; {len(beaten)} plans "
+        f"beaten by more than {SLACK:.0%}, the most gained is {most:.2%} "
+        f"({(time.monotonic() - began) / 60:.0f} min)"
+    )
+    for one in beaten:
+        print(f"  {one.words}: {one.best}")
+
+
+if __name__ == "__main__":
+    main()
