@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from meshplan.runtime.pretend import is_pretending
+from meshplan.runtime.private_values import versions_kept
 from meshplan.runtime.remembered import own_attributes
 
 _ASIDE: Final[ContextVar[bool]] = ContextVar("aside", default=False)
@@ -34,44 +35,54 @@ def aside(module: nn.Module, *, evaluates: bool = True) -> Iterator[None]:
     """
     modes = [(m, m.training) for m in module.modules()]
     kept = [(m, own_attributes(m), dict(m._buffers)) for m, _ in modes]
-    tensors = {id(t): (t, t._version, t.detach().clone()) for t in _tensors(kept)}
-    insides = [
-        (value, value.copy())
-        for _, own, _ in kept
-        for value in own.values()
-        if type(value) in (list, dict, set)
-    ]
+    values = [value for _, *tables in kept for table in tables for value in table.values()]
     token = _ASIDE.set(True)
-    for m, _ in modes if evaluates else ():
-        m.training = False
-    try:
-        yield
-    finally:
-        _ASIDE.reset(token)
-        for m, mode in modes:
-            m.training = mode
-        for m, own, buffers in kept:
-            for name in own_attributes(m).keys() - own.keys():
-                del vars(m)[name]
-            vars(m).update(own)
-            m._buffers.update(buffers)
-        for value, before in insides:
-            value.clear()
-            value.extend(before) if isinstance(value, list) else value.update(before)
-        with torch.no_grad():
-            for tensor, version, before in tensors.values():
-                if tensor._version != version:
-                    tensor.copy_(before)
+    with untouched(values):
+        for m, _ in modes if evaluates else ():
+            m.training = False
+        try:
+            yield
+        finally:
+            _ASIDE.reset(token)
+            for m, mode in modes:
+                m.training = mode
+            for m, own, buffers in kept:
+                for name in own_attributes(m).keys() - own.keys():
+                    del vars(m)[name]
+                vars(m).update(own)
+                m._buffers.update(buffers)
 
 
-def _tensors(kept: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> Iterator[Any]:
-    for _, own, buffers in kept:
-        for value in (*own.values(), *buffers.values()):
-            inside = value.values() if type(value) is dict else value
-            for each in inside if type(value) in (list, tuple, dict) else (value,):
-                # A tensor of inference mode has no version, and nothing here writes into it.
-                if isinstance(each, torch.Tensor) and not each.is_inference():
-                    yield each
+@contextmanager
+def untouched(values: Iterable[Any]) -> Iterator[None]:
+    """Give tensors, and lists, dicts and sets, the numbers and the parts that they had.
+
+    A backward that a tensor is saved for does not see that it was written meanwhile.
+    """
+    values = list(values)
+    tensors = {id(t): (t, t._version, t.detach().clone()) for t in _tensors(values)}
+    insides = [(value, value.copy()) for value in values if type(value) in (list, dict, set)]
+    with versions_kept(tensor for tensor, _, _ in tensors.values()):
+        try:
+            yield
+        finally:
+            for value, before in insides:
+                value.clear()
+                value.extend(before) if isinstance(value, list) else value.update(before)
+            with torch.no_grad():
+                for tensor, version, before in tensors.values():
+                    if tensor._version != version:
+                        tensor.copy_(before)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Return the tensors among these, and those in a list, tuple or dict among them."""
+    for value in values:
+        inside = value.values() if type(value) is dict else value
+        for each in inside if type(value) in (list, tuple, dict) else (value,):
+            # A tensor of inference mode has no version, and nothing here writes into it.
+            if isinstance(each, torch.Tensor) and not each.is_inference():
+                yield each
 
 
 def noise(name: str, local: torch.Tensor, width: int) -> torch.Tensor | None:

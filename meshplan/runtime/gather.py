@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from numbers import Real
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ class _Mean(torch.autograd.Function):
 
 def _check_terms(total: Any, count: Any) -> None:
     """Refuse what is not a sum and a count."""
-    is_number = isinstance(count, int | float) and not isinstance(count, bool)
+    is_number = isinstance(count, Real) and not isinstance(count, bool)
     is_scalar = isinstance(count, torch.Tensor) and count.numel() == 1
     what = fix = ""
     if isinstance(total, DTensor) or isinstance(count, DTensor):

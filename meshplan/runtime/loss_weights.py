@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Final
 
 import torch
@@ -184,7 +185,14 @@ class Weights:
         self._note(is_pair)
         if is_pair:
             return self._of_sum(*_pair(given))
-        loss: torch.Tensor = given
+        if not isinstance(given, torch.Tensor):
+            raise ApplyError(
+                Problem(
+                    f"loss_fn returned a {type(given).__name__}, which is no loss",
+                    fix="return the loss alone, a tensor of one element, or (sum, count)",
+                )
+            )
+        loss = given
         if self._kind == "mean" or is_pretending():
             return loss
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
@@ -256,7 +264,7 @@ class Weights:
 
 def _pair(given: Any) -> tuple[torch.Tensor, Any]:
     total, count = given if len(given) == 2 else (None, None)
-    is_number = isinstance(count, int | float) and not isinstance(count, bool)
+    is_number = isinstance(count, Real) and not isinstance(count, bool)
     is_scalar = isinstance(count, torch.Tensor) and count.numel() == 1
     if not isinstance(total, torch.Tensor) or not (is_number or is_scalar):
         raise ApplyError(

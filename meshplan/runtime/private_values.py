@@ -6,6 +6,7 @@ As `private`, for the tensors in nests of values that FSDP2's hooks look at.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -45,3 +46,11 @@ def with_floats_as(value: Any, dtype: torch.dtype) -> Any:
     from torch.distributed.utils import _apply_to_tensors
 
     return _apply_to_tensors(partial(_cast_fp_tensor, dtype), value)
+
+
+def versions_kept(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+    """Let autograd not count what is written into tensors inside, whose numbers are put back.
+
+    Private, because torch cannot know that they are.
+    """
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))

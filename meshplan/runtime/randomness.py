@@ -9,6 +9,10 @@ it runs in training, and the caller's generators are left where they were.
 from __future__ import annotations
 
 import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -85,3 +89,39 @@ def restore_random(states: tuple[torch.Tensor, ...]) -> None:
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.get_device_module(device_type()).set_rng_state(states[1])
+
+
+@contextmanager
+def undisturbed(drawn: list[bool]) -> Iterator[None]:
+    """Run without gradients, and put back the generators of torch, Python and NumPy.
+
+    Args:
+        drawn: Gets whether one of them was drawn from.
+    """
+    numpy = sys.modules.get("numpy.random")
+    torch_before, host_before = random_states(), random.getstate()
+    numpy_before = numpy.get_state() if numpy is not None else None
+    is_cached = torch.is_autocast_cache_enabled()
+    # Casts that autocast keeps, made here, would have no gradients in the training.
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(is_cached)
+        torch_after = random_states()
+        is_drawn = any(
+            not torch.equal(a, b) for a, b in zip(torch_before, torch_after, strict=True)
+        )
+        is_drawn = is_drawn or random.getstate() != host_before
+        if numpy is not None:
+            is_drawn = is_drawn or _numbers_of(numpy.get_state()) != _numbers_of(numpy_before)
+            numpy.set_state(numpy_before)
+        drawn.append(is_drawn)
+        restore_random(torch_before)
+        random.setstate(host_before)
+
+
+def _numbers_of(state: Any) -> tuple[Any, ...]:
+    """Tell a state of NumPy's generator, which holds an array, by what can be compared."""
+    return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)

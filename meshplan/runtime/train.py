@@ -110,7 +110,7 @@ def train_step(
     def take(output: Any, marked: tuple[Any, torch.Tensor | None]) -> torch.Tensor:
         begin("loss")
         target, tokens = marked
-        with guard:
+        with guard, check.calling(output, target):
             given = take_loss(loss_fn, output, target)
         loss = weights.weigh(given, output, tokens)
         check.see(output, target, given)

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from meshplan.errors import Problem
 from meshplan.mesh import DATA_AXES
 from meshplan.plan import Plan
-from meshplan.runtime.checks.halves import LossFn, cut, loss_problem, three_of
+from meshplan.runtime.checks.asking import LossFn
+from meshplan.runtime.checks.halves import cut, is_parameter, loss_problem, three_of
 from meshplan.runtime.checks.samples import ENOUGH
 from meshplan.runtime.mesh import device
 from meshplan.runtime.nest import fill, shape_of, tensors_in
@@ -86,14 +87,17 @@ class FewSamples:
         shapes = {tuple(tensor.shape[1:] for tensor in tensors) for tensors in every}
         if len(every) < 2 or len(shapes) > 1:
             return None
-        joined = [
-            (torch.cat(parts) if parts[0].ndim else parts[0]).to(device())
-            for parts in map(list, zip(*every, strict=True))
-        ]
+        joined = [_joined(parts) for parts in map(list, zip(*every, strict=True))]
         output, targets = fill(self._form, lambda number: joined[number])
-        samples = next(tensor.shape[0] for tensor in joined if tensor.ndim)
+        samples = next(t.shape[0] for t in joined if t.ndim and not is_parameter(t))
         three = three_of(loss_fn, output, targets, None, samples)
-        return None if three is None else loss_problem(three, self._plan)
+        return None if three is None else three.confirms(loss_problem(three, self._plan))
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    if is_parameter(parts[0]):
+        return parts[0].detach().to(device()).requires_grad_()
+    return (torch.cat(parts) if parts[0].ndim else parts[0]).to(device())
 
 
 def _split(item: Any) -> tuple[Any, list[torch.Tensor]]:
@@ -101,7 +105,8 @@ def _split(item: Any) -> tuple[Any, list[torch.Tensor]]:
     found: list[torch.Tensor] = []
 
     def place(tensor: torch.Tensor) -> int:
-        found.append(tensor.detach().clone().cpu())  # Not with all that it is a view of.
+        copy = tensor.detach().clone().cpu()  # Not with all that it is a view of.
+        found.append(copy.requires_grad_(is_parameter(tensor)))
         return len(found) - 1
 
     return shape_of(item, place), found

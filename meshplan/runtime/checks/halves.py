@@ -9,23 +9,21 @@ them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from meshplan.errors import Problem
 from meshplan.plan import Plan
-from meshplan.runtime.guard import fails_together, is_lost_connection
-from meshplan.runtime.loss import take_loss
+from meshplan.runtime.checks.asking import Answer, LossFn, ask, coarsest, refuse_alone
 from meshplan.runtime.loss_weights import IGNORED, PAIR, token_targets, tokens_by_sample
 from meshplan.runtime.mesh import local_of
 from meshplan.runtime.nest import fill, opaque_in, shape_of, tensors_in
 from meshplan.runtime.pending import Pending
-from meshplan.runtime.randomness import random_states, restore_random
 
 _WIDE: Final = 1 << 22
 """Elements that are compared in double precision: where rounding hides nothing, also of means that
@@ -42,8 +40,6 @@ _SHIFTED: Final = (
     "let loss_fn return (loss * n, n) with n = (labels[:, 1:] != -100).sum(): the model itself "
     "shifts the labels"
 )
-
-LossFn = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +66,32 @@ class Three:
 
     Attributes:
         tolerance: The absolute difference that rounding may make.
+        again: Asks about the whole once more; None where this cannot be done.
     """
 
     whole: Value
     first: Value
     second: Value
     tolerance: float
+    again: Callable[[], Answer] | None = None
+
+    def confirms(self, problem: Problem | None) -> Problem | None:
+        """Return a problem that these losses show, if the function says the same once more.
+
+        One that goes by the number of its calls, as a weight that warms up does, or by anything
+        else that cannot be put back, tells nothing about parts.
+        """
+        if problem is None or self.again is None:
+            return problem
+        try:
+            answer = self.again()
+        except Exception:  # The user's function: it did not raise the first time.
+            return None
+        told = value_of(answer.given, ())
+        if told is None or answer.is_random:
+            return None
+        are_none = math.isnan(told[0].loss) and math.isnan(self.whole.loss)  # Over no token.
+        return problem if are_none or agrees(told[0].loss, self) else None
 
 
 def cut(
@@ -105,7 +121,10 @@ def cut(
     form = shape_of(item, place)
     if any(True for _ in opaque_in(form)):
         return None
+    whole = {id(tensor) for tensor in tensors if is_output and is_parameter(tensor)}
     for tensor in tensors:
+        if id(tensor) in whole:
+            continue
         if not tensor.ndim and tensor.is_floating_point():
             return None
         if tensor.ndim and (tensor.ndim <= dim or tensor.shape[dim] != samples):
@@ -115,6 +134,8 @@ def cut(
             return None
 
     def part(tensor: torch.Tensor, which: slice | list[int]) -> torch.Tensor:
+        if id(tensor) in whole:
+            return tensor
         tensor = tensor if isinstance(tensor, Pending) else tensor.detach()
         return tensor[(slice(None),) * dim + (which,)] if tensor.ndim else tensor
 
@@ -124,17 +145,12 @@ def cut(
     return [all_of(each) for each in parts]
 
 
-@contextmanager
-def undisturbed(changed: list[bool]) -> Iterator[None]:
-    """Without gradients, and with the generators put back; says whether they were drawn from."""
-    before = random_states()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        after = random_states()
-        changed.append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
-        restore_random(before)
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether a model that gave this gave a parameter, or a view of one: of no sample."""
+    if isinstance(tensor, Pending):
+        return False
+    owner = tensor if tensor._base is None else tensor._base
+    return owner.is_leaf and owner.requires_grad
 
 
 def value_of(given: Any, targets: Any) -> tuple[Value, torch.dtype] | None:
@@ -219,51 +235,41 @@ def three_of_parts(
     found = [t for _, t in tensors_in((outputs[0], targets[0])) if not isinstance(t, Pending)]
     found = [tensor for tensor in found if tensor.is_floating_point()]
     for dtype in (torch.float64, None) if is_wide else (None,):
+        asked = list(zip(outputs, targets, strict=True))
         values: list[tuple[Value, torch.dtype] | None] = []
         if dtype is None and known is not None:
             values.append(known)
-        changed: list[bool] = []
         try:
-            with undisturbed(changed):
-                for o, t in list(zip(outputs, targets, strict=True))[len(values) :]:
-                    loss = take_loss(loss_fn, _as(o, dtype), _as(t, dtype))
-                    values.append(value_of(loss, t))
+            for o, t in asked[len(values) :]:
+                values.append(told_by(ask(loss_fn, o, t, dtype), t))
         except Exception as error:  # The user's function, about what it was not made for: fewer
             # samples, another dtype. What it does with its own is raised where it is called.
             if any(isinstance(t, Pending) for _, t in tensors_in(outputs[0])):
                 refuse_alone(error)  # Other ranks may be in the head.
             continue
-        if changed[0] or None in values:
+        if None in values:
             return None
-        return three_from([value for value in values if value is not None], found)
+        # A rank alone must not ask for what ranks put together.
+        is_apart = any(isinstance(t, Pending | DTensor) for _, t in tensors_in(outputs[0]))
+        again = None if is_apart else partial(ask, loss_fn, *asked[0], dtype)
+        return three_from([value for value in values if value is not None], found, again=again)
     return None
 
 
-def refuse_alone(error: Exception) -> None:
-    """Raise what was raised beside the training, unless all ranks have: they wait for each other.
-
-    Some ranks may then stand in a collective that the user's code on another one never came to.
-    """
-    if is_lost_connection(error) or not fails_together(error, range(dist.get_world_size())):
-        raise error
-
-
-def _as(item: Any, dtype: torch.dtype | None) -> Any:
-    tensors: list[torch.Tensor] = []
-
-    def place(tensor: torch.Tensor) -> int:
-        is_cast = tensor.is_floating_point() and not isinstance(tensor, Pending)
-        tensors.append(tensor.to(dtype) if is_cast and dtype is not None else tensor)
-        return len(tensors) - 1
-
-    form = shape_of(item, place)
-    return fill(form, lambda number: tensors[number])
+def told_by(answer: Answer, targets: Any) -> tuple[Value, torch.dtype] | None:
+    """What an answer says, and the coarsest dtype that it rounded to; None where it is random."""
+    value = None if answer.is_random else value_of(answer.given, targets)
+    return value and (
+        value[0],
+        min(value[1], answer.dtype, key=lambda each: torch.finfo(each).bits),
+    )
 
 
 def three_from(
     values: list[tuple[Value, torch.dtype]],
     terms: list[torch.Tensor],
     of_forwards: torch.dtype | None = None,
+    again: Callable[[], Answer] | None = None,
 ) -> Three:
     """Losses to compare, with what rounding may make of them.
 
@@ -271,15 +277,16 @@ def three_from(
         terms: What they were computed from.
         of_forwards: Where each had a forward of its own, whose kernels may differ: the coarsest
             dtype of these.
+        again: Asks about the whole once more.
     """
     whole, first, second = (value for value, _ in values)
-    dtype = of_forwards or values[0][1]
+    dtype = of_forwards or coarsest(*(d for _, d in values))
     size = max((abs(v.loss) for v, _ in values if math.isfinite(v.loss)), default=0.0)
     tolerance = _TOLERANCE.get(dtype, _HALF) * size
     if dtype != torch.float64 and terms:
         largest = max(float(local_of(t).detach().abs().max()) for t in terms if t.numel())
         tolerance += 2 * torch.finfo(dtype).eps * largest if math.isfinite(largest) else 0.0
-    return Three(whole, first, second, tolerance + 1e-30)
+    return Three(whole, first, second, tolerance + 1e-30, again)
 
 
 def loss_problem(three: Three, plan: Plan) -> Problem | None:

@@ -13,7 +13,6 @@ DistributedDataParallel does, and `check` says it.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,15 +28,13 @@ from meshplan.plan import Plan
 from meshplan.runtime.applied import own_module
 from meshplan.runtime.aside import aside
 from meshplan.runtime.batch import as_arguments
+from meshplan.runtime.checks.asking import LossFn, ask, refuse_alone, uncompiled
 from meshplan.runtime.checks.halves import (
-    LossFn,
     Three,
     loss_problem,
-    refuse_alone,
     three_from,
     three_of_parts,
-    undisturbed,
-    value_of,
+    told_by,
 )
 from meshplan.runtime.checks.samples import (
     FIRST,
@@ -48,12 +45,12 @@ from meshplan.runtime.checks.samples import (
     Samples,
     largest,
 )
-from meshplan.runtime.loss import take_loss
 from meshplan.runtime.loss_mode import loss_mode
 from meshplan.runtime.mesh import device_type, local_of
 from meshplan.runtime.nest import fill, opaque_in, shape_of, tensors_in
 from meshplan.runtime.pending import Pending
 from meshplan.runtime.pipeline.module import PipelinedModule
+from meshplan.runtime.randomness import undisturbed
 from meshplan.runtime.selftest import coarsest_dtype
 from meshplan.runtime.watch.stack import user_line
 
@@ -163,7 +160,7 @@ def compare_forwards(
         return Found(asks_values=asks_values)
     with loss_mode(plan, is_trial=True):
         three = _three(loss_fn, outputs, samples, dtype)
-    problem = None if three is None else loss_problem(three, plan)
+    problem = None if three is None else three.confirms(loss_problem(three, plan))
     return Found(problem=problem, asks_values=asks_values)
 
 
@@ -195,7 +192,7 @@ def _three(
     values = []
     try:
         for part in (WHOLE, FIRST, LAST):
-            values.append(value_of(take_loss(loss_fn, outputs[part], targets[part]), targets[part]))
+            values.append(told_by(ask(loss_fn, outputs[part], targets[part]), targets[part]))
     except Exception as error:  # The user's code, about fewer samples.
         if any(isinstance(t, Pending) for _, t in tensors_in(outputs[WHOLE])):
             refuse_alone(error)
@@ -319,13 +316,9 @@ def _modules_run(model: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Run a model aside; of a pipeline also the forward that it records.
-
-    What was compiled runs as it is written: other sizes would be compiled anew.
-    """
-    is_compiled = "torch._dynamo" in sys.modules
+    """Run a model aside and as it is written; of a pipeline also the forward that it records."""
     with (
-        torch.compiler.set_stance("force_eager") if is_compiled else nullcontext(),
+        uncompiled(),
         aside(model),
         aside(model.skeleton) if isinstance(model, PipelinedModule) else nullcontext(),
     ):

@@ -13,7 +13,6 @@ from meshplan.errors import Problem
 from meshplan.plan import Plan
 from meshplan.runtime.applied import own_module
 from meshplan.runtime.batch import as_arguments
-from meshplan.runtime.checks.halves import undisturbed
 from meshplan.runtime.checks.independence import (
     FEWER,
     KERNELS,
@@ -33,6 +32,7 @@ from meshplan.runtime.mesh import local_of
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.pending import Pending
 from meshplan.runtime.pipeline.module import PipelinedModule
+from meshplan.runtime.randomness import undisturbed
 
 _ALIKE: Final = 1e-6
 """The relative difference of sums that one kernel makes of a sample in another row."""

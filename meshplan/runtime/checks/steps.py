@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -19,8 +18,8 @@ from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime import gather
 from meshplan.runtime.applied import own_module
-from meshplan.runtime.aside import aside
 from meshplan.runtime.batch import chunked
+from meshplan.runtime.checks.asking import LossFn, Watched
 from meshplan.runtime.checks.few import FewSamples
 from meshplan.runtime.checks.forward_writes import writes_in_forward
 from meshplan.runtime.checks.given import (
@@ -31,7 +30,7 @@ from meshplan.runtime.checks.given import (
     same_samples,
     slots,
 )
-from meshplan.runtime.checks.halves import LossFn, Three, loss_problem, three_of
+from meshplan.runtime.checks.halves import Three, loss_problem, three_of
 from meshplan.runtime.checks.independence import Found, compare_forwards
 from meshplan.runtime.checks.mixing import follows_statistics, mixing_problem, name_mixing
 from meshplan.runtime.checks.samples import largest, samples_of
@@ -71,6 +70,7 @@ class StepCheck:
         is_due_now |= history.is_doubtful
         self._is_on = is_due_now and num_parts(plan) > 1 and not is_pretending()
         self._gathered = gather.num_gathered
+        self._watched = Watched()
         self._problem: Problem | None = None
         self._if_uneven: Problem | None = None
         """What is a problem only if parts hold unequal numbers of targets."""
@@ -85,6 +85,10 @@ class StepCheck:
             parts = [] if counts is None else chunked(counts, microbatches)
             self._tokens = [float(part.sum()) for part in parts] or [0.0]
 
+    def calling(self, output: Any, targets: Any) -> AbstractContextManager[None]:
+        """Watch the training's own call of the loss function."""
+        return self._watched.call(output, targets) if self._is_on else nullcontext()
+
     def see(self, output: Any, targets: Any, given: Any) -> None:
         """Compare the loss of a microbatch with those of its halves, the first time.
 
@@ -97,20 +101,21 @@ class StepCheck:
         if self._has_seen:
             return
         self._has_seen = True
-        if gather.num_gathered != self._gathered:
+        if gather.num_gathered != self._gathered or self._watched.sends:
             return
         plan, samples = self._plan, self._samples
 
+        known = None if self._watched.writes else given
+
         def three(tokens: int | None = None) -> Three | None:
-            with _kept(self._loss_fn):
-                return three_of(self._loss_fn, output, targets, given, samples, tokens)
+            return three_of(self._loss_fn, output, targets, known, samples, tokens)
 
         if plan.assignment.context is not None:
             of_tokens = three(self._part_length())
             if of_tokens is not None:
                 self._is_told = True
-                self._problem = sequence_problem(of_tokens, False, plan)
-                self._if_uneven = sequence_problem(of_tokens, True, plan)
+                self._problem = of_tokens.confirms(sequence_problem(of_tokens, False, plan))
+                self._if_uneven = of_tokens.confirms(sequence_problem(of_tokens, True, plan))
             of_samples = three() if samples > 1 and self._problem is None else None
         else:
             of_samples = three()
@@ -118,10 +123,10 @@ class StepCheck:
             return
         self._is_told = True
         if samples > 1:
-            self._problem = loss_problem(of_samples, plan)
+            self._problem = of_samples.confirms(loss_problem(of_samples, plan))
         else:
-            self._problem = lone_problem(of_samples, False, plan)
-            self._if_uneven = lone_problem(of_samples, True, plan)
+            self._problem = of_samples.confirms(lone_problem(of_samples, False, plan))
+            self._if_uneven = of_samples.confirms(lone_problem(of_samples, True, plan))
 
     def _part_length(self) -> int:
         """The tokens of a sample that this rank of cp holds."""
@@ -141,7 +146,7 @@ class StepCheck:
         given = number_of(self._batch, is_whole=False) if compares_ranks(self._plan) else 0
         is_wrong, is_untold, cannot_run, would_be_wrong, most, least, *given_to = largest(
             self._problem is not None,
-            self._has_seen and not self._is_told,
+            self._has_seen and not self._is_told and not self._watched.sends,
             is_gathered or self._leaves_traces(),
             self._if_uneven is not None,
             max(self._tokens),
@@ -154,8 +159,8 @@ class StepCheck:
             _raise_first(self._problem)
         if would_be_wrong and most != -least:
             _raise_first(self._if_uneven)
-        with _kept(self._loss_fn):
-            problem = self._few.problem(self._loss_fn, can_ask=not is_gathered)
+        can_ask = not is_gathered and not self._watched.sends
+        problem = self._few.problem(self._loss_fn, can_ask=can_ask)
         if problem is not None:
             raise ApplyError(problem)
         if not cannot_run and (is_untold or self._asks_forward()):
@@ -185,14 +190,13 @@ class StepCheck:
             return
         # Stages record a forward anew for every size.
         asks_fewer = self._plan.assignment.stages is None
-        with _kept(self._loss_fn):
-            found = compare_forwards(
-                self._model,
-                self._plan,
-                samples,
-                self._loss_fn if is_untold else None,
-                asks_fewer=asks_fewer,
-            )
+        found = compare_forwards(
+            self._model,
+            self._plan,
+            samples,
+            self._loss_fn if is_untold else None,
+            asks_fewer=asks_fewer,
+        )
         found = found or Found()
         mixes, is_wrong, asks_values = largest(
             found.mixes, found.problem is not None, found.asks_values
@@ -255,32 +259,3 @@ def _raise_first(own: Problem | None) -> None:
     told: list[Problem | None] = [None] * dist.get_world_size()
     dist.all_gather_object(told, own)
     raise ApplyError(next(problem for problem in told if problem is not None))
-
-
-@contextmanager
-def _kept(loss_fn: LossFn) -> Iterator[None]:
-    """Leave what the modules that a loss function uses remember as it was."""
-    with ExitStack() as stack:
-        for module in _modules_of(loss_fn):
-            stack.enter_context(aside(module, evaluates=False))
-        yield
-
-
-def _modules_of(function: Any) -> list[nn.Module]:
-    """The modules that a function is, is bound to, or has in its closure and globals."""
-    if isinstance(function, functools.partial):
-        inside = [function.func, *function.args, *function.keywords.values()]
-        return [module for each in inside for module in _modules_of(each)]
-    if isinstance(function, nn.Module):
-        return [function]
-    found: list[Any] = [getattr(function, "__self__", None)]
-    code = getattr(function, "__code__", None)
-    if code is not None:
-        known = getattr(function, "__globals__", {})
-        found += [known.get(name) for name in code.co_names]
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # A variable that is not set yet.
-            continue
-    return [each for each in found if isinstance(each, nn.Module)]
