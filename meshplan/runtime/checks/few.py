@@ -1,12 +1,13 @@
 """Outputs of a few samples of every microbatch and of some data ranks, as one batch.
 
-Halves of a microbatch of one or two samples tell little of a loss: the best half of two samples
-is one of them, and a mean with weights is a mean where the weights are equal. So where microbatches
-are small their outputs are laid together, as one process would have them.
+Halves of a microbatch tell little of a loss where it has one or two samples, of which the best
+half is one, and where all of its samples hold as much of what the loss is a mean over: batches of
+one length. So some outputs of all microbatches are laid together, as one process would have them.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import torch
@@ -14,11 +15,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from meshplan.errors import Problem
-from meshplan.mesh import DATA_AXES
+from meshplan.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.checks.asking import LossFn
-from meshplan.runtime.checks.halves import cut, is_parameter, loss_problem, three_of
+from meshplan.runtime.checks.cutting import cut, is_parameter
+from meshplan.runtime.checks.halves import loss_problem, three_of
 from meshplan.runtime.checks.samples import ENOUGH
+from meshplan.runtime.loss_weights import IGNORED, num_parts
 from meshplan.runtime.mesh import device
 from meshplan.runtime.nest import fill, shape_of, tensors_in
 from meshplan.runtime.pending import Pending
@@ -37,33 +40,41 @@ class FewSamples:
 
     def __init__(self, plan: Plan, samples: int) -> None:
         self._plan, self._samples = plan, samples
+        self._parts = min(ENOUGH, num_parts(plan) // plan.mesh.size(*GRADIENT_AXES))
+        self._each = min(samples, ENOUGH // self._parts)
+        """Samples of a microbatch that are kept."""
         self._kept: list[list[torch.Tensor]] = []
         self._form: Any = None
-        self._is_on = samples < ENOUGH
+        self._is_on = True
 
     def keep(self, output: Any, targets: Any) -> None:
         """Remember what a microbatch gave, as far as it is little."""
-        room = ENOUGH - self._samples * len(self._kept)
+        room = ENOUGH - self._each * len(self._kept)
         if not self._is_on or room <= 0:
             return
         tensors = [tensor for _, tensor in tensors_in((output, targets))]
         is_odd = any(isinstance(tensor, Pending | DTensor) for tensor in tensors)
-        each = sum(tensor.numel() for tensor in tensors)
-        part = [slice(0, min(room, self._samples))]
-        own = None if is_odd else cut(output, self._samples, part, is_output=True)
+        size = sum(tensor.numel() for tensor in tensors) // max(1, self._samples)
+        self._each = max(1, min(self._each, _ELEMENTS // (self._parts * max(1, size))))
+        part = [slice(0, min(room, self._each))]
+        own = None if is_odd else cut(output, self._samples, part, is_output=True, like=targets)
         wanted = None if is_odd else cut(targets, self._samples, part, is_output=False)
-        if own is None or wanted is None or each * (len(self._kept) + 1) > _ELEMENTS:
+        if own is None or wanted is None or size * self._each > _ELEMENTS:
             self._is_on = False
             self._kept.clear()
             return
         self._form, found = _split((own[0], wanted[0]))
         self._kept.append(found)
 
-    def problem(self, loss_fn: LossFn, *, can_ask: bool) -> Problem | None:
+    def problem(self, loss_fn: LossFn, *, can_ask: bool) -> tuple[Problem | None, bool]:
         """Compare the loss of all kept samples with those of parts; collective over all ranks.
 
         Args:
             can_ask: Whether this rank may call the loss function beside the training.
+
+        Returns:
+            A problem, and whether it is certainly a mean over samples: also where they hold
+            unequal amounts of what it might be taken over.
         """
         plan = self._plan
         others = [name for name in plan.mesh.names if name not in (*DATA_AXES, "cp", "pp")]
@@ -78,20 +89,40 @@ class FewSamples:
             for tensors in kept
             if plan.mesh.index(other, ("cp",)) == part
         ]
-        own = self._of(every, loss_fn) if self._kept and can_ask else None
-        problems: list[Problem | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, own)
-        return next((problem for problem in problems if problem is not None), None)
+        is_told = bool(self._kept) and can_ask
+        own = self._of(every, loss_fn) if is_told else (None, False)
+        answers: list[tuple[Problem | None, bool]] = [own] * dist.get_world_size()
+        dist.all_gather_object(answers, own)
+        problems = (problem for problem, _ in answers if problem is not None)
+        return next(problems, None), any(is_mean for _, is_mean in answers)
 
-    def _of(self, every: list[list[torch.Tensor]], loss_fn: LossFn) -> Problem | None:
+    def _of(self, every: list[list[torch.Tensor]], loss_fn: LossFn) -> tuple[Problem | None, bool]:
         shapes = {tuple(tensor.shape[1:] for tensor in tensors) for tensors in every}
         if len(every) < 2 or len(shapes) > 1:
-            return None
-        joined = [_joined(parts) for parts in map(list, zip(*every, strict=True))]
-        output, targets = fill(self._form, lambda number: joined[number])
-        samples = next(t.shape[0] for t in joined if t.ndim and not is_parameter(t))
-        three = three_of(loss_fn, output, targets, None, samples)
-        return None if three is None else three.confirms(loss_problem(three, self._plan))
+            return None, False
+        is_mean = False
+        # Microbatches may take turns: halves that hold as much tell little.
+        by_amount = sorted(every, key=_amount)
+        is_sorted = [*map(_amount, every)] == [*map(_amount, by_amount)]
+        for each in [every] if is_sorted else [every, by_amount]:
+            joined = [_joined(parts) for parts in map(list, zip(*each, strict=True))]
+            output, targets = fill(self._form, joined.__getitem__)
+            samples = next(t.shape[0] for t in joined if t.ndim and not is_parameter(t))
+            three = three_of(loss_fn, output, targets, None, samples)
+            if three is None:
+                continue
+            problem = three.confirms(loss_problem(three, self._plan))
+            if problem is not None:
+                return problem, False
+            halves = three.first, three.second
+            amounts = {(half.tokens, half.masked) for half in halves}
+            is_finite = all(math.isfinite(half.loss) for half in (three.whole, *halves))
+            is_mean |= len(amounts) > 1 and is_finite and self._plan.spec.loss == "mean"
+        return None, is_mean and self._plan.assignment.context is None
+
+
+def _amount(tensors: list[torch.Tensor]) -> int:
+    return sum(int(((tensor != 0) & (tensor != IGNORED)).sum()) for tensor in tensors)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

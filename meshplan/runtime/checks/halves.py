@@ -20,12 +20,13 @@ from torch.distributed.tensor import DTensor
 from meshplan.errors import Problem
 from meshplan.plan import Plan
 from meshplan.runtime.checks.asking import Answer, LossFn, ask, coarsest, refuse_alone
+from meshplan.runtime.checks.cutting import cut, mask_sum, spread, thinned
 from meshplan.runtime.loss_weights import IGNORED, PAIR, token_targets, tokens_by_sample
 from meshplan.runtime.mesh import local_of
-from meshplan.runtime.nest import fill, opaque_in, shape_of, tensors_in
+from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.pending import Pending
 
-_WIDE: Final = 1 << 22
+WIDE: Final = 1 << 22
 """Elements that are compared in double precision: where rounding hides nothing, also of means that
 are small beside what they are taken of."""
 _TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 3e-5}
@@ -52,12 +53,14 @@ class Value:
         tokens: Targets that are not -100, where the targets hold such.
         shifted: Those of them that are not the first of their row: transformers' models shift
             the labels themselves.
+        masked: The sum of a mask of zeros and ones among the targets.
     """
 
     loss: float
     count: float | None = None
     tokens: float | None = None
     shifted: float | None = None
+    masked: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,65 +97,6 @@ class Three:
         return problem if are_none or agrees(told[0].loss, self) else None
 
 
-def cut(
-    item: Any,
-    samples: int,
-    parts: Sequence[slice | list[int]],
-    *,
-    is_output: bool,
-    dim: int = 0,
-) -> list[Any] | None:
-    """Parts of something nested.
-
-    Args:
-        samples: The size of the dim that is cut.
-        parts: Which of them.
-        is_output: Whether a model may have put them along another dim.
-
-    Returns:
-        None where it is not clear that all of its tensors hold them along this dim.
-    """
-    tensors: list[torch.Tensor] = []
-
-    def place(tensor: torch.Tensor) -> int:
-        tensors.append(tensor)
-        return len(tensors) - 1
-
-    form = shape_of(item, place)
-    if any(True for _ in opaque_in(form)):
-        return None
-    whole = {id(tensor) for tensor in tensors if is_output and is_parameter(tensor)}
-    for tensor in tensors:
-        if id(tensor) in whole:
-            continue
-        if not tensor.ndim and tensor.is_floating_point():
-            return None
-        if tensor.ndim and (tensor.ndim <= dim or tensor.shape[dim] != samples):
-            return None
-        # Where another dim is as long, who says which one the samples are?
-        if is_output and samples in tensor.shape[dim + 1 :]:
-            return None
-
-    def part(tensor: torch.Tensor, which: slice | list[int]) -> torch.Tensor:
-        if id(tensor) in whole:
-            return tensor
-        tensor = tensor if isinstance(tensor, Pending) else tensor.detach()
-        return tensor[(slice(None),) * dim + (which,)] if tensor.ndim else tensor
-
-    def all_of(which: slice | list[int]) -> Any:
-        return fill(form, lambda number: part(tensors[number], which))
-
-    return [all_of(each) for each in parts]
-
-
-def is_parameter(tensor: torch.Tensor) -> bool:
-    """Return whether a model that gave this gave a parameter, or a view of one: of no sample."""
-    if isinstance(tensor, Pending):
-        return False
-    owner = tensor if tensor._base is None else tensor._base
-    return owner.is_leaf and owner.requires_grad
-
-
 def value_of(given: Any, targets: Any) -> tuple[Value, torch.dtype] | None:
     """A number, and the dtype it was computed in; None where it is none."""
     is_pair = isinstance(given, tuple | list) and len(given) == 2
@@ -164,7 +108,7 @@ def value_of(given: Any, targets: Any) -> tuple[Value, torch.dtype] | None:
     rows = [t[:, 1:] for t in token_targets(targets) if t.ndim == 2]
     shifted = float((rows[0] != IGNORED).sum()) if told is not None and rows else None
     number = None if count is None else float(count)
-    return Value(float(loss.detach()), number, told, shifted), loss.dtype
+    return Value(float(loss.detach()), number, told, shifted, mask_sum(targets)), loss.dtype
 
 
 def three_of(
@@ -174,6 +118,7 @@ def three_of(
     given: Any,
     samples: int,
     tokens: int | None = None,
+    most: int = WIDE,
 ) -> Three | None:
     """The loss function about all samples and about halves of them.
 
@@ -182,25 +127,37 @@ def three_of(
     Args:
         given: What it returned for all; None where it was not called.
         tokens: The size of dim 1, to cut that in halves instead, whatever the targets are.
+        most: Elements that are asked about in double precision.
 
     Returns:
         None where that cannot be told: samples do not lie along dim 0, or it is random.
     """
-    every = (t for _, t in tensors_in((output, targets)) if not isinstance(t, Pending))
-    found = [t for t in every if t.is_floating_point()]
+    tensors = [t for _, t in tensors_in((output, targets))]
+    size = sum(t.numel() for t in tensors if t.is_floating_point() and not isinstance(t, Pending))
     dim, length = (0, samples) if tokens is None else (1, tokens)
     if tokens is None and samples == 1:
         rows = [t for t in token_targets(targets) if t.ndim > 1]
         dim, length = 1, rows[0].shape[1] if rows else 1
-    size = sum(t.numel() for t in found)
+    if dim == 0 and size // max(1, length) > most // 2:
+        # Not even two samples of some vocabularies are small.
+        fewer = thinned(output, targets, samples, most)
+        if fewer is not None:
+            return three_of(loss_fn, fewer[0], fewer[1], None, fewer[2])
     row = max(1, size // max(1, length))
-    half = min(length // 2, _WIDE // (2 * row))
-    # Not even two samples of some vocabularies are small: these in the dtype that they have.
+    half = min(length // 2, most // (2 * row))
+    # These in the dtype that they have.
     is_wide, half = half > 0, half or length // 2
     if not half:
         return None
-    parts = [slice(0, 2 * half), slice(0, half), slice(half, 2 * half)]
-    outputs = cut(output, length, parts, is_output=True, dim=dim)
+    places: list[int] | slice = slice(0, 2 * half)
+    if dim and 2 * half < length and not any(isinstance(t, Pending | DTensor) for t in tensors):
+        places = spread(targets, length, 2 * half)
+    parts = [places] + (
+        [places[:half], places[half:]]
+        if isinstance(places, list)
+        else [slice(0, half), slice(half, 2 * half)]
+    )
+    outputs = cut(output, length, parts, is_output=True, dim=dim, like=targets)
     wanted = cut(targets, length, parts, is_output=False, dim=dim)
     if outputs is None or wanted is None:
         return None
@@ -234,7 +191,9 @@ def three_of_parts(
     """
     found = [t for _, t in tensors_in((outputs[0], targets[0])) if not isinstance(t, Pending)]
     found = [tensor for tensor in found if tensor.is_floating_point()]
-    for dtype in (torch.float64, None) if is_wide else (None,):
+    is_half = any(torch.finfo(tensor.dtype).bits < 32 for tensor in found)
+    wide = [torch.float64] if is_wide else [torch.float32] if is_half else []
+    for dtype in (*wide, None):
         asked = list(zip(outputs, targets, strict=True))
         values: list[tuple[Value, torch.dtype] | None] = []
         if dtype is None and known is not None:
@@ -379,6 +338,11 @@ def _pair_problem(three: Three, shown: str) -> Problem | None:
 def token_mean(three: Three) -> float | None:
     """The mean over all tokens from those of the halves."""
     return _weighted(three, three.first.tokens, three.second.tokens)
+
+
+def mask_mean(three: Three) -> float | None:
+    """The mean over what a mask leaves from those of the halves."""
+    return _weighted(three, three.first.masked, three.second.masked)
 
 
 def _is_shifted(three: Three) -> bool:

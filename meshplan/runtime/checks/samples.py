@@ -11,7 +11,7 @@ import torch.distributed as dist
 from meshplan.mesh import DATA_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.batch import mapped
-from meshplan.runtime.checks.halves import cut
+from meshplan.runtime.checks.cutting import cut
 from meshplan.runtime.mesh import device
 from meshplan.runtime.nest import opaque_in, shape_of, tensors_in
 from meshplan.runtime.peers import num_samples

@@ -30,13 +30,21 @@ from meshplan.runtime.checks.given import (
     same_samples,
     slots,
 )
-from meshplan.runtime.checks.halves import Three, loss_problem, three_of
+from meshplan.runtime.checks.halves import WIDE, Three, loss_problem, three_of
 from meshplan.runtime.checks.independence import Found, compare_forwards
 from meshplan.runtime.checks.mixing import follows_statistics, mixing_problem, name_mixing
 from meshplan.runtime.checks.samples import largest, samples_of
-from meshplan.runtime.checks.tokens import lone_problem, sequence_problem
+from meshplan.runtime.checks.tokens import (
+    AMOUNTS,
+    Uneven,
+    amounts_of,
+    lone_problem,
+    sequence_problem,
+    uneven_of,
+)
 from meshplan.runtime.context.batch import sequence_length
-from meshplan.runtime.loss_weights import History, num_parts, tokens_by_sample
+from meshplan.runtime.loss_weights import History, num_parts
+from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.peers import num_samples
 from meshplan.runtime.pipeline.module import PipelinedModule
 from meshplan.runtime.pretend import is_pretending
@@ -44,6 +52,8 @@ from meshplan.runtime.steps import is_due
 
 _OFTEN: Final = 16
 """Until which step forwards that ask for numbers of the batch are compared in every one."""
+_LITTLE: Final = 1 << 16
+"""Elements of an output that are asked about by tokens where samples tell almost all."""
 
 
 class StepCheck:
@@ -72,8 +82,7 @@ class StepCheck:
         self._gathered = gather.num_gathered
         self._watched = Watched()
         self._problem: Problem | None = None
-        self._if_uneven: Problem | None = None
-        """What is a problem only if parts hold unequal numbers of targets."""
+        self._if_uneven = Uneven()
         self._is_told = False
         self._has_seen = False
         if self._is_on:
@@ -81,9 +90,7 @@ class StepCheck:
             self._batch = batch
             self._samples = num_samples(batch) // microbatches
             self._few = FewSamples(plan, self._samples)
-            counts = tokens_by_sample(batch[1])
-            parts = [] if counts is None else chunked(counts, microbatches)
-            self._tokens = [float(part.sum()) for part in parts] or [0.0]
+            self._amounts = [amounts_of(part) for part in chunked(batch[1], microbatches)]
 
     def calling(self, output: Any, targets: Any) -> AbstractContextManager[None]:
         """Watch the training's own call of the loss function."""
@@ -107,26 +114,28 @@ class StepCheck:
 
         known = None if self._watched.writes else given
 
-        def three(tokens: int | None = None) -> Three | None:
-            return three_of(self._loss_fn, output, targets, known, samples, tokens)
+        def three(tokens: int | None = None, most: int = WIDE) -> Three | None:
+            return three_of(self._loss_fn, output, targets, known, samples, tokens, most)
 
-        if plan.assignment.context is not None:
-            of_tokens = three(self._part_length())
-            if of_tokens is not None:
-                self._is_told = True
-                self._problem = of_tokens.confirms(sequence_problem(of_tokens, False, plan))
-                self._if_uneven = of_tokens.confirms(sequence_problem(of_tokens, True, plan))
-            of_samples = three() if samples > 1 and self._problem is None else None
-        else:
-            of_samples = three()
-        if of_samples is None:
-            return
-        self._is_told = True
-        if samples > 1:
-            self._problem = of_samples.confirms(loss_problem(of_samples, plan))
-        else:
-            self._problem = of_samples.confirms(lone_problem(of_samples, False, plan))
-            self._if_uneven = of_samples.confirms(lone_problem(of_samples, True, plan))
+        is_cut = plan.assignment.context is not None
+        of_tokens = three(self._part_length()) if is_cut else None
+        if of_tokens is not None:
+            self._is_told = True
+            self._problem = of_tokens.confirms(sequence_problem(of_tokens, plan))
+        of_samples = three() if not is_cut or (samples > 1 and self._problem is None) else None
+        if of_samples is not None:
+            self._is_told = True
+            judge = loss_problem if samples > 1 else lone_problem
+            self._problem = self._problem or of_samples.confirms(judge(of_samples, plan))
+        if not is_cut and samples == 1:
+            of_tokens = of_samples
+        elif not is_cut and plan.spec.loss == "mean":
+            rows = [t for _, t in tensors_in(targets) if t.ndim > 1]
+            of_tokens = three(rows[0].shape[1], _LITTLE) if rows else None
+        if of_tokens is not None:
+            found = uneven_of(of_tokens, plan)
+            is_sure = any(of_tokens.confirms(each) for each in found.problems.values())
+            self._if_uneven = found if is_sure else Uneven({}, found.is_over)
 
     def _part_length(self) -> int:
         """The tokens of a sample that this rank of cp holds."""
@@ -144,25 +153,30 @@ class StepCheck:
             return
         is_gathered = gather.num_gathered != self._gathered
         given = number_of(self._batch, is_whole=False) if compares_ranks(self._plan) else 0
-        is_wrong, is_untold, cannot_run, would_be_wrong, most, least, *given_to = largest(
+        columns = list(zip(*self._amounts, strict=True))
+        is_wrong, is_untold, cannot_run, *told = largest(
             self._problem is not None,
             self._has_seen and not self._is_told and not self._watched.sends,
             is_gathered or self._leaves_traces(),
-            self._if_uneven is not None,
-            max(self._tokens),
-            -min(self._tokens),
+            *(amount in self._if_uneven.problems for amount in AMOUNTS),
+            *(not is_over for is_over in self._if_uneven.is_over),
+            *map(max, columns),
+            *(-min(column) for column in columns),
             *(slots(given, self._plan) if given else ()),
         )
+        of_amounts, given_to = told[: 4 * len(AMOUNTS)], told[4 * len(AMOUNTS) :]
         if given:
             self._refuse_twins(given_to)
         if is_wrong:
             _raise_first(self._problem)
-        if would_be_wrong and most != -least:
-            _raise_first(self._if_uneven)
         can_ask = not is_gathered and not self._watched.sends
-        problem = self._few.problem(self._loss_fn, can_ask=can_ask)
+        problem, is_of_samples = self._few.problem(self._loss_fn, can_ask=can_ask)
         if problem is not None:
             raise ApplyError(problem)
+        for amount in AMOUNTS:
+            would_be_wrong, is_not_over, most, least = of_amounts[amount :: len(AMOUNTS)]
+            if would_be_wrong and not is_not_over and most != -least and not is_of_samples:
+                _raise_first(self._if_uneven.problems.get(amount))
         if not cannot_run and (is_untold or self._asks_forward()):
             self._compare_forwards(is_untold=bool(is_untold))
 

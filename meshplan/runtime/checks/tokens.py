@@ -8,48 +8,101 @@ are refused. A loss that looks at neighbouring tokens follows none of them, and 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
+from typing import Any
 
 from meshplan.errors import Problem
 from meshplan.plan import Plan
-from meshplan.runtime.checks.halves import Three, agrees, token_mean
-from meshplan.runtime.loss_weights import IGNORED, PAIR
+from meshplan.runtime.checks.cutting import mask_sum, num_elements
+from meshplan.runtime.checks.halves import Three, agrees, mask_mean, token_mean
+from meshplan.runtime.loss_weights import IGNORED, PAIR, tokens_by_sample
+
+TOKENS, MASK, ELEMENTS = AMOUNTS = range(3)
+"""Of what parts of a batch may hold unequal amounts: see `amounts_of`."""
 
 
-def lone_problem(three: Three, are_uneven: bool, plan: Plan) -> Problem | None:
+def amounts_of(targets: Any) -> tuple[float, ...]:
+    """How many targets are not -100, the sum of a mask, elements: those of which there are any."""
+    tokens = tokens_by_sample(targets)
+    if tokens is None:
+        return 0.0, mask_sum(targets) or 0.0, num_elements(targets)
+    return float(tokens.sum()), mask_sum(targets) or 0.0, 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Uneven:
+    """What losses of halves of the tokens tell of a mean, if parts hold unequal amounts.
+
+    Attributes:
+        problems: By the amount that the mean is taken over, as far as these losses can tell.
+        is_over: False where it is certainly not taken over that amount.
+    """
+
+    problems: dict[int, Problem] = field(default_factory=dict)
+    is_over: tuple[bool, ...] = (True, True, True)
+
+
+def uneven_of(three: Three, plan: Plan) -> Uneven:
+    """Tell what a mean is taken over."""
+    whole, first, second = three.whole, three.first, three.second
+    if plan.spec.loss != "mean" or whole.count is not None:
+        return Uneven()
+    is_none = math.isnan(whole.loss) and whole.tokens == 0
+    if not math.isfinite(whole.loss) and not is_none:
+        return Uneven()
+    if agrees(first.loss + second.loss, three):  # Zeros, or one half without any token.
+        return Uneven()
+    shown = f"it is {whole.loss:.6g}, and {first.loss:.6g} and {second.loss:.6g} for each half"
+    of_all = (first.loss + second.loss) / 2 if first.tokens is None else None
+    means = (token_mean(three), mask_mean(three), of_all)
+    follows = [mean is not None and agrees(mean, three) for mean in means]
+    follows[TOKENS] |= is_none
+    where = "the batch" if plan.assignment.context is None else "the sequence"
+    over = (f"the targets that are not {IGNORED}", "what a mask leaves", "all tokens")
+    fixes = (
+        f"say loss: tokens; or {PAIR}",
+        PAIR,
+        f"{PAIR}; or say batch: {{per_rank: true}}, where each rank's batch stands alone",
+    )
+    problems = {
+        amount: Problem(
+            f"loss_fn returns a mean over {over[amount]} ({shown}), and parts of {where} hold "
+            "unequal numbers of them: the mean of their means is not that of one process",
+            plan.spec.origin("loss"),
+            fixes[amount],
+        )
+        for amount in AMOUNTS
+        if follows[amount] and not (amount == ELEMENTS and plan.spec.batch.per_rank)
+    }
+    halves = zip(
+        (first.tokens, first.masked, None), (second.tokens, second.masked, None), strict=True
+    )
+    return Uneven(problems, tuple(f or a == b for f, (a, b) in zip(follows, halves, strict=True)))
+
+
+def lone_problem(three: Three, plan: Plan) -> Problem | None:
     """What the halves of one sample tell of a loss that the plan takes for a mean over samples.
 
-    Args:
-        are_uneven: Whether samples hold unequal numbers of targets that are not -100.
+    A loss that looks at neighbours says no more about parts of one sample than that it is no sum.
     """
     whole, first, second = three.whole, three.first, three.second
     if plan.spec.loss != "mean" or whole.count is not None or not math.isfinite(whole.loss):
         return None
     of_tokens = token_mean(three)
+    is_mean = of_tokens is not None and agrees(of_tokens, three)
+    if is_mean or not agrees(first.loss + second.loss, three):
+        return None
     shown = f"it is {whole.loss:.6g}, and {first.loss:.6g} and {second.loss:.6g} for each half"
-    origin = plan.spec.origin("loss")
-    if of_tokens is not None and agrees(of_tokens, three):
-        what = (
-            f"loss_fn returns a mean over the targets that are not {IGNORED} ({shown}), and "
-            "microbatches of one sample each hold unequal numbers of them: the mean of their means "
-            "is not that of one process"
-        )
-        return Problem(what, origin, f"say loss: tokens; or {PAIR}") if are_uneven else None
-    if agrees(first.loss + second.loss, three):
-        what = f"loss_fn returns a sum, and the plan takes it for a mean: {shown}"
-        return Problem(what, origin, "say loss: sum, or divide by the number of samples")
-    return None  # A loss that looks at neighbours says no more about parts of one sample.
+    what = f"loss_fn returns a sum, and the plan takes it for a mean: {shown}"
+    fix = "say loss: sum, or divide by the number of samples"
+    return Problem(what, plan.spec.origin("loss"), fix)
 
 
-def sequence_problem(three: Three, are_uneven: bool, plan: Plan) -> Problem | None:
-    """Why losses of parts of the sequence, put together as the plan says, are not the loss.
-
-    Args:
-        are_uneven: Whether ranks of cp hold unequal numbers of targets that are not -100.
-    """
+def sequence_problem(three: Three, plan: Plan) -> Problem | None:
+    """Why losses of parts of the sequence, put together as the plan says, are not the loss."""
     whole, first, second = three.whole, three.first, three.second
     kind, origin = plan.spec.loss, plan.spec.origin("loss")
-    is_over_none = whole.tokens == 0 and math.isnan(whole.loss)
-    if not math.isfinite(whole.loss) and not is_over_none:
+    if not math.isfinite(whole.loss):
         return None
     is_sum = agrees(first.loss + second.loss, three)
     is_mean = agrees((first.loss + second.loss) / 2, three)
@@ -75,13 +128,6 @@ def sequence_problem(three: Three, are_uneven: bool, plan: Plan) -> Problem | No
             f"averaged: {shown}"
         )
         return Problem(what, origin, f"divide by the number of tokens it was given; or {PAIR}")
-    if kind == "mean" and are_uneven and (is_over_none or (is_token_mean and not is_mean)):
-        what = (
-            f"loss_fn returns a mean over the targets that are not {IGNORED} ({shown}), and parts "
-            "of the sequence hold unequal numbers of them: the mean of the means of ranks of cp is "
-            "not that of one process"
-        )
-        return Problem(what, origin, f"say loss: tokens; or {PAIR}")
     return None
 
 
