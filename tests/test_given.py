@@ -72,8 +72,8 @@ def train(plan: dict[str, Any], what: str, by_hand: bool, steps: int = 5) -> tup
             if what == "local_batch":
                 x, y = meshplan.local_batch(model, batch(step, 8 * dist.get_world_size()))
             if what == "local_batch of one sample":
-                x, y = batch(step, 1)
-                x, y = meshplan.local_batch(model, (x.repeat(16, 1), y.repeat(16, 1)))
+                world, (x, y) = dist.get_world_size(), batch(step, 1)
+                x, y = meshplan.local_batch(model, (x.repeat(world, 1), y.repeat(world, 1)))
             if what == "ones":
                 x, y = torch.ones(8, 8), torch.zeros(8, 4)
             try:

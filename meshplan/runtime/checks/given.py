@@ -19,6 +19,7 @@ from meshplan.errors import Problem
 from meshplan.mesh import DATA_AXES
 from meshplan.plan import Plan
 from meshplan.runtime.digest import digest, elements, is_marked
+from meshplan.runtime.mesh import local_of
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.peers import SAMPLER, num_samples
 
@@ -76,21 +77,21 @@ def is_telling(batch: Any) -> bool:
     It does not where the batch was cut by `local_batch`, where all samples are alike, and where
     they hold so little that they are equal by chance.
     """
-    tensors = [t for _, t in tensors_in(batch) if elements(t, is_whole=False) is not None]
     if is_marked(batch):
         return False
+    found = (t for _, t in tensors_in(batch) if elements(t, is_whole=False) is not None)
+    tensors = [local_of(tensor.detach()) for tensor in found]
     are_alike = all(_has_equal_rows(tensor) for tensor in tensors if tensor.ndim)
     return not are_alike and sum(map(_bits, tensors)) >= _ENOUGH_BITS
 
 
 def _has_equal_rows(tensor: torch.Tensor) -> bool:
-    rows = tensor.detach()
-    return len(rows) > 1 and bool((rows == rows[:1]).all())
+    return len(tensor) > 1 and bool((tensor == tensor[:1]).all())
 
 
 def _bits(tensor: torch.Tensor) -> float:
     """The most that a tensor can hold, by how many of its elements are different."""
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.reshape(-1)
     few = flat[:: max(1, flat.numel() // _FEW)].tolist()
     return flat.numel() * math.log2(len(set(few)) or 1)
 
