@@ -228,7 +228,7 @@ def test_too_few_samples_are_told_with_as_many_as_would_do(job, capsys):
     assert training.answer is None
     nodes = [size.nodes for size in training.sizes]
     assert all(n == nodes[0] or n in ROUND for n in nodes)
-    assert nodes == sorted(nodes)
+    assert nodes[:3] == [1, 2, 3]
     assert max(nodes) < 64
     samples, size = training.more
     assert samples > training.samples == 4
