@@ -81,7 +81,9 @@ def test_figures_that_hardly_move_are_no_change():
 
 def test_an_interrupt_gives_the_best_so_far(job, capsys, monkeypatch):
     """Ctrl-C at the first answer: it is certified, its gap covers the best, the exit code is 1."""
-    path = job(hardware=PLAN["hardware"] | {"headroom": 0.94})  # Several answers, one better.
+    plain = {"loss_chunks": 1, "loss_parallel": False, "allocator": "default"}
+    # Several answers, one better.
+    path = job(hardware=PLAN["hardware"] | {"headroom": 0.94}, **plain)
     whole = search_plan(path)
     line = deciding._line
 
