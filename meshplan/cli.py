@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from meshplan import api, cli_draw, cli_planning, cli_report, cli_trust
+from meshplan import api, cli_diff, cli_draw, cli_planning, cli_report, cli_trust
 from meshplan.collecting import leave_at_once
 from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.recipes import find_plan
@@ -229,6 +229,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb("check", "every mistake of a plan, before a process starts", model_flags, _check),
     *cli_planning.VERBS,
+    cli_diff.VERB,
     *cli_draw.VERBS,
     *cli_report.VERBS,
     cli_trust.VERB,

@@ -17,7 +17,6 @@ from meshplan.verbs import (
     YES,
     Verb,
     free_flag,
-    model_flags,
     noting,
     plan_file,
     print_notes,
@@ -27,7 +26,6 @@ from meshplan.verbs import (
 if TYPE_CHECKING:
     from meshplan.planner.changed import Change
     from meshplan.planner.decision import Decision
-    from meshplan.planner.difference import Difference
     from meshplan.planner.space import EmptySpaceError
 
 
@@ -63,7 +61,9 @@ def _plan(args: argparse.Namespace) -> int:
         what = "--retarget says how many nodes there are, and --tokens asks how many it takes"
         raise SpecError(Problem(what, Origin("--retarget"), "leave one of them out"))
     if args.retarget is not None:
-        settings = planning.retarget_settings(args.retarget)
+        from meshplan.retargeting import retarget_settings
+
+        settings = retarget_settings(args.retarget)
         old = api.decide(plan_file(args), args.set, model=args.model, config=args.config)
         known = {} if args.set else planning.figures_of_lock(plan_file(args), old)
         args.set = [*args.set, *settings]
@@ -328,44 +328,6 @@ def _explain_memory(args: argparse.Namespace) -> int:
     return YES if estimate.fits is not False else NO
 
 
-def _diff_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plans", nargs=2, metavar="PLAN", help="a plan file, or a lock")
-    model_flags(parser)
-    parser.add_argument("--profile", metavar="FILE", help="what calibrate wrote of this machine")
-
-
-def _diff(args: argparse.Namespace) -> int:
-    from meshplan import planning
-
-    if args.file is not None:
-        raise SpecError(Problem("diff takes two plans, and -f names a third", None, "leave it out"))
-    if not args.set and (locks := planning.locks_alone(*args.plans)) is not None:
-        return _print_difference(args, planning.compare_locks(*locks), [])
-    sides, known, notes = [], [], list[str]()
-    for name in args.plans:
-        path, lock = planning.plan_of_lock(name) or (name, None)
-        plan = api.decide(
-            path, args.set, model=args.model, config=args.config, lock=lock,
-            noted=lambda text, name=name: notes.append(f"{name}: {text}"),  # type: ignore[misc]
-        )  # fmt: skip
-        sides.append((name, plan))
-        # What --set changes no lock tells of.
-        known.append({} if args.set else planning.figures_of_lock(path, plan, lock))
-    found = planning.compare(*sides, profile=args.profile, known=(known[0], known[1]))
-    return _print_difference(args, found, notes)
-
-
-def _print_difference(args: argparse.Namespace, found: Difference, notes: Sequence[str]) -> int:
-    from meshplan.render.difference import difference_to_json, difference_to_text
-
-    if args.json:
-        print(envelope("diff/1", difference_to_json(found), notes))
-    else:
-        print(*difference_to_text(found), sep="\n")
-        print_notes(args, notes)
-    return YES if found.is_same else NO
-
-
 def _calibrate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="PROFILE", default="profile.json", help="where to write the profile"
@@ -395,7 +357,6 @@ VERBS: tuple[Verb, ...] = (
         _explain_flags,
         _explain,
     ),
-    Verb("diff", "two plans: what is decided otherwise, and what that costs", _diff_flags, _diff),
     Verb(
         "calibrate",
         "time this machine: products, copies, messages",

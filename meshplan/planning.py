@@ -37,10 +37,6 @@ if TYPE_CHECKING:
     from meshplan.planner.sizes import Training
     from meshplan.planner.written import Written
 
-_HARDWARE = (
-    "nodes", "gpus_per_node", "gpu", "memory", "host_memory", "intra", "inter", "headroom",
-)  # fmt: skip
-
 
 def search_plan(
     plan: PlanSource,
@@ -279,26 +275,6 @@ def moved_between(old: Plan, new: Plan) -> Reshard:
     from meshplan.planner.reshard import reshard
 
     return reshard(old, new)
-
-
-def retarget_settings(words: str) -> list[str]:
-    """Other hardware, as statements.
-
-    Args:
-        words: Such as "nodes=4,gpu=h200".
-
-    Raises:
-        SpecError: It says something that is not of hardware.
-    """
-    out = []
-    for word in words.split(","):
-        name, equals, value = word.strip().partition("=")
-        if not equals or name not in _HARDWARE:
-            what = f"'{word}' is nothing of hardware"
-            fix = f"write {', '.join(f'{each}=...' for each in _HARDWARE)}"
-            raise SpecError(Problem(what, Origin("--retarget"), fix))
-        out.append(f"hardware.{name}={value}")
-    return out
 
 
 def plan_of_lock(path: str | os.PathLike[str]) -> tuple[str, Lock] | None:

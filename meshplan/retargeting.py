@@ -15,6 +15,10 @@ from meshplan.planner.decision import Decision
 from meshplan.planner.difference import Difference, figures_of
 from meshplan.planner.reshard import Reshard
 
+_HARDWARE = (
+    "nodes", "gpus_per_node", "gpu", "memory", "host_memory", "intra", "inter", "headroom",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retarget:
@@ -59,7 +63,7 @@ def retarget(
     if not words:
         what = "nothing of the hardware is otherwise"
         raise SpecError(Problem(what, Origin("hardware"), 'give "nodes=4,gpu=h200", say'))
-    settings = planning.retarget_settings(words)
+    settings = retarget_settings(words)
     if old is None:
         old = api.decide(plan, overrides, config=config)
     decision = planning.search_plan(
@@ -75,3 +79,23 @@ def retarget(
         ),
         moved=planning.moved_between(old, new),
     )
+
+
+def retarget_settings(words: str) -> list[str]:
+    """Other hardware, as statements.
+
+    Args:
+        words: Such as "nodes=4,gpu=h200".
+
+    Raises:
+        SpecError: It says something that is not of hardware.
+    """
+    out = []
+    for word in words.split(","):
+        name, equals, value = word.strip().partition("=")
+        if not equals or name not in _HARDWARE:
+            what = f"'{word}' is nothing of hardware"
+            fix = f"write {', '.join(f'{each}=...' for each in _HARDWARE)}"
+            raise SpecError(Problem(what, Origin("--retarget"), fix))
+        out.append(f"hardware.{name}={value}")
+    return out

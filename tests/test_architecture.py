@@ -46,7 +46,7 @@ LEVELS = [
         interop in_force
         api planning verbs
         reporting exploring retargeting
-        cli_planning cli_draw cli_report cli_trust
+        cli_planning cli_diff cli_draw cli_report cli_trust
         cli __init__
         __main__
     """.strip().splitlines()
@@ -81,12 +81,15 @@ LATE_BETWEEN = {
     ("cli_planning", "render"),
     ("cli_planning", "planner"),
     ("cli_planning", "reader"),
+    ("cli_planning", "retargeting"),
+    ("cli_diff", "planning"),
+    ("cli_diff", "planner"),
+    ("cli_diff", "render"),
     ("cli_draw", "memory"),
     ("cli_draw", "pictures"),
     ("cli_draw", "planning"),
     ("cli_draw", "reader"),
     ("cli_draw", "render"),
-    ("cli_draw", "runtime"),
     ("cli_trust", "reader"),
     ("cli_report", "pictures"),
     ("cli_report", "report"),

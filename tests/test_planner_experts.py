@@ -303,7 +303,7 @@ def test_tokens_that_may_come_are_planned_for_where_experts_are_spread(job):
     """Where they are not, the plan takes the word back; figures stay below what is held."""
 
     def measured(capacity):
-        stated = {"strategy": "zero1", "mesh": {"dp_shard": 8, "ep": "auto"}}
+        stated = {"strategy": "zero1", "mesh": {"dp_shard": 8, "ep": "auto"}, "loss_chunks": 1}
         batch = {"global": 64, "micro": 8, "seq_len": 1024}
         at = job_of(job(**stated, batch=batch, experts={"capacity": capacity}))
         ways = [solve_row(at.usual, row, float("inf")) for row in range(len(at.grid))]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from meshplan import api
 from meshplan.cli import main
@@ -34,6 +35,13 @@ def plan(entry: str, **more: Any) -> dict[str, Any]:
         "version": 1, "model": {"entry": f"tests.tried_models:{entry}"}, "mesh": {"tp": 2},
         "input": {"shape": [2, 6, 32], "dtype": "float32"}, "batch": {"micro": 4},
     } | more  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_group():
+    """What `parallelize` in this very process has left: `check` runs nothing beside it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def checked(stated: dict[str, Any]) -> api.CheckResult:

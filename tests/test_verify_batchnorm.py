@@ -76,10 +76,12 @@ def test_one_process_takes_the_same_microbatches(tmp_path, capsys, more, microba
     assert result["parameters"]["judged"] > 5
 
 
-def test_statistics_of_each_rank_alone_still_differ(tmp_path, capsys):
+def test_statistics_of_each_rank_alone_are_named(tmp_path, capsys):
+    """One process takes them likewise, since with those of the whole batch it would differ."""
     code, result = run(tmp_path, capsys, {"sync_batchnorm": False})
-    assert code == 1
-    assert "loss" in result["differs_in"]
+    assert (code, result["differs_in"]) == (0, [])
+    assert result["statistics_of_each_rank"] == ["blocks.0.norm", "blocks.1.norm"]
+    assert run(tmp_path, capsys, {})[1]["statistics_of_each_rank"] == []
 
 
 def test_a_global_batch_is_cut_as_its_ranks_cut_it():

@@ -13,7 +13,10 @@ from meshplan.render.text import columns, packed, wrapped
 from meshplan.units import format_count, format_gib, format_step
 
 _MOST_SIZES = 12
-_KNOWN_BY = ("mesh", "strategy", "batch.micro", "activation_checkpointing", "offload", "rules[")
+_KNOWN_BY = (
+    "mesh", "strategy", "batch.micro", "activation_checkpointing", "offload", "rules[",
+    "loss_chunks", "loss_parallel", "allocator",
+)  # fmt: skip
 
 
 def frontier_to_json(decision: Decision, ways: Sequence[Way], *, is_whole: bool) -> dict[str, Any]:

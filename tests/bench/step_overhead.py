@@ -1,6 +1,6 @@
 """Does `parallelize` add to the step? Beside hand-written torch code for the same layout.
 
-    python -m tests.bench.step_overhead [--steps 100] [--layouts full_shard tp]
+    python -m tests.bench.step_overhead [--steps 100] [--layouts full_shard tp] [--seq-len 64]
 
 Both models live in the same processes and take turns, step by step, in the order A B B A, so that
 whatever else the machine does hits both alike. A ratio is the median over the pairs of steps; the
@@ -145,7 +145,7 @@ def plan_of(layout: Layout) -> meshplan.Spec:
     return meshplan.load_spec(recipe_path(layout.recipe), overrides)
 
 
-def measure(name: str, steps: int) -> dict[str, list[tuple[float, float]]]:
+def measure(name: str, steps: int, seq_len: int) -> dict[str, list[tuple[float, float]]]:
     """(wall, CPU) seconds of every timed step on this rank, by contender."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     layout = LAYOUTS[name]
@@ -154,7 +154,7 @@ def measure(name: str, steps: int) -> dict[str, list[tuple[float, float]]]:
     compare_shapes(planned, hand)
     optimizers = {model: torch.optim.AdamW(model.parameters()) for model in (planned, hand)}
     mesh = Mesh.of(layout.mesh)
-    inputs, targets = batch(mesh.index(dist.get_rank(), DATA_AXES))
+    inputs, targets = batch(mesh.index(dist.get_rank(), DATA_AXES), seq_len)
 
     def plain(model: nn.Module) -> None:
         loop(model, optimizers[model], inputs, targets)
@@ -203,9 +203,9 @@ def build() -> ByteLlama:
     return ByteLlama()
 
 
-def batch(index: int) -> tuple[Tensor, Tensor]:
+def batch(index: int, seq_len: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(index)
-    text = torch.randint(256, (BATCH, SEQ_LEN + 1), generator=generator)
+    text = torch.randint(256, (BATCH, seq_len + 1), generator=generator)
     return text[:, :-1], text[:, 1:]
 
 
@@ -255,6 +255,7 @@ def main(arguments: Any = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--seq-len", type=int, default=SEQ_LEN, help="longer steps hide more")
     asked = parser.parse_args(arguments)
     print(f"{'layout':14} {'ranks':>5} {'compared':11} {'by hand':>9} {'meshplan':>9}"
           f"  {'wall ratio':22} CPU ratio")  # fmt: skip
@@ -262,8 +263,8 @@ def main(arguments: Any = None) -> int:
     for name in asked.layouts:
         world = Mesh.of(LAYOUTS[name].mesh).world_size
         pool = Pool(world)
-        timeout = 60 + 4.0 * asked.steps
-        rank_0 = pool.run(measure, name, asked.steps, timeout=timeout)[0]
+        timeout = 60 + 4.0 * asked.steps * max(1.0, asked.seq_len / SEQ_LEN)
+        rank_0 = pool.run(measure, name, asked.steps, asked.seq_len, timeout=timeout)[0]
         pool.close()
         for what in ("wrapping", "train_step", "checks"):
             ours, theirs = rank_0[f"{what} ours"], rank_0[f"{what} theirs"]

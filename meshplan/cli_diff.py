@@ -1,0 +1,56 @@
+"""`meshplan diff`: two plans, or two locks, beside each other."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from meshplan import api
+from meshplan.errors import Problem, SpecError
+from meshplan.render.text import envelope
+from meshplan.verbs import NO, YES, Verb, model_flags, print_notes
+
+if TYPE_CHECKING:
+    from meshplan.planner.difference import Difference
+
+
+def _diff_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plans", nargs=2, metavar="PLAN", help="a plan file, or a lock")
+    model_flags(parser)
+    parser.add_argument("--profile", metavar="FILE", help="what calibrate wrote of this machine")
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from meshplan import planning
+
+    if args.file is not None:
+        raise SpecError(Problem("diff takes two plans, and -f names a third", None, "leave it out"))
+    if not args.set and (locks := planning.locks_alone(*args.plans)) is not None:
+        return _print_difference(args, planning.compare_locks(*locks), [])
+    sides, known, notes = [], [], list[str]()
+    for name in args.plans:
+        path, lock = planning.plan_of_lock(name) or (name, None)
+        plan = api.decide(
+            path, args.set, model=args.model, config=args.config, lock=lock,
+            noted=lambda text, name=name: notes.append(f"{name}: {text}"),  # type: ignore[misc]
+        )  # fmt: skip
+        sides.append((name, plan))
+        # What --set changes no lock tells of.
+        known.append({} if args.set else planning.figures_of_lock(path, plan, lock))
+    found = planning.compare(*sides, profile=args.profile, known=(known[0], known[1]))
+    return _print_difference(args, found, notes)
+
+
+def _print_difference(args: argparse.Namespace, found: Difference, notes: Sequence[str]) -> int:
+    from meshplan.render.difference import difference_to_json, difference_to_text
+
+    if args.json:
+        print(envelope("diff/1", difference_to_json(found), notes))
+    else:
+        print(*difference_to_text(found), sep="\n")
+        print_notes(args, notes)
+    return YES if found.is_same else NO
+
+
+VERB = Verb("diff", "two plans: what is decided otherwise, and what that costs", _diff_flags, _diff)
