@@ -101,5 +101,5 @@ def check_free(keys: Sequence[str]) -> None:
 
 
 def freed(keys: Sequence[str]) -> dict[str, Any]:
-    """What leaves keys to the planner, as statements by path; None takes a statement back."""
+    """Return statements by path that leave keys to the planner; None takes a statement back."""
     return {key: AUTO if key.startswith("mesh") else None for key in keys}

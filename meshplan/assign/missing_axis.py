@@ -14,7 +14,7 @@ _ADD: Final = {
     "ep": "ep: 2 in dp_shard",
     "dp_shard": "mesh: {dp_shard: 8}",
 }
-"""By axis, how a mesh has it."""
+"""Sizes of a mesh by axis, as the plan file has them."""
 
 
 def no_axis(axis: str, mesh: Mesh, origin: Origin | None) -> Problem:
@@ -24,7 +24,7 @@ def no_axis(axis: str, mesh: Mesh, origin: Origin | None) -> Problem:
 
 
 def rules_without_axis(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
-    """What is said of them where no model says which modules they match.
+    """Describe such rules where no model says which modules they match.
 
     A rule that is optional may match nothing, and `R` cuts nothing.
     """

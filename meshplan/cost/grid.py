@@ -56,7 +56,7 @@ OPTION_RESHARD: Final = np.array([reshard for _, reshard in OPTIONS], dtype=bool
 
 
 class Cut(NamedTuple):
-    """What a rank's program depends on: rows with the same cut compute the same chain of blocks."""
+    """The part of a row that a rank's program depends on: equal cuts compute the same chain."""
 
     tp: int
     ep: int

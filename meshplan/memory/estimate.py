@@ -177,7 +177,7 @@ class MemoryEstimate:
 
     @property
     def size(self) -> str:
-        """What the worst ranks need, as every verb says it; see `size_in_words`."""
+        """The need of the worst ranks, as every verb says it; see `size_in_words`."""
         worst = self.worst
         return size_in_words(
             worst.band[1], self.limit_bytes, None if self.bound else worst.peak.total_bytes
@@ -192,7 +192,7 @@ class MemoryEstimate:
 
 
 def size_in_words(high_bytes: int, limit_bytes: int | None, expected_bytes: int | None) -> str:
-    """What a GPU holds of what it may: THE words for it in every verb.
+    """Say what a GPU holds of what it may: THE words for it in every verb.
 
     Args:
         high_bytes: The upper end of the band, by which "fits" is said.
@@ -208,7 +208,7 @@ def size_in_words(high_bytes: int, limit_bytes: int | None, expected_bytes: int 
 
 
 def left_in_words(high_bytes: int, limit_bytes: int | None) -> str:
-    """What is left of the limit, or how much is over it; "" where there is no limit."""
+    """Say what is left of the limit, or how much is over it; "" where there is no limit."""
     if limit_bytes is None:
         return ""
     left = limit_bytes - high_bytes

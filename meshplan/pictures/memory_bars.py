@@ -80,7 +80,7 @@ class MemoryBars:
         return left_in_words(self.limit_bytes - left, self.limit_bytes)
 
     def size(self, bar: Bar) -> str:
-        """What one bar shows, beside the limit."""
+        """The figures of one bar, beside the limit."""
         expected = None if self.bound else bar.total_bytes
         return size_in_words(bar.high_bytes or bar.total_bytes, self.limit_bytes, expected)
 

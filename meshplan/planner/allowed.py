@@ -1,4 +1,4 @@
-"""What a model allows: a trial of a plan is decided, and its step told, or the reason is given."""
+"""Decide a trial of a plan and tell its step, or say why the model does not allow it."""
 
 from __future__ import annotations
 

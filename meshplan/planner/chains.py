@@ -21,7 +21,7 @@ _MANY: Final = 8
 
 
 class _Key(NamedTuple):
-    """Whether activations are cut beside tp, and the loss, is part of it."""
+    """The kinds that a chain is of, cut activations and a cut loss beside tp among them."""
 
     tp: int
     ep: int

@@ -51,7 +51,7 @@ def as_stated(what: int) -> Offload:
 
 
 def offload_words(spec: Spec, what: int) -> dict[str, Any]:
-    """What the plan file would have to say, by path; {} where it says so already, or need not."""
+    """Return what the plan file would have to say, by path; {} where it says so already."""
     offload = spec.offload
     parts = {"params": bool(what & PARAMS_THERE), "activations": bool(what & ACTIVATIONS_THERE)}
     stated = {name: getattr(offload, name) for name in parts}

@@ -34,13 +34,13 @@ def locks_alone(old: str, new: str) -> tuple[Lock, Lock] | None:
 
 
 def _holds(lock: Lock) -> bool:
-    """Whether the plan file is beside a lock, and says what the lock was made for."""
+    """Return whether the plan file is beside a lock, and says what the lock was made for."""
     source = source_beside(lock.path)
     return source is not None and spec_hash(load_spec(source)) == lock.spec
 
 
 def difference_of_locks(old: Lock, new: Lock) -> Difference:
-    """What the second lock says otherwise than the first."""
+    """Compare two locks by what they say."""
     before, after = dict(_fields(old.content)), dict(_fields(new.content))
     return Difference(
         old=_side(old),
@@ -72,7 +72,7 @@ def _tensors(lock: Lock) -> Mapping[str, str]:
 
 
 def _side(lock: Lock) -> Side:
-    """What a lock expects of its plan."""
+    """Return the figures that a lock expects of its plan."""
     said = dict(fields(lock.content))
     mesh = lock.chosen.get("mesh", {})
     sizes = [size for size in mesh.values() if isinstance(size, int)]  # Borrowed ranks count once.

@@ -53,7 +53,7 @@ class Near:
         self._job, self._numbers, self._found = job, numbers, found
         self._only: dict[tuple[int, Options], Numbers] = {}
         self._excess: dict[tuple[int, tuple[Allocator, ...]], float] = {}
-        """By row and allocators, what its last answer held above the linear figures."""
+        """Bytes that the last answer held above the linear figures, by row and allocators."""
 
     def choose(self) -> tuple[Way | None, tuple[Way, ...]]:
         """(the simplest within the slack, others that are near)."""
@@ -174,7 +174,7 @@ class Near:
         return int(self._job.grid[row]["virtual"])
 
     def _of_row(self, row: int, allocator: str) -> tuple[int, int, int]:
-        """What is offloaded, axes that are spread, settings that only make room."""
+        """Count what is offloaded, axes that are spread, and settings that only make room."""
         config = self._job.grid[row]
         spread = sum(int(config[axis] > 1) for axis in AXES)
         # Sharding over one rank is simpler than sharding over more, and not as simple as none.

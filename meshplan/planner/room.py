@@ -23,7 +23,7 @@ OFFERED: Final = {
     "loss_chunks": _CHUNKS,
     "allocator": _ALLOCATORS,
 }
-"""By key, what the planner tries where the plan does not state it."""
+"""Values that the planner tries where the plan does not state a key, by key."""
 
 
 def chunks_of(
@@ -53,6 +53,6 @@ def allocators_of(spec: Spec) -> tuple[Allocator, ...]:
 
 
 def room_words(spec: Spec, loss_chunks: int, allocator: Allocator) -> dict[str, Any]:
-    """What the plan file would have to say, by path; {} where it says so already, or need not."""
+    """Return what the plan file would have to say, by path; {} where it says so already."""
     chosen = {"loss_chunks": loss_chunks, "allocator": allocator}
     return {path: value for path, value in chosen.items() if getattr(spec, path) != value}

@@ -25,7 +25,7 @@ FIELDS: Final = (
 """What the planner chooses, and can be asked about."""
 
 READ_AGAIN: Final = ("loss_parallel", "loss_chunks", "allocator")
-"""Of those, what is asked by planning a file that states it: any value may be, tried or not."""
+"""Those of them that are asked by planning a file that states the value, tried or not."""
 
 STATED: Final = (
     "precision", "optimizer", "tp_plan",

@@ -25,7 +25,7 @@ DAY_S: Final = 86400.0
 _MOST_NODES: Final = 2**17
 _TENTH: Final = 0.1
 _HARDLY: Final = 0.02
-"""Where more nodes take this share less at the most, a step has too few samples for them."""
+"""A step has too few samples for more nodes if these take at most this share less."""
 _SLOWER: Final = 2
 """Sizes in a row that are hardly faster, after which no larger one is tried."""
 _WITHOUT: Final = 4
