@@ -32,12 +32,11 @@ class OverError(Exception):
     Attributes:
         rank: One of them.
         reserved_bytes: What is reserved for it at the least.
-        is_sure: Whether no allocator reserves as little as the caller cares to know.
     """
 
-    def __init__(self, rank: int, reserved_bytes: int, is_sure: bool = False) -> None:
-        super().__init__(rank, reserved_bytes, is_sure)
-        self.rank, self.reserved_bytes, self.is_sure = rank, reserved_bytes, is_sure
+    def __init__(self, rank: int, reserved_bytes: int) -> None:
+        super().__init__(rank, reserved_bytes)
+        self.rank, self.reserved_bytes = rank, reserved_bytes
 
 
 class Told(NamedTuple):
@@ -126,13 +125,13 @@ class Ranks:
         can_tell = in_brief and not self._only_in_brief and most_bytes < math.inf
         # The first one mostly tells; of others what is reserved, which is no less, is needed.
         if can_tell and is_first and log.pooled_bytes > most_bytes:
-            raise OverError(rank, log.pooled_bytes, is_sure=True)
+            raise OverError(rank, log.pooled_bytes)
         held = self._holding.of(log)
         reserved = held.reserve.reserved_bytes
         if can_tell and reserved > most_bytes and log.pooled_bytes > most_bytes:
-            raise OverError(rank, log.pooled_bytes, is_sure=True)
+            raise OverError(rank, log.pooled_bytes)
         if reserved > most_bytes and (self._only_in_brief or not in_brief):
-            raise OverError(rank, reserved, is_sure=log.pooled_bytes > most_bytes)
+            raise OverError(rank, reserved)
         kept = (log, held) if self._keeps_logs else ()
         return Told(held.figures, not in_brief, *kept)
 

@@ -21,7 +21,6 @@ class Measured:
         why: Why it cannot be, where it cannot; it then does not fit.
         result: Whatever the measuring made, for those who asked for it.
         is_of_row: Whether other answers of the row hold as much above their linear figures.
-        is_over: Whether it holds too much with any allocator.
     """
 
     fits: bool
@@ -29,7 +28,6 @@ class Measured:
     why: str = ""
     result: object = None
     is_of_row: bool = True
-    is_over: bool = False
 
 
 class Guess(NamedTuple):

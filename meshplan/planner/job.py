@@ -293,7 +293,7 @@ class Job:
             if key not in self._known:
                 self._known[key] = self._measure(numbers, candidate, allocator, to_the_end)
             found.append(self._known[key])
-            if found[-1].fits or found[-1].is_over:
+            if found[-1].fits:
                 return found[-1]
         return min(found, key=lambda each: each.excess_bytes)
 
@@ -309,7 +309,7 @@ class Job:
         except OverError as over:
             held = candidate.linear_bytes[plan.mesh.index(over.rank, ("pp",))]
             excess = over.reserved_bytes + links - held
-            return Measured(False, excess, is_of_row=self._is_of_row, is_over=over.is_sure)
+            return Measured(fits=False, excess_bytes=excess, is_of_row=self._is_of_row)
         except MeshplanError as error:
             return Measured(fits=False, why=error.problems[0].what)
         if (why := over_host(self.spec, plan, memory)) is not None:
