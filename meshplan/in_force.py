@@ -1,6 +1,6 @@
 """The model of a question, and the spec that is in force for it: by its lock, or by its defaults.
 
-What decides is `planner.whole`; here are the ways into it that need no planner where there is
+`planner.whole` decides it; here are the ways into that room that need no planner where there is
 nothing to plan.
 """
 

@@ -260,7 +260,7 @@ def locks_alone(old: str, new: str) -> tuple[Lock, Lock] | None:
 
 
 def compare_locks(old: Lock, new: Lock) -> Difference:
-    """What one lock says otherwise than another, such as an earlier version of it."""
+    """Differences between two locks, such as two versions of one."""
     from meshplan.planner import lock_difference
 
     return lock_difference.difference_of_locks(old, new)
@@ -318,7 +318,7 @@ def lock_plan(
 def as_written(
     decision: Decision, gpu: str | None = None, memory: str | int | None = None
 ) -> Written | None:
-    """What a plan takes as its file stands, without the choices; None where that is no other.
+    """Estimate a plan as its file stands, without the choices; None where that is no other.
 
     Args:
         gpu, memory: As for the search.

@@ -1,4 +1,4 @@
-"""What a plan file says by itself, beside what the planner chose for what it leaves out."""
+"""The plan file by itself, beside the choices of the planner for what it leaves out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Written:
 
 
 def as_written(decision: Decision, device: str, cluster: Cluster) -> Written | None:
-    """What a plan takes as its file stands.
+    """Estimate a plan as its file stands.
 
     None where something in it is `auto`, where the choices are no others, and where no config tells
     it.

@@ -89,7 +89,7 @@ def _alone(answer: WhyNot) -> str:
 
 
 def _on_another_mesh(answer: WhyNot) -> str:
-    """Where the best with a setting is spread otherwise than the plan, what costs is that."""
+    """Name the other mesh where the best plan with a setting needs one: that is what costs."""
     if answer.way is None or answer.plan is None:
         return ""
     mesh = answer.way.stated.get("mesh")
