@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meshplan import api
-from meshplan.errors import Problem, SpecError
+from meshplan.errors import MeshplanError, Problem, SpecError
 from meshplan.render.text import envelope
 from meshplan.verbs import NO, YES, Verb, model_flags, print_notes
 
@@ -23,6 +23,7 @@ def _diff_flags(parser: argparse.ArgumentParser) -> None:
 
 def _diff(args: argparse.Namespace) -> int:
     from meshplan import planning
+    from meshplan.planner.difference import figures_of
 
     if args.file is not None:
         raise SpecError(Problem("diff takes two plans, and -f names a third", None, "leave it out"))
@@ -36,8 +37,18 @@ def _diff(args: argparse.Namespace) -> int:
             noted=lambda text, name=name: notes.append(f"{name}: {text}"),  # type: ignore[misc]
         )  # fmt: skip
         sides.append((name, plan))
-        # What --set changes no lock tells of.
-        known.append({} if args.set else planning.figures_of_lock(path, plan, lock))
+        # What --set changes no lock tells of, nor what another machine takes.
+        is_told = not args.set and args.profile is None
+        figures = planning.figures_of_lock(path, plan, lock) if is_told else {}
+        if not figures and not plan.graph.config and lock is None:
+            try:
+                decision = planning.search_plan(
+                    path, args.set, model=args.model, profile=args.profile
+                )
+                figures = figures_of(decision, plan)
+            except MeshplanError as error:
+                notes.append(f"{name}: no seconds and no bytes: {error.problems[0].what}")
+        known.append(figures)
     found = planning.compare(*sides, profile=args.profile, known=(known[0], known[1]))
     return _print_difference(args, found, notes)
 

@@ -237,13 +237,12 @@ def compare(
     Args:
         old, new: (what it is called, the plan).
         profile: As for `explain`.
-        known: Of each, what its lock or the planner says where no config tells it, as of `Side`.
+        known: Of each, what its lock or the planner says where no config tells it, as of `Side`;
+            by the same profile.
     """
     from meshplan.planner.difference import difference, side_of
 
-    if profile is not None:
-        known = {}, {}  # Those are by other figures of the machine.
-    else:
+    if profile is None:
         # What was measured holds for both sides, where their locks say no different things.
         found = {profile_of_lock(plan.spec.source) for _, plan in (old, new)} - {None}
         profile = found.pop() if len(found) == 1 else None

@@ -24,6 +24,7 @@ from meshplan.cost.profile import Profile, measured_for, profile_of, without
 from meshplan.cost.step import Terms, terms
 from meshplan.cost.types import Chain
 from meshplan.errors import PlanError, Problem
+from meshplan.graph import is_inside
 from meshplan.hardware import Cluster
 from meshplan.memory.told_works import loss_chunks_of, refusals, styled_of
 from meshplan.plan import Plan
@@ -56,13 +57,23 @@ class BlockCost:
 class Costed:
     """A whole plan on a machine.
 
+    Args:
+        chain: The model as one rank of tp runs it under this plan; None reads it off the config.
+
     Raises:
         PlanError: Something in it has no figures.
     """
 
-    def __init__(self, plan: Plan, cluster: Cluster, profile: Profile | None = None) -> None:
-        self.plan, self.cluster = plan, cluster
-        if problems := list(refusals(plan)) or list(_unknown(plan)):
+    def __init__(
+        self,
+        plan: Plan,
+        cluster: Cluster,
+        profile: Profile | None = None,
+        chain: Chain | None = None,
+    ) -> None:
+        self.plan, self.cluster, self._run = plan, cluster, chain
+        refused = list(refusals(plan)) or list(_not_read(plan)) if chain is None else []
+        if problems := refused or list(_unknown(plan)):
             raise PlanError(problems)
         self._dtype = next(
             p.info.dtype for p in plan.assignment.tensors.values() if not p.info.is_buffer
@@ -78,6 +89,8 @@ class Costed:
     @cached_property
     def chain(self) -> Chain:
         """The model as one rank of tp computes it."""
+        if self._run is not None:
+            return self._run
         plan = self.plan
         length, tp = plan.spec.batch.seq_len, plan.mesh.size("tp")
         assert length is not None
@@ -197,8 +210,7 @@ class Costed:
 def _stage_of(plan: Plan, block: str) -> int:
     stages = plan.assignment.stages
     assert stages is not None
-    fqn = next(fqn for fqn in stages.tensors if fqn.startswith(f"{block}."))
-    return stages.tensors[fqn][0]
+    return next(stage for fqn, stage in stages.units if is_inside(fqn, block))
 
 
 def _row(plan: Plan) -> NDArray[np.void]:
@@ -220,6 +232,18 @@ def _mode(plan: Plan) -> int:
     return STRATEGIES[plan.assignment.strategy.name][0][0]
 
 
+def _not_read(plan: Plan) -> Iterator[Problem]:
+    """What a config does not tell."""
+    if not plan.graph.config:
+        yield _no_figures(plan, f"{plan.graph.name}: no config tells of it")
+    if plan.spec.batch.seq_len is None:
+        yield _no_figures(plan, "a batch that is not stated")
+
+
+def _no_figures(plan: Plan, what: str) -> Problem:
+    return Problem(f"the cost model has no figures for {what}", plan.spec.origin(""))
+
+
 def _unknown(plan: Plan) -> Iterator[Problem]:
     """What the cost model has no figures for."""
     a, mesh, stages = plan.assignment, plan.mesh, plan.assignment.stages
@@ -232,8 +256,7 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
     blocks = plan.graph.blocks()
     split = stages and {_stages_of_block(plan, block) for block in blocks}
     for is_there, what in (
-        (not plan.graph.config, f"{plan.graph.name}: no config tells of it"),
-        (plan.micro is None or plan.spec.batch.seq_len is None, "a batch that is not stated"),
+        (plan.micro is None, "a batch that is not stated"),
         (bool(mesh.loans), "borrowed ranks"),
         (bool(a.compiled), "compiled blocks"),
         (any(u.on_host for u in a.units.values()) and not offload_of(plan) & PARAMS_THERE,
@@ -255,7 +278,7 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
         (bool(split) and max(len(each) for each in split or ()) > 1, "blocks that a stage cuts"),
     ):  # fmt: skip
         if is_there:
-            yield Problem(f"the cost model has no figures for {what}", plan.spec.origin(""))
+            yield _no_figures(plan, what)
 
 
 def _stages_of_block(plan: Plan, block: str) -> tuple[int, ...]:

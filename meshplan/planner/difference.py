@@ -92,10 +92,14 @@ class Difference:
         return not (self.fields or self.blocks or self.placements)
 
 
-def figures_of(decision: Decision) -> dict[str, float]:
-    """What the planner found of what it chose, by the names of `Side`."""
+def figures_of(decision: Decision, plan: Plan | None = None) -> dict[str, float]:
+    """What the planner found of what it chose, by the names of `Side`.
+
+    Args:
+        plan: The one that is asked about: {} where the planner chose another.
+    """
     way = decision.chosen
-    if way is None:
+    if way is None or (plan is not None and plan.digest() != way.plan.digest()):
         return {}
     rate = decision.tokens_per_s(way) * way.plan.mesh.world_size
     found = {"step_s": way.seconds, "peak_bytes": float(way.memory.worst.band[1])}

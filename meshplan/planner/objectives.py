@@ -14,6 +14,7 @@ from meshplan.planner.decide import decide, size_in_words
 from meshplan.planner.decision import Decision, Question
 from meshplan.planner.job import Job
 from meshplan.planner.least import Least
+from meshplan.planner.priced import is_priced, price
 from meshplan.planner.sizes import cheapest
 from meshplan.planner.space import Rejected
 from meshplan.planner.widened import widen
@@ -29,6 +30,8 @@ def answer(question: Question, told: Told = lambda text: None) -> Decision:
     Raises:
         PlanError: The plan file says too little, or nothing is left to choose from.
     """
+    if is_priced(question):
+        return price(question, told)
     return _BY_OBJECTIVE[question.objective](question, told)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from meshplan.cost.types import Chain
 from meshplan.memory.estimate import MemoryEstimate
@@ -10,11 +10,37 @@ from meshplan.plan import Plan
 from meshplan.spec import Spec
 
 
+class Priced(NamedTuple):
+    """A plan of a live model, as it is stated.
+
+    Attributes:
+        plan: Decided for the model.
+        memory: As `estimate` tells it.
+        chain: The model as one rank of tp runs it, what runs again in backward included.
+        flops: Of one sample, forward and backward, of all ranks of tp and without what runs again.
+    """
+
+    plan: Plan
+    memory: MemoryEstimate
+    chain: Chain
+    flops: float
+
+
 class Traced(Protocol):
     """A model that was run on tensors without numbers."""
 
     def refuses(self, spec: Spec) -> str:
         """Why something in a spec has no figures, "" if all has."""
+
+    def is_priced(self, spec: Spec) -> bool:
+        """Whether a spec with nothing left open has figures, searched or not."""
+
+    def priced(self, spec: Spec) -> Priced:
+        """What a plan takes that leaves nothing open.
+
+        Raises:
+            PlanError: The plan does not fit the model, or something in it has no figures.
+        """
 
     def chain(self) -> Chain:
         """What its blocks cost, and what lies before and after them.

@@ -6,7 +6,7 @@ accumulates and updates is not, and is composed by `memory.replay`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -41,6 +41,7 @@ from meshplan.runtime.remembered import contents, hooks_of
 from meshplan.runtime.runs import Edges, runs_of, short_plan, shortened
 
 LossFn = Callable[[Any, Any], torch.Tensor]
+MakeLedger = Callable[[Mapping[nn.Module, str], Behaviour], Ledger]
 
 
 def trace_work(
@@ -51,6 +52,7 @@ def trace_work(
     loss_fn: LossFn,
     rank: int = 0,
     device: str = CPU,
+    ledger: MakeLedger = Ledger,
 ) -> Work:
     """What one microbatch allocates and frees on one rank, from the second one on.
 
@@ -61,6 +63,7 @@ def trace_work(
         loss_fn: As `train_step` takes it.
         rank: Which rank to be.
         device: As for `imagine_step`.
+        ledger: Makes what watches a plan without stages, from the names of the modules that run.
 
     Blocks that are alike are traced a few times, however many there are. Of a pipeline, which does
     all its microbatches at once, the work is one pass over this rank's inputs of a step.
@@ -72,13 +75,15 @@ def trace_work(
         try:
             with shortened(model, runs) as used:
                 short = short_plan(plan, runs)
-                work, found = _traced(model, short, inputs, targets, loss_fn, rank, device, runs)
+                work, found = _traced(
+                    model, short, inputs, targets, loss_fn, rank, device, runs, ledger
+                )
             if not used:
                 return stretch(work, found)
         except Exception:  # The model's code may count on all its blocks, and raise anything.
             if dist.is_initialized():
                 raise
-    return _traced(model, plan, inputs, targets, loss_fn, rank, device, ())[0]
+    return _traced(model, plan, inputs, targets, loss_fn, rank, device, (), ledger)[0]
 
 
 def _traced(
@@ -90,6 +95,7 @@ def _traced(
     rank: int,
     device: str,
     runs: Sequence[Run],
+    ledger: MakeLedger,
 ) -> tuple[Work, list[Run]]:
     """(the work, the runs with the events at which their blocks begin)."""
     bare = without_data(plan)
@@ -97,8 +103,9 @@ def _traced(
         batch, goals = mapped(inputs, fake), mapped(targets, fake)
         wrapped = apply_plan(twin, bare, mesh, Values())
         applied(wrapped).is_tested = True
+        watching = ledger(names_of(wrapped), behaviour)
         is_plain = _is_plain(model, plan)
-        return _watched(wrapped, plan, batch, goals, loss_fn, behaviour, runs, is_plain=is_plain)
+        return _watched(wrapped, plan, batch, goals, loss_fn, watching, runs, is_plain=is_plain)
 
 
 def _traced_pass(
@@ -171,6 +178,7 @@ def without_data(plan: Plan) -> Plan:
     tensors = {
         fqn: replace(
             placed,
+            unit=None,
             stored=placed.stored.without(*UNIT_AXES),
             dtype=placed.compute_dtype,
             reduced_alone=False,
@@ -189,7 +197,7 @@ def _watched(
     inputs: Any,
     targets: Any,
     loss_fn: LossFn,
-    behaviour: Behaviour,
+    ledger: Ledger,
     runs: Sequence[Run],
     *,
     is_plain: bool,
@@ -199,7 +207,6 @@ def _watched(
     Where nothing but the model itself could do otherwise the second time (`is_plain`), and the
     first one leaves nothing in it or of it behind, the second would do the same, and is not run.
     """
-    ledger = Ledger(names_of(model), behaviour)
     held = note_held(ledger, model, (inputs, targets))
     marking = marking_of(model, plan, ledger)
     edges = [Edges(model, run, ledger) for run in runs]

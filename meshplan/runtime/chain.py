@@ -8,20 +8,27 @@ last one: nothing is left out. Blocks of which the trace says the same are of on
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from torch import nn
+
 from meshplan.cost.types import Chain, Kind, Sent, Tally
+from meshplan.errors import Origin, PlanError, Problem
 from meshplan.memory.work import Moment, Work
+from meshplan.mesh import UNIT_AXES
 from meshplan.plan import Plan
-from meshplan.runtime.counting import Done
+from meshplan.runtime.counting import Counted, Done
 from meshplan.runtime.probe import Seen
 
 FIRST: Final = ""
 LAST: Final = "loss"
 """Of what lies in no block."""
 Kept = Mapping[str, tuple[int, int]]
+_NOTHING_SENT: Final = Sent()
+_HARDLY: Final = 0.02
+"""Share of the flops that may be priced as something else: no price is good to that."""
 
 
 class Traces(NamedTuple):
@@ -54,7 +61,6 @@ def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
     plain = [_shares(traces.plain, order) for traces in (one, two)]
     again = [_shares(traces.again, order) for traces in (one, two)]
     nothing = (0, 0)
-    kinds: dict[Kind, Kind] = {}
     found = []
     for name in (FIRST, *order, LAST):
         kept = [
@@ -75,21 +81,105 @@ def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
             forward=forward,
             backward=backward,
             again=(none, none, repeated if name in order else none),
-            sent_forward=Sent(),
-            sent_backward=Sent(),
-            sent_again=(Sent(), Sent(), Sent()),
+            sent_forward=_NOTHING_SENT,
+            sent_backward=_NOTHING_SENT,
+            sent_again=(_NOTHING_SENT,) * 3,
             saved_bytes=(kept[0], kept[0], kept[1]),
             transient_bytes=(0.0, 0.0, 0.0),
             boundary_bytes=0.0,
         )
-        found.append(kinds.setdefault(kind, replace(kind, name=name)))
+        found.append(kind)
+    turns = tuple(_turn(one, two, name) for name in (FIRST, *order, LAST))
+    return replace(_chain(found, order), turns=turns)
+
+
+def chain_as_run(plan: Plan, counted: Counted) -> Chain:
+    """The chain of a microbatch that was counted: what runs again in backward is backward's.
+
+    Args:
+        plan: That was run: without pp and cp.
+
+    The bytes that blocks keep are not in it.
+    """
+    order = _order_run(counted)
+    sizes, shares = _numels(plan, order, counted.trained), _shares(counted, order)
+    none, samples = Tally(), plan.micro or 1
+    found = []
+    for name in (FIRST, *order, LAST):
+        forward, backward = shares[False, name], shares[True, name]
+        numels, frozen = sizes[name]
+        found.append(
+            Kind(
+                name="",
+                has_options=name in order,
+                numels=numels,
+                frozen=frozen,
+                forward=_tally_of(forward, samples),
+                backward=_tally_of(backward, samples),
+                again=(none, none, none),
+                sent_forward=_sent_of(forward, samples),
+                sent_backward=_sent_of(backward, samples),
+                sent_again=(_NOTHING_SENT,) * 3,
+                saved_bytes=(0.0, 0.0, 0.0),
+                transient_bytes=(0.0, 0.0, 0.0),
+                boundary_bytes=counted.handed_bytes / samples,
+                context_bytes=forward.context_bytes / samples,
+                exchanged_bytes=forward.exchanged_bytes / samples,
+            )
+        )
+    return _chain(found, order)
+
+
+def _chain(found: Sequence[Kind], order: Sequence[str]) -> Chain:
+    """Blocks of which the same is known are of one kind, named for the first of them."""
+    kinds: dict[Kind, Kind] = {}
+    each = [
+        kinds.setdefault(kind, replace(kind, name=name))
+        for kind, name in zip(found, (FIRST, *order, LAST), strict=True)
+    ]
     distinct = list(kinds.values())
     return Chain(
         kinds=tuple(distinct),
-        order=tuple(distinct.index(kind) for kind in found),
+        order=tuple(distinct.index(kind) for kind in each),
         names=("", *order, ""),
-        turns=tuple(_turn(one, two, name) for name in (FIRST, *order, LAST)),
     )
+
+
+def check_speed(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    flops: float,
+    convolved: float,
+    unknown: Collection[str],
+    origin: Origin | None,
+    told: Callable[[str], None],
+) -> None:
+    """Refuse a model of whose operators nobody knows how fast they run.
+
+    Args:
+        plan: That was run.
+        flops: Of products and convolutions.
+        convolved: Share of them that are a convolution's.
+        unknown: Operators of others.
+        origin: Where the user named the model.
+        told: Is told of operators whose flops are not known.
+
+    Raises:
+        PlanError: Nothing in it is a product, or some of it is a convolution in float32.
+    """
+    name = type(model).__name__
+    if not flops:
+        what = f"{name} has no product of matrices, and no convolution"
+        fix = "nothing says then how long a step takes: state the plan, and leave nothing open"
+        raise PlanError(Problem(what, origin, fix))
+    if plan.assignment.compute_dtypes == {"float32"} and convolved > _HARDLY:
+        what = f"{name} convolves in float32: cuDNN does that in TF32"
+        fix = "how fast is not known: choose a precision that computes in bfloat16 or float16"
+        raise PlanError(Problem(what, plan.spec.origin("precision"), fix))
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        told(f"how much {names} computes is not known: counted is what it moves")
 
 
 def _turn(one: Traces, two: Traces, name: str) -> tuple[float, ...]:
@@ -109,7 +199,15 @@ def _order(work: Work, blocks: Collection[str]) -> list[str]:
     return list(dict.fromkeys(unit for unit in began if unit in blocks))
 
 
-def _shares(seen: Seen, order: Sequence[str]) -> Mapping[tuple[bool, str], Done]:
+def _order_run(counted: Counted) -> list[str]:
+    """The blocks in the order in which those that stand for them ran; others are of no block."""
+    ran = [at.block for at in counted.done if at.block and not at.is_backward]
+    at = {block: number for number, block in enumerate(dict.fromkeys(ran))}
+    there = [block for block, shown in counted.shown.items() if shown in at]
+    return sorted(there, key=lambda block: at[counted.shown[block]])
+
+
+def _shares(seen: Seen | Counted, order: Sequence[str]) -> Mapping[tuple[bool, str], Done]:
     """What is done by (whether backward runs, place): alike blocks do what was seen of one."""
     by_shown: dict[str, list[str]] = {}
     for block in order:
@@ -146,8 +244,11 @@ def _numels(
         name = placed.unit or ""
         while name and name not in numels:
             name = name.rpartition(".")[0]
-        numels[name].append(placed.info.numel)
-        frozen[name] += 0 if fqn in trained else placed.info.numel
+        # What this rank of tp has of it; the data axes are the cost model's affair.
+        layout = placed.stored.without(*UNIT_AXES)
+        numel = layout.local_numel(placed.info.shape, plan.mesh)
+        numels[name].append(numel)
+        frozen[name] += 0 if fqn in trained else numel
     return {name: (tuple(each), frozen[name]) for name, each in numels.items()}
 
 
@@ -174,4 +275,26 @@ def _tally(done: Sequence[Done], samples: int) -> Tally:
         product_bytes=each.product_bytes,
         moved_bytes=each.moved_bytes,
         weight_bytes=once.product_bytes + once.moved_bytes,
+    )
+
+
+def _tally_of(done: Done, samples: int) -> Tally:
+    """Of a microbatch of so many samples, all of which is said to grow with them."""
+    return Tally(
+        kernels=done.kernels,
+        flops=done.flops / samples,
+        attention_flops=done.attention_flops / samples,
+        product_bytes=done.product_bytes / samples,
+        moved_bytes=done.moved_bytes / samples,
+    )
+
+
+def _sent_of(done: Done, samples: int) -> Sent:
+    return Sent(
+        all_reduces=round(done.all_reduces),
+        all_reduce_bytes=done.all_reduce_bytes / samples,
+        gathers=round(done.gathers),
+        gather_bytes=done.gather_bytes / samples,
+        all_to_alls=round(done.all_to_alls),
+        all_to_all_bytes=done.all_to_all_bytes / samples,
     )

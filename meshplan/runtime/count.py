@@ -42,11 +42,8 @@ class _Count(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        kind = _kind(func)
-        if kind:
-            axes = _axes(dist.get_process_group_ranks(group_of(args, kwargs)), self.mesh)
-            if axes:  # Alone in its group, a rank sends nothing.
-                self.counted[Route(kind, axes, _bytes(kind, args, out))] += 1
+        if (route := sent_by(func, args, kwargs, out, self.mesh)) is not None:
+            self.counted[route] += 1
         return out
 
 
@@ -61,6 +58,16 @@ def counting(mesh: Mesh) -> Iterator[Counter[Route]]:
     """
     with _Count(mesh) as mode:
         yield mode.counted
+
+
+def sent_by(func: Any, args: Any, kwargs: Any, out: Any, mesh: Mesh) -> Route | None:
+    """The route of an operator that was called; None where it sends nothing."""
+    kind = _kind(func)
+    if not kind:
+        return None
+    axes = _axes(dist.get_process_group_ranks(group_of(args, kwargs)), mesh)
+    # Alone in its group, a rank sends nothing.
+    return Route(kind, axes, _bytes(kind, args, out)) if axes else None
 
 
 def _kind(op: Any) -> str:

@@ -2,19 +2,22 @@
 
 Counted below autograd, where an operator is one kernel or nearly so. A product takes what its
 shapes say, everything else moves what it reads and makes through the device's memory; views take
-nothing.
+nothing. What ranks of tp send each other is counted beside it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
+from meshplan.mesh import Mesh
+from meshplan.runtime.count import sent_by
 from meshplan.runtime.ledger import Ledger
 from meshplan.runtime.nest import given_to
 from meshplan.runtime.personality import Behaviour
@@ -38,20 +41,37 @@ _CONVOLVES: Final = frozenset({_ops.convolution, _ops.convolution_backward})
 _LOOKS_UP: Final = frozenset({_ops.embedding, _ops.index_select, _ops.gather, _ops.index})
 """They read as much as they make, however large the table."""
 _MAKES_NOTHING: Final = frozenset({_ops.empty, _ops.empty_like, _ops.empty_strided, _ops.new_empty,
-                                   _ops.new_empty_strided, _ops.detach, _ops.alias})  # fmt: skip
+                                   _ops.new_empty_strided, _ops.detach, _ops.alias,
+                                   _ops._unsafe_view, _ops.lift_fresh})  # fmt: skip
+"""They start no kernel: `_unsafe_view` is a view whose schema does not say so."""
 
 _TOLD: Final[dict[tuple[Any, ...], float]] = {}
 _MOST: Final = 1 << 14
 
 
 class Done(NamedTuple):
-    """What some operators do."""
+    """What some operators do.
+
+    Attributes:
+        context_bytes: Of the keys and values that attention reads.
+        exchanged_bytes: Of these, of its queries and of what it makes.
+        all_reduces, all_reduce_bytes: Along tp, of the whole tensors; likewise `gathers`, which
+            are all_gather and reduce_scatter together, and `all_to_alls`, of what a rank sends.
+    """
 
     kernels: float = 0.0
     flops: float = 0.0
     attention_flops: float = 0.0
     product_bytes: float = 0.0
     moved_bytes: float = 0.0
+    context_bytes: float = 0.0
+    exchanged_bytes: float = 0.0
+    all_reduces: float = 0.0
+    all_reduce_bytes: float = 0.0
+    gathers: float = 0.0
+    gather_bytes: float = 0.0
+    all_to_alls: float = 0.0
+    all_to_all_bytes: float = 0.0
 
     def plus(self, other: Done) -> Done:
         """Both."""
@@ -76,22 +96,55 @@ class Where(NamedTuple):
     is_after: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """One microbatch of one rank.
+
+    Args:
+        done: What was done where; of blocks that are alike only those that were run are named.
+        shown: By block of the whole model, the one that was run in its place.
+        trained: Parameters that got a gradient.
+        handed_bytes: The most that any block takes of what has a gradient.
+        convolved: Share of the flops that are a convolution's.
+        unknown: Operators of whose flops nobody knows.
+    """
+
+    done: Mapping[Where, Done]
+    shown: Mapping[str, str]
+    trained: Collection[str]
+    handed_bytes: int
+    convolved: float
+    unknown: frozenset[str]
+
+    @property
+    def flops(self) -> float:
+        """Of all blocks, and of what is in none."""
+        times = Counter(self.shown.values())
+        return sum(done.flops * times.get(at.block, 1) for at, done in self.done.items())
+
+
 class CountingLedger(Ledger):
     """A ledger that also counts.
 
     Args:
         blocks: The fqns of the model's blocks.
+        mesh: That the ranks stand in; None where there is but one.
 
     Attributes:
-        done: What was done where, since `clear`.
+        done: What was done where, since `forget`.
         unknown: Operators of others: of their flops nobody knows.
         convolved: Flops of convolutions.
     """
 
     def __init__(
-        self, names: Mapping[nn.Module, str], behaviour: Behaviour, blocks: Collection[str]
+        self,
+        names: Mapping[nn.Module, str],
+        behaviour: Behaviour,
+        blocks: Collection[str],
+        mesh: Mesh | None = None,
     ) -> None:
         super().__init__(names, behaviour)
+        self._mesh = mesh
         self._blocks = frozenset(blocks)
         self._block_of: dict[str, str] = {}
         self.done: dict[Where, Done] = defaultdict(Done)
@@ -99,8 +152,9 @@ class CountingLedger(Ledger):
         self.convolved = 0.0
         self._last = ""
 
-    def clear(self) -> None:
-        """Begin to count anew."""
+    def forget(self) -> None:
+        """Begin anew, and to count anew."""
+        super().forget()
         self.done = defaultdict(Done)
         self.convolved = 0.0
         self._last = ""
@@ -115,15 +169,30 @@ class CountingLedger(Ledger):
         if (device := device_told(func, args)) is not None:
             return device
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if out is not NotImplemented and not func.is_view and func.namespace not in _SENDS_OR_ASKS:
+        if out is NotImplemented or func.is_view:
+            return out
+        if func.namespace in _SENDS_OR_ASKS:
+            done = self._sent_along_tp(func, args, kwargs or {}, out)
+        else:
             if func.namespace != "aten":
                 self.unknown.add(str(func))
             done = _done(func, args, kwargs or {}, out)
-            if done is not None:
-                where = self._where()
-                self.done[where] = self.done[where].plus(done)
-                self.convolved += done.flops if func.overloadpacket in _CONVOLVES else 0.0
+        if done is not None:
+            where = self._where()
+            self.done[where] = self.done[where].plus(done)
+            self.convolved += done.flops if func.overloadpacket in _CONVOLVES else 0.0
         return out
+
+    def _sent_along_tp(self, func: Any, args: Any, kwargs: Any, out: Any) -> Done | None:
+        """What a collective sends; None where it is none of tp."""
+        route = sent_by(func, args, kwargs, out, self._mesh) if self._mesh is not None else None
+        if route is None or route.axes != ("tp",):
+            return None
+        if route.kind == "all_reduce":
+            return Done(all_reduces=1, all_reduce_bytes=route.num_bytes)
+        if route.kind == "all_to_all":
+            return Done(all_to_alls=1, all_to_all_bytes=route.num_bytes)
+        return Done(gathers=1, gather_bytes=route.num_bytes)
 
     def _where(self) -> Where:
         is_backward = self.phases[-1] == "backward"
@@ -154,8 +223,14 @@ def _done(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Done | N
     made_bytes = float(sum(map(_bytes_of, made)))
     given_bytes = float(sum(map(_bytes_of, given)))
     if func._schema.name in _ATTENTION:
-        flops = _attention_flops(func, args, kwargs)
-        return Done(1, flops, flops, given_bytes + made_bytes)
+        named = _named(func, args, kwargs)
+        flops = _attention_flops(func, named)
+        done = Done(1, flops, flops, given_bytes + made_bytes)
+        if func._schema.name.endswith("_backward"):
+            return done
+        keys = float(_bytes_of(named["key"]) + _bytes_of(named["value"]))
+        others = float(_bytes_of(named["query"]) + _bytes_of(made[0]))
+        return done._replace(context_bytes=keys, exchanged_bytes=keys + others)
     rule: Callable[..., Any] | None = flop_registry.get(packet)
     if rule is not None:
         flops = _told(packet, rule, args, kwargs, out)
@@ -186,12 +261,16 @@ def _form(value: Any) -> Any:
     return type(value), value
 
 
-def _attention_flops(func: Any, args: Any, kwargs: Mapping[str, Any]) -> float:
-    """Queries by keys and weights by values; of what is masked as causal nothing is computed."""
-    named: dict[str, Any] = {
+def _named(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of an operator by name."""
+    return {
         argument.name: args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(func._schema.arguments)
     }
+
+
+def _attention_flops(func: Any, named: Mapping[str, Any]) -> float:
+    """Queries by keys and weights by values; of what is masked as causal nothing is computed."""
     query, key, value = named["query"], named["key"], named["value"]
     pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     flops = 2.0 * pairs * (query.shape[-1] + value.shape[-1])

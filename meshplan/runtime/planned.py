@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshplan.errors import ApplyError, MeshplanError, Origin, Problem
+from meshplan.errors import ApplyError, MeshplanError, Problem
 from meshplan.planner.asking import Load, question_of, with_made
 from meshplan.planner.decision import Question
 from meshplan.planner.lock import chosen_spec, has_lock, spec_hash
@@ -27,7 +27,7 @@ from meshplan.runtime.certify import Certifier
 from meshplan.runtime.described import described
 from meshplan.runtime.question import built_without_memory
 from meshplan.runtime.sample import with_dtype
-from meshplan.runtime.shrink import source_of
+from meshplan.runtime.shrink import Source, source_of
 from meshplan.runtime.trace import graph_of
 from meshplan.runtime.traced import TracedModel
 from meshplan.spec import InputSpec, Spec
@@ -43,7 +43,7 @@ def question_of_model(
     memory: str | int | None = None,
     profile: Path | None = None,
     example_inputs: Any = None,
-    origin: Origin | None = None,
+    source: Source | None = None,
     told: Callable[[str], None] = lambda text: None,
 ) -> Question:
     """What a plan file asks of the planner about a live model.
@@ -53,12 +53,14 @@ def question_of_model(
         load: The plan file with more statements.
         gpu, memory, profile: As for `question_of`.
         example_inputs: Of the model, where the plan states none.
+        source: How a process builds the model; None where only the caller has it.
 
     Raises:
         SpecError: The device cannot be found, or is stated twice and differs.
         PlanError: The plan says too little.
     """
     graph = graph_of(model)
+    origin = source.origin if source is not None else None
     question = question_of(load, graph, gpu, memory, profile)
     spec = with_dtype(model, _with_input(load(()), example_inputs))
     found = described(model, graph, spec)
@@ -81,6 +83,7 @@ def question_of_model(
         spec,
         device=question.device,
         limit_bytes=question.limit_bytes,
+        source=source,
         origin=origin,
         told=told,
     )
@@ -115,7 +118,7 @@ def question_of_entry(
     with redirect_stdout(sys.stderr):
         built = built_without_memory(found).train()
     return question_of_model(
-        built, load, gpu=gpu, memory=memory, profile=profile, origin=found.origin, told=told
+        built, load, gpu=gpu, memory=memory, profile=profile, source=found, told=told
     )
 
 

@@ -32,7 +32,7 @@ from meshplan.runtime.loss_mode import loss_mode
 from meshplan.runtime.moments import begin, heard_by
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.recompute import apply_recompute
-from meshplan.runtime.runs import Edges, runs_of, short_plan, shortened
+from meshplan.runtime.runs import Edges, runs_of, short_plan, shortened, shown_of
 from meshplan.spec import ActivationCheckpointing, Precision
 
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -206,7 +206,6 @@ class _Watch:
             edge.clear()
         ledger.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
         ledger.forget()
-        ledger.clear()
         self._taken.clear()
         args, kwargs = as_arguments(inputs)
         with heard_by(ledger.begin), ledger, loss_mode(self._plans[0]):
@@ -251,15 +250,7 @@ class _Watch:
 
     def _shown(self) -> dict[str, str]:
         """By block, the one that is run in its place."""
-        out = {}
-        for block in self._blocks:
-            shown = block
-            for run in self._runs:
-                place = run.place_of(block)
-                if place is not None:
-                    shown = run.at(block, run.shown(place))
-            out[block] = shown
-        return out
+        return shown_of(self._blocks, self._runs)
 
 
 @contextmanager

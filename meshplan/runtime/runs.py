@@ -107,6 +107,19 @@ def shortened(model: nn.Module, runs: Sequence[Run]) -> Iterator[list[int]]:
             model.get_submodule(fqn)._modules = modules
 
 
+def shown_of(blocks: Sequence[str], runs: Sequence[Run]) -> dict[str, str]:
+    """By block of the whole model, the one of the short model that runs in its place."""
+    out = {}
+    for block in blocks:
+        shown = block
+        for run in runs:
+            place = run.place_of(block)
+            if place is not None:
+                shown = run.at(block, run.shown(place))
+        out[block] = shown
+    return out
+
+
 def short_plan(plan: Plan, runs: Sequence[Run]) -> Plan:
     """The plan with the names of the short model."""
 

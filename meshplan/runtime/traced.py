@@ -8,7 +8,7 @@ once more, as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -32,19 +32,30 @@ from meshplan.memory.scale import scaled
 from meshplan.memory.told_ranks import ERROR, OverError
 from meshplan.memory.work import Work
 from meshplan.plan import Plan, make_plan
+from meshplan.planner.traced import Priced
 from meshplan.planner.trials import with_axes
 from meshplan.runtime.assumed import Loop, loop_of
-from meshplan.runtime.chain import Kept, Traces, chain_of
+from meshplan.runtime.chain import Kept, Traces, chain_of, check_speed
 from meshplan.runtime.nest import tensors_in
+from meshplan.runtime.priced import priced
 from meshplan.runtime.probe import Ask, Seen, watch
+from meshplan.runtime.question import Question
+from meshplan.runtime.shrink import Source
 from meshplan.runtime.stumble import problem_of
 from meshplan.spec import Spec
 
 _MOST: Final = 3
 """Samples of the largest microbatch that is always run: where one takes another course than two,
 two and three tell the rest."""
-_HARDLY: Final = 0.02
-"""Share of the flops that may be priced as something else: no price is good to that."""
+_AS_STATED: Final = "of a live model: priced where the plan states it, and not searched"
+_AXES: Final = {
+    "pp": f"pipelines {_AS_STATED}",
+    "tp": f"tensor parallelism {_AS_STATED}",
+    "cp": f"context parallelism {_AS_STATED}",
+    "ep": "expert parallelism of a live model is not planned yet",
+}
+_SELECTIVE: Final = f"selective recomputation {_AS_STATED}"
+_SEQUENCE: Final = f"sequence_parallel {_AS_STATED}"
 
 
 class TracedModel:
@@ -55,6 +66,7 @@ class TracedModel:
         spec: The plan file, whatever it leaves open.
         device: A name of `hardware`.
         limit_bytes: What one may hold.
+        source: How a process builds the model; None where only the caller has it.
         origin: Where the user named the model.
         told: Is told what is being done.
     """
@@ -67,10 +79,12 @@ class TracedModel:
         *,
         device: str,
         limit_bytes: int,
+        source: Source | None,
         origin: Origin | None,
         told: Callable[[str], None],
     ) -> None:
         self._model, self._graph, self._spec = model, graph, spec
+        self._source = source
         self._device, self._limit_bytes = device, limit_bytes
         self._origin, self._told = origin, told
         self._exact: dict[tuple[int, frozenset[str]], Prepared] = {}
@@ -86,6 +100,19 @@ class TracedModel:
         """Why something in a spec has no figures, "" if all has."""
         stated = replace(self._spec, mesh=None)
         return next((why for each in (spec, stated) for why in _without_figures(each)), "")
+
+    def is_priced(self, spec: Spec) -> bool:
+        """Whether a spec with nothing left open has figures, searched or not."""
+        are_priced = all(why.endswith(_AS_STATED) for why in _without_figures(spec))
+        return self._source is not None and are_priced
+
+    def priced(self, spec: Spec) -> Priced:
+        """The same of a plan with nothing left open, as it is stated."""
+        assert self._source is not None
+        question = Question(
+            spec=spec, source=self._source, device=self._device, limit_bytes=self._limit_bytes
+        )
+        return priced(question, self._told)
 
     def chain(self) -> Chain:
         """What the blocks cost, and what lies before and after them."""
@@ -203,18 +230,15 @@ class TracedModel:
     def _chain(self) -> Chain:
         traces, base = self._traces
         chain = chain_of(self._plan, traces[base], traces[base + 1])
-        if not sum(kind.forward.flops for kind in chain.kinds):
-            what = f"{type(self._model).__name__} has no product of matrices, and no convolution"
-            fix = "nothing says then how long a step takes: state the plan, and leave nothing open"
-            raise PlanError(Problem(what, self._origin, fix))
-        is_float32 = self._plan.assignment.compute_dtypes == {"float32"}
-        if is_float32 and traces[base].plain.convolved > _HARDLY:
-            what = f"{type(self._model).__name__} convolves in float32: cuDNN does that in TF32"
-            fix = "how fast is not known: choose a precision that computes in bfloat16 or float16"
-            raise PlanError(Problem(what, self._spec.origin("precision"), fix))
-        if unknown := sorted(traces[base].plain.unknown | traces[base].again.unknown):
-            names = ", ".join(unknown)
-            self._told(f"how much {names} computes is not known: counted is what it moves")
+        check_speed(
+            self._model,
+            self._plan,
+            flops=sum(kind.forward.flops for kind in chain.kinds),
+            convolved=traces[base].plain.convolved,
+            unknown=traces[base].plain.unknown | traces[base].again.unknown,
+            origin=self._origin,
+            told=self._told,
+        )
         return chain
 
     # Memory
@@ -333,15 +357,9 @@ def _peak(work: Prepared) -> int:
 
 
 def _without_figures(spec: Spec) -> Iterator[str]:
-    """What the planner has no figures for in a live model."""
-    sizes = spec.mesh if isinstance(spec.mesh, dict) else {}
-    words = {
-        "pp": "pipelines of a live model are not planned yet",
-        "tp": "tensor parallelism of a live model is not planned yet",
-        "cp": "context parallelism of a live model is not planned yet",
-        "ep": "expert parallelism of a live model is not planned yet",
-    }
-    yield from (why for axis, why in words.items() if sizes.get(axis, 1) != 1)
+    """What the search has no figures for in a live model."""
+    sizes = spec.mesh if isinstance(spec.mesh, Mapping) else {}
+    yield from (why for axis, why in _AXES.items() if sizes.get(axis, 1) != 1)
     again = {spec.activation_checkpointing.mode} | {
         rule.activation_checkpointing.mode
         for rule in spec.rules
@@ -349,8 +367,8 @@ def _without_figures(spec: Spec) -> Iterator[str]:
     }
     ddp = spec.ddp.get("find_unused_parameters") or spec.ddp.get("static_graph")
     for is_there, why in (
-        ("selective" in again, "selective recomputation of a live model is not planned yet"),
-        (spec.sequence_parallel, "sequence_parallel of a live model is not planned yet"),
+        ("selective" in again, _SELECTIVE),
+        (spec.sequence_parallel, _SEQUENCE),
         (spec.compile, "what a compiler makes of a live model is not known"),
         (spec.sync_batchnorm, "sync_batchnorm of a live model is not planned yet"),
         (bool(ddp), "ddp's find_unused_parameters and static_graph are not planned yet"),

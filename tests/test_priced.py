@@ -1,0 +1,196 @@
+"""Plans of a live model priced as they are stated: tp, pp, cp, and what runs again in part.
+
+Which seeded bug would this catch? Collectives of tp that are not counted, or counted along another
+axis; a microbatch of the whole batch where stages have parts of it; what runs again left out;
+memory of another plan than `estimate` tells; parameters of tp counted whole.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from meshplan import api
+from meshplan.cli import main
+from meshplan.errors import Origin
+from meshplan.planner.asking import question_of_file
+from meshplan.planner.costed import Costed
+from meshplan.planner.job import Job
+from meshplan.planning import search_plan
+from meshplan.reader import load_spec
+from meshplan.runtime.priced import priced
+from meshplan.runtime.question import Question
+from meshplan.runtime.shrink import Source
+
+PIPELINE = {"schedule": "1F1B", "microbatches": 4}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp": {"mesh": {"tp": 4}, "tp_plan": "auto"},
+    "tp, sequence": {"mesh": {"tp": 4}, "tp_plan": "auto", "sequence_parallel": True},
+    "tp x fsdp": {"mesh": {"dp_shard": 2, "tp": 2}, "tp_plan": "auto", "strategy": "full_shard"},
+    "pp": {"mesh": {"pp": 4}, "pipeline": PIPELINE},
+    "pp x fsdp": {
+        "mesh": {"pp": 2, "dp_shard": 2}, "strategy": "full_shard", "pipeline": PIPELINE,
+    },
+    "pp x tp": {"mesh": {"pp": 2, "tp": 2}, "tp_plan": "auto", "pipeline": PIPELINE},
+    "cp": {"mesh": {"dp_shard": 2, "cp": 2}, "strategy": "full_shard"},
+    "selective": {
+        "mesh": {"dp_shard": 4}, "strategy": "full_shard", "activation_checkpointing": "selective",
+    },
+    "ddp": {"mesh": {"dp_replicate": 4}, "strategy": "ddp"},
+    "full_shard": {"mesh": {"dp_shard": 4}, "strategy": "full_shard"},
+}  # fmt: skip
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
+EVERY_DAY = {("tp x fsdp", "bf16-mixed"), ("pp x tp", "bf16-true"), ("cp", "32-true")}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,
+    "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "vocab_size": 8192, "max_position_embeddings": 2048,
+    "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def plan_of(layout: str, precision: str = "bf16-mixed", **more: Any) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "hardware": {"nodes": 1, "gpus_per_node": 4, "gpu": "h100-sxm-80gb"},
+        "precision": precision,
+        "batch": {"micro": 4, "accumulate": 1, "seq_len": 128},
+        "input": {"shape": [4, 128], "dtype": "int64"},
+        **LAYOUTS[layout],
+        **more,
+    }
+
+
+@pytest.fixture
+def write(tmp_path):
+    def written(plan: dict[str, Any]) -> str:
+        path = tmp_path / "plan.yaml"
+        path.write_text(json.dumps(plan))
+        return str(path)
+
+    return written
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        pytest.param(
+            layout, precision, marks=() if (layout, precision) in EVERY_DAY else pytest.mark.wide
+        )
+        for layout in LAYOUTS
+        for precision in PRECISIONS
+    ],
+)
+def test_what_check_passes_is_planned_with_the_bytes_of_estimate(layout, precision, write, capsys):
+    path = write(plan_of(layout, precision))
+    flags = ["-f", path, "--model", "meshplan.runtime.demo_model:ByteLlama"]
+    assert main(["check", *flags]) == 0
+    capsys.readouterr()
+    assert main(["plan", *flags, "--dry-run", "--json", "-q"]) == 0
+    planned = json.loads(capsys.readouterr().out)["result"]
+    assert main(["estimate", *flags, "--json", "-q"]) == 0
+    estimated = json.loads(capsys.readouterr().out)["result"]
+    assert planned["step_s"] > 0
+    worst = max(estimated["groups"], key=lambda group: group["band"][1])
+    assert planned["peak_bytes"] == worst["band"][1]
+    assert planned["fits"]
+
+
+CASES = {
+    "full_shard": {},
+    "tp": {},
+    "tp, sequence": {},
+    "tp x fsdp": {"activation_checkpointing": "full"},
+    "pp": {},
+    "pp x fsdp": {"activation_checkpointing": "full"},
+    "pp x tp": {},
+    "cp": {},
+    "selective": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        pytest.param(each, more, marks=() if each in ("tp, sequence", "cp") else pytest.mark.wide)
+        for each, more in CASES.items()
+    ],
+)
+def test_a_model_as_it_runs_takes_as_long_as_its_config_says(layout, more, write, tmp_path):
+    """Two readings of one model: by the rules for its config, and its modules as they run."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    batch = {"micro": 8, "accumulate": 1, "seq_len": 1024}
+    stated = {"batch": batch, "input": {"shape": [8, 1024], "dtype": "int64"}, **more}
+    path = write(plan_of(layout, **stated) | {"model": {"config": "config.json"}})
+    question = question_of_file(path)
+    by_config = Costed(api.decide(path), question.cluster)
+    source = Source(
+        entry="", origin=Origin(path), config=AutoConfig.for_model(**LLAMA),
+        architecture="LlamaForCausalLM",
+    )  # fmt: skip
+    found = priced(Question(spec=load_spec(path), source=source, device="h100-sxm-80gb"), print)
+    as_run = Costed(found.plan, question.cluster, None, found.chain)
+    told, ran = by_config.chain, as_run.chain
+    assert ran.names == told.names
+    for one, other in zip(ran.order, told.order, strict=True):
+        of_run, of_rules = ran.kinds[one], told.kinds[other]
+        assert of_run.forward.flops == pytest.approx(of_rules.forward.flops, rel=1e-3)
+        if of_rules.has_options:
+            assert of_run.sent_forward == of_rules.sent_forward
+            assert of_run.context_bytes == of_rules.context_bytes
+    # Rules leave out kernels of DTensor, and small ones of transformers.
+    assert as_run.seconds == pytest.approx(by_config.seconds, rel=0.15)
+    job = Job(question_of_file(path, ["mesh={dp_shard: 4}", "strategy=full_shard"]))
+    assert found.flops == pytest.approx(job.flops_of_sample, rel=0.01)
+
+
+def test_its_seconds_are_of_its_microbatches(write):
+    """Twice as many microbatches of a stage take less than twice as long, and more than before."""
+    seconds = []
+    for micro, count in ((4, 4), (8, 8)):
+        pipeline = {"schedule": "1F1B", "microbatches": count}
+        path = write(plan_of("pp", batch={"micro": micro, "accumulate": 1}, pipeline=pipeline))
+        decision = search_plan(path, model="meshplan.runtime.demo_model:ByteLlama")
+        assert decision.chosen is not None
+        seconds.append(decision.chosen.seconds)
+    few, many = seconds
+    # Of 4 stages: 4 + 3 turns, and 8 + 3.
+    assert many / few == pytest.approx(11 / 7, rel=0.1)
+
+
+def test_what_is_left_open_is_named(write, capsys):
+    path = write(plan_of("pp", activation_checkpointing="auto"))
+    flags = ["-f", path, "--model", "meshplan.runtime.demo_model:ByteLlama"]
+    assert main(["plan", *flags, "--dry-run"]) == 2
+    err = capsys.readouterr().err
+    assert "activation_checkpointing is left to the planner" in err
+    assert "pipelines of a live model" in err
+    assert "plan.yaml:1:" in err
+
+
+def test_one_that_does_not_fit_is_said_not_to_fit(write, capsys):
+    path = write(plan_of("tp"))
+    flags = [
+        "-f",
+        path,
+        "--model",
+        "meshplan.runtime.demo_model:ByteLlama",
+        "--set",
+        "hardware.headroom=0.98",
+    ]
+    assert main(["plan", *flags, "--dry-run", "-q"]) == 1
+    assert "fit" in capsys.readouterr().out
+
+
+def test_two_layouts_of_it_are_compared_with_their_seconds(write, tmp_path, capsys):
+    old = tmp_path / "old.yaml"
+    old.write_text(json.dumps(plan_of("pp")))
+    new = write(plan_of("full_shard"))
+    model = ["--model", "meshplan.runtime.demo_model:ByteLlama"]
+    assert main(["diff", str(old), new, *model, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["result"]
+    assert found["old"]["step_s"] > 0
+    assert found["new"]["step_s"] > 0
