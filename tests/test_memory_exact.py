@@ -121,7 +121,8 @@ WIDE = (
     "hybrid_shard, accumulated, bf16", "ddp, accumulated", "ddp, static", "tp, recomputed",
     "stages, GPipe", "stages, accumulated", "stages of an encoder and a decoder",
     "stages x full_shard, bf16", "stages x full_shard, tied", "stages, ZBV", "tp x full_shard",
-    "cp x full_shard",
+    "cp x full_shard", "stages x full_shard", "full_shard of an encoder and a decoder", "a mixture",
+    "full_shard, half recomputed",
 )  # fmt: skip
 """Cases that combine what others show one by one."""
 

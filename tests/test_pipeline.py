@@ -49,7 +49,7 @@ def test_four_stages_clip_and_accumulate_as_one_process_does(pool):
     [
         plan({"pp": 2, "dp_shard": 2}, activation_checkpointing="full"),
         plan({"pp": 2, "dp_shard": 2}, "InterleavedZeroBubble", clip_grad_norm=0.1),
-        plan({"pp": 2, "dp_replicate": 2}, strategy="ddp"),
+        pytest.param(plan({"pp": 2, "dp_replicate": 2}, strategy="ddp"), marks=pytest.mark.wide),
         *(
             pytest.param(plan({"pp": 2, "dp_shard": 2}, *more, **others), marks=pytest.mark.wide)
             for more, others in (

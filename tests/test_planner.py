@@ -46,7 +46,11 @@ PLAN: dict[str, Any] = {
     "strategy": "auto",
     "precision": "bf16-mixed",
     "batch": {"global": 64, "seq_len": 1024},
+    "loss_chunks": 1,
+    "allocator": "default",
 }
+"""With these stated a search is several times as fast; `OPEN` leaves them to the planner."""
+OPEN: dict[str, Any] = {"loss_chunks": None, "allocator": None}
 
 
 @pytest.fixture
@@ -111,7 +115,9 @@ def test_nothing_that_fits_is_faster(job):
     assert decision.chosen.seconds <= decision.best_s * 1.02
 
 
-@pytest.mark.parametrize(("size", "near"), [({}, 0.5), (LARGE, 0.9)])
+@pytest.mark.parametrize(
+    ("size", "near"), [({}, 0.5), pytest.param(LARGE, 0.9, marks=pytest.mark.wide)]
+)
 def test_bounds_on_memory_are_below_what_is_replayed(job, size, near):
     """What rules a row out must never be above the truth, nor far below where sizes are real."""
     at = job_of(job(LLAMA | size))

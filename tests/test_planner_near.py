@@ -10,7 +10,7 @@ from meshplan.cost.grid import OPTIONS
 from meshplan.planner.near import Near, Try
 from meshplan.planner.search import search
 from tests.brute import always_fits
-from tests.test_planner import LARGE, LLAMA, job, job_of
+from tests.test_planner import LARGE, LLAMA, OPEN, job, job_of
 
 __all__ = ["job"]
 
@@ -23,7 +23,8 @@ SLACK = 0.5
 def test_what_is_simpler_comes_simplest_first(job, gib, monkeypatch):
     monkeypatch.setattr("meshplan.planner.near.SLACK", SLACK)
     config = LLAMA | LARGE | {"num_hidden_layers": 8}
-    at = job_of(job(config, batch={"global": 32, "seq_len": 8192}, activation_checkpointing="auto"))
+    batch = {"global": 32, "seq_len": 8192}
+    at = job_of(job(config, batch=batch, activation_checkpointing="auto", **OPEN))
     at.allow(gib * 2**30)
     numbers = at.usual
     found = search(numbers, at.capacity, always_fits, slack=SLACK)

@@ -18,7 +18,7 @@ from meshplan.planner.widened import fastest_that_fits
 from meshplan.planning import search_plan
 from meshplan.reader import load_spec
 from meshplan.render.trouble import trouble_to_text
-from tests.test_planner import LLAMA, job
+from tests.test_planner import LLAMA, OPEN, job
 
 __all__ = ["job"]
 
@@ -118,7 +118,7 @@ def test_statements_are_left_out_one_by_one(job):
     rules = [{"match": "model.layers.0", "activation_checkpointing": "full", "place": "shard",
               "reshard_after_forward": False}]  # fmt: skip
     path = job(mesh={"tp": 2, "dp_shard": "auto"}, strategy="zero2", rules=rules,
-               batch={"global": 64, "seq_len": 64, "micro": 2})  # fmt: skip
+               batch={"global": 64, "seq_len": 64, "micro": 2}, **OPEN)  # fmt: skip
 
     def read(more):
         return load_spec(path, more)

@@ -21,12 +21,12 @@ from meshplan.planning import lock_plan, search_plan
 from meshplan.reader import load_spec
 from tests.bench.no_better import ask, draw
 from tests.bench.planned_models import MODELS
-from tests.test_planner import LLAMA, job
+from tests.test_planner import LLAMA, OPEN, job
 
 __all__ = ["job"]
 
 EIGHT_B = MODELS["Llama-3.1-8B"]
-PUBLISHED = {
+PUBLISHED = OPEN | {
     "hardware": {"nodes": 1, "gpus_per_node": 8, "gpu": "a100-sxm-40gb"},
     "mesh": {"dp_shard": 8},
     "strategy": "full_shard",
@@ -53,7 +53,9 @@ def test_a_loss_in_parts_is_taken_before_the_host(job):
 def test_the_space_is_all_that_could_be_stated(job, mesh, headroom):
     """With the parts and the allocator left open, the answer is the best with either stated."""
     batch = {"global": 64, "seq_len": 2048}
-    path = job(LLAMA | {"vocab_size": 131_072}, strategy="full_shard", batch=batch, mesh=mesh)
+    path = job(
+        LLAMA | {"vocab_size": 131_072}, strategy="full_shard", batch=batch, mesh=mesh, **OPEN
+    )
     at = [f"hardware.headroom={headroom}", "offload=none"]
     free = search_plan(path, at)
     held = [
@@ -103,7 +105,7 @@ def test_what_lies_on_the_host_unasked_is_said_first(job, capsys):
 
 
 def test_the_lock_has_what_was_chosen_and_every_verb_goes_by_it(job, capsys):
-    path = job(EIGHT_B, **PUBLISHED, allocator="auto", loss_chunks="auto")
+    path = job(EIGHT_B, **PUBLISHED | {"allocator": "auto", "loss_chunks": "auto"})
     decision = search_plan(path)
     lock_plan(path, decision)
     found = read(path.with_name("plan.lock.yaml"))
@@ -132,7 +134,7 @@ def test_a_lock_cannot_change_what_is_stated(job):
 
 def test_what_a_loss_in_parts_does_not_go_with_is_not_tried_with_it(job):
     """Neither in a pipeline, nor over parts of the sequence, nor over parts of the vocabulary."""
-    grid = enumerate_grid(Job(question_of_file(job())).free)
+    grid = enumerate_grid(Job(question_of_file(job(**OPEN))).free)
     spread = (grid["pp"] > 1) | (grid["cp"] > 1) | (grid["tp"] > 1)
     assert spread.any()
     assert (grid["loss_chunks"][spread] == 1).all()

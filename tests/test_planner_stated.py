@@ -22,7 +22,7 @@ from meshplan.planner.stated import Statement, statements_of, without
 from meshplan.planning import search_plan
 from meshplan.reader import load_spec
 from meshplan.spec import Context, Spec
-from tests.test_planner import LLAMA, job
+from tests.test_planner import LLAMA, OPEN, job
 from tests.test_planner_experts import MIXTRAL
 from tests.test_planner_remedy import WIDE, tight
 
@@ -159,7 +159,8 @@ def test_every_key_that_narrows_is_a_statement(job: Any) -> None:
         mesh={"pp": 2, "dp_shard": 4, "ep": "2 in dp_shard"}, rules=rules, tp_plan="hf",
         context={"attention": "all_to_all", "balance": False}, offload={"params": True},
         pipeline={"microbatches": 8}, sequence_parallel=False, loss_parallel=True, loss_chunks=2,
-        compile=True, experts={"capacity": 1.5}, batch={"micro": 2, "accumulate": 4, "seq_len": 64},
+        allocator=None, compile=True, experts={"capacity": 1.5},
+        batch={"micro": 2, "accumulate": 4, "seq_len": 64},
     )  # fmt: skip
     found = {each.path: each for each in statements_of(load_spec(path))}
     assert {path: each.text for path, each in found.items()} == {
@@ -183,7 +184,8 @@ def test_every_key_that_narrows_is_a_statement(job: Any) -> None:
 
 
 def test_stages_are_left_out_part_by_part(job: Any) -> None:
-    path = job(mesh={"pp": "auto", "dp_shard": "auto"}, pipeline={"microbatches": 4, "virtual": 2})
+    pipeline = {"microbatches": 4, "virtual": 2}
+    path = job(mesh={"pp": "auto", "dp_shard": "auto"}, pipeline=pipeline, **OPEN)
     found = {each.path: each for each in statements_of(load_spec(path))}
     assert set(found) == {"mesh", "pipeline", "pipeline.virtual", "pipeline.microbatches"}
 

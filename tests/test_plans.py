@@ -16,9 +16,12 @@ from meshplan.reader import load_spec
 from meshplan.recipes import find_plan, recipe_names, recipe_path
 from meshplan.runtime.demo import entry_of
 from meshplan.runtime.demo_model import next_byte_loss
+from tests.wide import leaving
 
 ROOT = Path(__file__).parent.parent
 
+ALONE = ("ddp", "zero1", "full_shard", "tp_auto", "hybrid_mixture")
+"""Recipes of which the others train every part, or other tests do."""
 DECIDED = {
     "ddp": ("dp_replicate 8", "ddp", "ddp", {"R"}),
     "zero1": ("dp_shard 8", "zero1", "units", {"S(0)@dp_shard"}),
@@ -139,7 +142,7 @@ def run_as_it_is(path: str) -> tuple[float, float] | None:
     return apart, max((live[n] - t).abs().max().item() for n, t in alone.state_dict().items())
 
 
-@pytest.mark.parametrize("name", DECIDED)
+@pytest.mark.parametrize("name", leaving(DECIDED, lambda _, name: name in ALONE))
 def test_a_recipe_trains_as_one_process_does(pool, name):
     world = 4 if name == "tp" else 8
     loss, state = pool(world).run(run_as_it_is, str(recipe_path(name)))[0]

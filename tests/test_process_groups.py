@@ -6,6 +6,7 @@ knows: NCCL keeps up to two gigabytes for each.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -62,13 +63,16 @@ def opened(name: str, spec: dict[str, Any]) -> tuple[set[tuple[int, ...]], set[t
 @pytest.mark.parametrize(
     "mesh",
     [
-        {"pp": 2, "dp_shard": 2, "tp": 2},
+        {"pp": 2, "tp": 2},
+        pytest.param({"pp": 2, "dp_shard": 2, "tp": 2}, marks=pytest.mark.wide),
         pytest.param({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, marks=pytest.mark.wide),
     ],
     ids=str,
 )
 def test_no_group_is_opened_that_nobody_counts(pool: Any, mesh: dict[str, int]) -> None:
-    for there, told in pool(8).run(opened, "own_llama", RULES | {"mesh": mesh}):
+    for there, told in pool(math.prod(mesh.values())).run(
+        opened, "own_llama", RULES | {"mesh": mesh}
+    ):
         assert there == told
 
 

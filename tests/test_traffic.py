@@ -116,7 +116,7 @@ CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.wide] if number % 2 else [])
+        pytest.param(case, marks=[pytest.mark.wide] if number % 4 else [])
         for number, case in enumerate(CASES)
     ],
 )

@@ -15,11 +15,12 @@ from tests.bench.zoo_cell import LAYOUTS
 from tests.bench.zoo_table import kept
 
 CELLS = [
-    pytest.param(name, layout, marks=[] if number % len(LAYOUTS) == turn else [pytest.mark.wide])
+    pytest.param(name, layout, marks=[] if number % turns == turn else [pytest.mark.wide])
+    for turns in [2 * len(LAYOUTS)]
     for number, name in enumerate(SAMPLE)
     for turn, layout in enumerate(LAYOUTS)
 ]
-"""Each architecture by one of the layouts in turn; the others are wide."""
+"""Every layout in turn by another architecture, until half of these are used; the rest is wide."""
 
 
 @pytest.mark.parametrize(("name", "layout"), CELLS)

@@ -318,6 +318,9 @@ def step_seconds(
     rows = np.arange(len(numbers.grid)) if rows is None else rows
     grid = numbers.grid[rows]
     a, b = weights(grid)
+    # Of the others a weight of 0 would make no number.
+    exists = np.isfinite(total) & np.isfinite(block)
+    total, block = np.where(exists, total, 0.0), np.where(exists, block, 0.0)
     slowest = np.maximum(total / grid["pp"], block)
-    seconds: Floats = a * slowest + b * total + numbers.once_s[rows]
+    seconds: Floats = np.where(exists, a * slowest + b * total + numbers.once_s[rows], np.inf)
     return seconds
