@@ -65,7 +65,7 @@ def _plan(args: argparse.Namespace) -> int:
 
         settings = retarget_settings(args.retarget)
         old = api.decide(plan_file(args), args.set, model=args.model, config=args.config)
-        known = {} if args.set else planning.figures_of_lock(plan_file(args), old)
+        known = {} if args.set or args.profile else planning.figures_of_lock(plan_file(args), old)
         args.set = [*args.set, *settings]
         asked.flags["overrides"] = [*asked.flags["overrides"], *settings]
     if args.tokens is not None or args.days is not None:
@@ -162,6 +162,7 @@ def _print_trouble(
 ) -> int:
     """That there is no plan, why, and what would help."""
     from meshplan import planning
+    from meshplan.planner.space import UnsearchedError
     from meshplan.render.plan import (
         decision_to_json,
         decision_to_text,
@@ -179,7 +180,8 @@ def _print_trouble(
         result, is_whole = decision_to_json(found), found.is_whole
         lines = decision_to_text(found, asked.path, colour=colour)
     trouble = None
-    if is_whole:  # What was not searched to its end may be no trouble.
+    # What was not searched, or not to its end, may be no trouble.
+    if is_whole and not isinstance(found, UnsearchedError):
         trouble = planning.find_trouble(**asked.flags, is_stopped=is_stopped)
     if args.json:
         more = trouble_to_json(trouble) if trouble else {"conflict": None, "fixes": []}

@@ -106,16 +106,15 @@ class _Gather:
             for each in why_not:
                 self._leave_out(f"why not {each}", "the planner does not hold this plan")
             return
-        answers = [
-            answer
-            for words in why_not
-            for answer in planning.explain(
-                self._plan,
-                ["why-not" if "=" in words else "why", words],
-                self._overrides,
-                **self._question,
-            )
-        ]
+        answers = []
+        for words in why_not:
+            verb = "why-not" if "=" in words else "why"
+            try:
+                answers += planning.explain(
+                    self._plan, [verb, words], self._overrides, **self._question
+                )
+            except PlanError as error:  # A plan that is priced as it stands has no others.
+                self._leave_out(f"why not {words}", error.problems[0].what)
         self._learn(why_not=tuple(answers))
 
     def _search(self) -> Decision | None:

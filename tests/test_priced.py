@@ -1,8 +1,9 @@
 """Plans of a live model priced as they are stated: tp, pp, cp, and what runs again in part.
 
 Which seeded bug would this catch? Collectives of tp that are not counted, or counted along another
-axis; a microbatch of the whole batch where stages have parts of it; what runs again left out;
-memory of another plan than `estimate` tells; parameters of tp counted whole.
+axis; what a stage hands on, or what runs again, left out; memory of another plan than `estimate`
+tells; parameters of tp counted whole, or all of them in the first place; flops of what each rank of
+tp repeats counted for all.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
 EVERY_DAY = {("tp x fsdp", "bf16-mixed"), ("pp x tp", "bf16-true"), ("cp", "32-true")}
+MODEL = "meshplan.runtime.demo_model:ByteLlama"
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,
     "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 16,
@@ -86,7 +88,7 @@ def write(tmp_path):
 )
 def test_what_check_passes_is_planned_with_the_bytes_of_estimate(layout, precision, write, capsys):
     path = write(plan_of(layout, precision))
-    flags = ["-f", path, "--model", "meshplan.runtime.demo_model:ByteLlama"]
+    flags = ["-f", path, "--model", MODEL]
     assert main(["check", *flags]) == 0
     capsys.readouterr()
     assert main(["plan", *flags, "--dry-run", "--json", "-q"]) == 0
@@ -141,10 +143,25 @@ def test_a_model_as_it_runs_takes_as_long_as_its_config_says(layout, more, write
         if of_rules.has_options:
             assert of_run.sent_forward == of_rules.sent_forward
             assert of_run.context_bytes == of_rules.context_bytes
+            assert of_run.boundary_bytes == of_rules.boundary_bytes
+            assert sum(of_run.numels) == sum(of_rules.numels)
     # Rules leave out kernels of DTensor, and small ones of transformers.
     assert as_run.seconds == pytest.approx(by_config.seconds, rel=0.15)
     job = Job(question_of_file(path, ["mesh={dp_shard: 4}", "strategy=full_shard"]))
     assert found.flops == pytest.approx(job.flops_of_sample, rel=0.01)
+
+
+def test_what_ranks_of_tp_repeat_counts_once(write):
+    """With the MLPs alone cut, attention and the head are computed by every rank."""
+    rules = [
+        {"match": "layers.*.ffn.w{1,3}", "place": {"tp": "colwise"}},
+        {"match": "layers.*.ffn.w2", "place": {"tp": "rowwise"}},
+    ]
+    flops = []
+    for more in ({"tp_plan": "none", "rules": rules}, {}):
+        decision = search_plan(write(plan_of("tp", **more)), model=MODEL)
+        flops.append(decision.flops)
+    assert flops[0] == flops[1]
 
 
 def test_its_seconds_are_of_its_microbatches(write):
@@ -153,7 +170,7 @@ def test_its_seconds_are_of_its_microbatches(write):
     for micro, count in ((4, 4), (8, 8)):
         pipeline = {"schedule": "1F1B", "microbatches": count}
         path = write(plan_of("pp", batch={"micro": micro, "accumulate": 1}, pipeline=pipeline))
-        decision = search_plan(path, model="meshplan.runtime.demo_model:ByteLlama")
+        decision = search_plan(path, model=MODEL)
         assert decision.chosen is not None
         seconds.append(decision.chosen.seconds)
     few, many = seconds
@@ -163,10 +180,10 @@ def test_its_seconds_are_of_its_microbatches(write):
 
 def test_what_is_left_open_is_named(write, capsys):
     path = write(plan_of("pp", activation_checkpointing="auto"))
-    flags = ["-f", path, "--model", "meshplan.runtime.demo_model:ByteLlama"]
+    flags = ["-f", path, "--model", MODEL]
     assert main(["plan", *flags, "--dry-run"]) == 2
     err = capsys.readouterr().err
-    assert "activation_checkpointing is left to the planner" in err
+    assert "activation_checkpointing is left to the planner, which does not search this" in err
     assert "pipelines of a live model" in err
     assert "plan.yaml:1:" in err
 
@@ -177,19 +194,24 @@ def test_one_that_does_not_fit_is_said_not_to_fit(write, capsys):
         "-f",
         path,
         "--model",
-        "meshplan.runtime.demo_model:ByteLlama",
+        MODEL,
         "--set",
         "hardware.headroom=0.98",
     ]
     assert main(["plan", *flags, "--dry-run", "-q"]) == 1
-    assert "fit" in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "as it is stated: expected 1." in out
+    assert "over by" in out.lower()
+    assert "whatever else is left open" not in out
+    assert main(["plan", *flags, "--dry-run", "-q", "--json"]) == 1
+    assert not json.loads(capsys.readouterr().out)["result"]["fits"]
 
 
 def test_two_layouts_of_it_are_compared_with_their_seconds(write, tmp_path, capsys):
     old = tmp_path / "old.yaml"
     old.write_text(json.dumps(plan_of("pp")))
     new = write(plan_of("full_shard"))
-    model = ["--model", "meshplan.runtime.demo_model:ByteLlama"]
+    model = ["--model", MODEL]
     assert main(["diff", str(old), new, *model, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["result"]
     assert found["old"]["step_s"] > 0

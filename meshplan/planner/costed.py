@@ -210,7 +210,8 @@ class Costed:
 def _stage_of(plan: Plan, block: str) -> int:
     stages = plan.assignment.stages
     assert stages is not None
-    return next(stage for fqn, stage in stages.units if is_inside(fqn, block))
+    held = ((fqn, own[0]) for fqn, own in stages.tensors.items())
+    return next(s for fqn, s in (*stages.units, *held) if is_inside(fqn, block))
 
 
 def _row(plan: Plan) -> NDArray[np.void]:

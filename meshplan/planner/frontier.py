@@ -10,6 +10,7 @@ from typing import Final
 from meshplan.keys import TIME_LIMIT_S
 from meshplan.planner.decision import Question, Way
 from meshplan.planner.job import Job
+from meshplan.planner.priced import is_priced, price
 from meshplan.planner.widened import fastest_that_fits
 from meshplan.units import format_gib, format_step
 
@@ -25,6 +26,9 @@ def frontier(
 
     The fastest that fits, then the fastest within 5 % less than that one holds, and so on.
     """
+    if is_priced(question):
+        alone = price(question, told).chosen
+        return ((alone,) if alone else ()), True
     began = time.monotonic()
     deadline = began + (TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s)
     out: list[Way] = []

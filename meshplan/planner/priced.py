@@ -1,4 +1,4 @@
-"""A live model's plan that leaves nothing open, or that cannot be searched: priced as it is stated.
+"""A live model's plan that cannot be searched: priced as it is stated.
 
 Its bytes are those of `estimate`; its seconds are of a microbatch that was counted as it runs.
 """
@@ -8,25 +8,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from meshplan.cost.profile import without
 from meshplan.errors import PlanError, Problem
+from meshplan.memory.estimate import left_in_words
 from meshplan.planner.costed import Costed
-from meshplan.planner.decision import Bound, Decision, Ladder, Question, Way
-from meshplan.planner.space import Rejected
+from meshplan.planner.decision import Bound, Decision, Question, Way
+from meshplan.planner.space import Rejected, UnsearchedError
 
 
 def is_priced(question: Question) -> bool:
-    """Whether a plan is of a live model, and there is nothing to search."""
+    """Whether a plan is of a live model, and states what is not searched and has figures."""
     traced, spec = question.traced, question.read(())
-    if traced is None or not traced.is_priced(spec):
-        return False
-    return not spec.free_fields or bool(traced.refuses(spec))
+    return traced is not None and traced.is_priced(spec) and bool(traced.refuses(spec))
 
 
 def price(question: Question, told: Callable[[str], None] = lambda text: None) -> Decision:
     """The one plan that there is.
 
     Raises:
+        UnsearchedError: It does not fit.
         PlanError: Something is left open, or has no figures.
     """
     began, spec, traced = time.monotonic(), question.read(()), question.traced
@@ -34,30 +33,32 @@ def price(question: Question, told: Callable[[str], None] = lambda text: None) -
     why = traced.refuses(spec)
     if spec.free_fields:
         left = " and ".join(spec.free_fields)
-        fix = "state it, and the plan is priced as it is"
-        what = f"{left} is left to the planner, but {why}"
+        are = "are" if len(spec.free_fields) > 1 else "is"
+        fix = "state all, and the plan is priced as it stands"
+        what = f"{left} {are} left to the planner, which does not search this: {why}"
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
     told("1 configuration")
     found = traced.priced(spec)
     plan, memory, cluster = found.plan, found.memory, question.cluster
+    if not memory.fits:
+        left = left_in_words(memory.worst.band[1], memory.limit_bytes)
+        fix = "meshplan estimate --fixes says what each change gives; others are not searched"
+        raise UnsearchedError(
+            Problem(f"as it is stated: {memory.size}: {left}", spec.origin("mesh"), fix),
+            (Rejected("other plans", why),),
+        )
     costed = Costed(plan, cluster, question.profile, found.chain)
-    unsent = Costed(plan, cluster, without(costed.profile, network=True), found.chain)
     way = Way(stated={}, seconds=costed.seconds, plan=plan, memory=memory)
     samples = (plan.micro or 0) * plan.accumulate * plan.num_data_ranks
     flops = found.flops * samples
     return Decision(
         spec=spec,
-        chosen=way if memory.fits else None,
-        best_s=costed.seconds if memory.fits else float("inf"),
+        chosen=way,
+        best_s=way.seconds,
         gap=0.0,
         alternatives=(),
-        rejected=(Rejected("other plans", why),) if why else (),
-        ladder=Ladder(
-            roofline_s=flops / costed.profile.peak_flops / plan.mesh.world_size,
-            no_network_s=unsent.seconds,
-            no_memory_limit_s=way.seconds,
-            plan_s=way.seconds,
-        ),
+        rejected=(Rejected("other plans", why),),
+        ladder=None,
         num_configs=1,
         num_options=1,
         num_measured=1,

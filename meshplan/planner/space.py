@@ -56,6 +56,10 @@ class EmptySpaceError(PlanError):
         self.rejected = rejected
 
 
+class UnsearchedError(EmptySpaceError):
+    """The one plan that is stated does not fit, and no other is searched."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freedom:
     """The values that each choice may take.

@@ -16,6 +16,7 @@ from torch import nn
 
 from meshplan.cost.types import Chain, Kind, Sent, Tally
 from meshplan.errors import Origin, PlanError, Problem
+from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.work import Moment, Work
 from meshplan.mesh import UNIT_AXES
 from meshplan.plan import Plan
@@ -104,18 +105,20 @@ def chain_as_run(plan: Plan, counted: Counted) -> Chain:
     order = _order_run(counted)
     sizes, shares = _numels(plan, order, counted.trained), _shares(counted, order)
     none, samples = Tally(), plan.micro or 1
+    width = min(DTYPE_BYTES[dtype] for dtype in plan.assignment.compute_dtypes)
     found = []
     for name in (FIRST, *order, LAST):
         forward, backward = shares[False, name], shares[True, name]
         numels, frozen = sizes[name]
+        read, written = sum(numels) * width, (sum(numels) - frozen) * width
         found.append(
             Kind(
                 name="",
                 has_options=name in order,
                 numels=numels,
                 frozen=frozen,
-                forward=_tally_of(forward, samples),
-                backward=_tally_of(backward, samples),
+                forward=_tally_of(forward, samples, read),
+                backward=_tally_of(backward, samples, read + written),
                 again=(none, none, none),
                 sent_forward=_sent_of(forward, samples),
                 sent_backward=_sent_of(backward, samples),
@@ -171,7 +174,7 @@ def check_speed(
     name = type(model).__name__
     if not flops:
         what = f"{name} has no product of matrices, and no convolution"
-        fix = "nothing says then how long a step takes: state the plan, and leave nothing open"
+        fix = "nothing says then how long a step takes: state all, and ask meshplan estimate"
         raise PlanError(Problem(what, origin, fix))
     if plan.assignment.compute_dtypes == {"float32"} and convolved > _HARDLY:
         what = f"{name} convolves in float32: cuDNN does that in TF32"
@@ -278,14 +281,20 @@ def _tally(done: Sequence[Done], samples: int) -> Tally:
     )
 
 
-def _tally_of(done: Done, samples: int) -> Tally:
-    """Of a microbatch of so many samples, all of which is said to grow with them."""
+def _tally_of(done: Done, samples: int, weight_bytes: float) -> Tally:
+    """Of a microbatch of so many samples.
+
+    Args:
+        weight_bytes: That products read of parameters, and write of their gradients.
+    """
+    once = min(weight_bytes, done.product_bytes)
     return Tally(
         kernels=done.kernels,
         flops=done.flops / samples,
         attention_flops=done.attention_flops / samples,
-        product_bytes=done.product_bytes / samples,
+        product_bytes=(done.product_bytes - once) / samples,
         moved_bytes=done.moved_bytes / samples,
+        weight_bytes=once,
     )
 
 
@@ -295,6 +304,4 @@ def _sent_of(done: Done, samples: int) -> Sent:
         all_reduce_bytes=done.all_reduce_bytes / samples,
         gathers=round(done.gathers),
         gather_bytes=done.gather_bytes / samples,
-        all_to_alls=round(done.all_to_alls),
-        all_to_all_bytes=done.all_to_all_bytes / samples,
     )

@@ -34,7 +34,7 @@ _ATTENTION: Final = frozenset(
 )
 _ATTENTION_BACK: Final = 2.5
 """Backward takes five products where forward takes two."""
-_SENDS_OR_ASKS: Final = ("prim", "c10d", "_c10d_functional")
+_SENDS_OR_ASKS: Final = ("prim", "c10d", "_c10d_functional", "_dtensor")
 _BETWEEN_ACTIVATIONS: Final = frozenset({_ops.bmm, _ops.baddbmm})
 """Products of two activations, in attention that is spelled out: they reach what attention does."""
 _CONVOLVES: Final = frozenset({_ops.convolution, _ops.convolution_backward})
@@ -55,8 +55,8 @@ class Done(NamedTuple):
     Attributes:
         context_bytes: Of the keys and values that attention reads.
         exchanged_bytes: Of these, of its queries and of what it makes.
-        all_reduces, all_reduce_bytes: Along tp, of the whole tensors; likewise `gathers`, which
-            are all_gather and reduce_scatter together, and `all_to_alls`, of what a rank sends.
+        all_reduces, all_reduce_bytes: Along tp, of the whole tensors.
+        gathers, gather_bytes: Likewise all_gather and reduce_scatter together, which cost the same.
     """
 
     kernels: float = 0.0
@@ -70,8 +70,6 @@ class Done(NamedTuple):
     all_reduce_bytes: float = 0.0
     gathers: float = 0.0
     gather_bytes: float = 0.0
-    all_to_alls: float = 0.0
-    all_to_all_bytes: float = 0.0
 
     def plus(self, other: Done) -> Done:
         """Both."""
@@ -190,8 +188,6 @@ class CountingLedger(Ledger):
             return None
         if route.kind == "all_reduce":
             return Done(all_reduces=1, all_reduce_bytes=route.num_bytes)
-        if route.kind == "all_to_all":
-            return Done(all_to_alls=1, all_to_all_bytes=route.num_bytes)
         return Done(gathers=1, gather_bytes=route.num_bytes)
 
     def _where(self) -> Where:

@@ -1,23 +1,29 @@
-"""A live model under a plan that states everything: its memory and its blocks, as they are run.
+"""A live model under a plan that the search has no pieces of: its bytes and its blocks, as run.
 
-The search composes microbatches that were traced without tp, cp and pp. What it has no pieces of is
-priced here as it stands: `foretell` traces the step of every rank that differs, and one rank's
+The search composes microbatches that were traced without tp, cp and pp. What these change is priced
+here as the plan states it: `foretell` traces the step of every rank that differs, and one rank's
 microbatch is counted, with what tp sends and what recomputation runs again in it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from torch import nn
 
+from meshplan.cost.types import Chain
+from meshplan.errors import MeshplanError
 from meshplan.mesh import DATA_AXES
 from meshplan.plan import Plan
 from meshplan.planner.traced import Priced
+from meshplan.planner.trials import with_axes
+from meshplan.runtime.apart import run_apart
 from meshplan.runtime.assumed import loop_of
 from meshplan.runtime.batch import mapped
 from meshplan.runtime.blocks import trace_work
@@ -29,10 +35,11 @@ from meshplan.runtime.personality import Behaviour
 from meshplan.runtime.probe import with_again
 from meshplan.runtime.question import Question, decided, decided_of
 from meshplan.runtime.runs import runs_of, shown_of
+from meshplan.runtime.stumble import refused
 from meshplan.spec import Spec
 
-_PARTED: Final = ("pp", "cp")
-"""Axes along which a microbatch is parted; along the others a rank runs all of the model."""
+_FEW: Final = 2
+"""Samples that flops are counted with: one alone is more than some norms take."""
 
 
 def priced(question: Question, told: Callable[[str], None]) -> Priced:
@@ -49,37 +56,72 @@ def priced(question: Question, told: Callable[[str], None]) -> Priced:
     model, plan = decided(question.spec, question.source)
     memory = foretell(question, told)
     told(f"counting what a rank does in a microbatch of {type(model).__name__}")
-    whole = decided_of(model, _unparted(question.spec, plan), question.source.origin)
-    counted = plain = count(model, whole, question.device)
+    (found,) = run_apart(_ran, [(question, _micro(plan))])
     check_speed(
-        model, whole, flops=counted.flops, convolved=counted.convolved, unknown=counted.unknown,
+        model, plan, flops=found.flops, convolved=found.convolved, unknown=found.unknown,
         origin=question.source.origin, told=told,
     )  # fmt: skip
-    if whole.assignment.recompute:
-        plain = count(model, with_again(whole, frozenset()), question.device)
-    assert whole.micro is not None
-    flops = plain.flops * plan.mesh.size("tp") / whole.micro
-    return Priced(plan, memory, chain_as_run(whole, counted), flops)
+    return Priced(plan, memory, found.chain, found.flops)
 
 
-def _unparted(spec: Spec, plan: Plan) -> Spec:
-    """The spec of ranks that run the whole model on one microbatch.
-
-    Which stage runs a block, and what cp gathers, is for the cost model to say.
-    """
-    sizes = {axis.name: axis.size for axis in plan.mesh if axis.name not in _PARTED}
+def _micro(plan: Plan) -> int:
+    """Samples of the microbatches that a rank runs one after the other."""
     stages = plan.assignment.stages
     assert plan.micro is not None
-    micro = plan.micro // (stages.microbatches if stages is not None else 1)
+    return plan.micro // (stages.microbatches if stages is not None else 1)
+
+
+class _Ran(NamedTuple):
+    """What a process found out.
+
+    Attributes:
+        flops: Of one sample, in a process that has all of the model and runs nothing again.
+        convolved, unknown: As of `Counted`.
+    """
+
+    chain: Chain
+    flops: float
+    convolved: float
+    unknown: frozenset[str]
+
+
+def _ran(question: Question, micro: int) -> _Ran:
+    """Count in a process of its own."""
+    model, plan = decided(question.spec, question.source)
+    origin = question.source.origin
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            tp = decided_of(model, _unparted(question.spec, plan.mesh.size("tp"), micro), origin)
+            counted = count(model, tp, question.device)
+            alone = decided_of(model, _unparted(question.spec, 1, _FEW), origin)
+            plain = count(model, with_again(alone, frozenset()), question.device)
+    except MeshplanError:
+        raise
+    except Exception as error:  # The model's own code may raise anything.
+        raise refused(error, model, origin) from None
+    chain = chain_as_run(tp, counted)
+    return _Ran(chain, plain.flops / _FEW, counted.convolved, counted.unknown)
+
+
+def _unparted(spec: Spec, tp: int, micro: int) -> Spec:
+    """The spec of ranks that run the whole model on one microbatch, so many of them together.
+
+    Which stage runs a block, and what cp gathers, is for the cost model to say. Units are marked,
+    as for the search: they cast, and tell what is gathered with what.
+    """
+    sizes = {"dp_replicate" if spec.strategy == "ddp" else "dp_shard": 2, "tp": tp}
+    if tp == 1:
+        del sizes["tp"]
+    trial = with_axes(spec, sizes, sequence_parallel=spec.sequence_parallel)
+    there = {*sizes, *DATA_AXES}
     return replace(
-        spec,
-        mesh=MappingProxyType(sizes or {"dp_replicate": 1}),
-        strategy=spec.strategy if any(axis in sizes for axis in DATA_AXES) else None,
-        hardware=None,
-        pipeline=None,
-        context=None,
-        batch=replace(spec.batch, micro=micro, accumulate=None, global_=None),
-        rules=tuple(replace(rule, stage=None) for rule in spec.rules),
+        trial,
+        batch=replace(trial.batch, micro=micro),
+        activation_checkpointing=spec.activation_checkpointing,
+        rules=tuple(
+            replace(rule, place={a: word for a, word in rule.place.items() if a in there})
+            for rule in trial.rules
+        ),
     )
 
 
@@ -95,9 +137,12 @@ def count(model: nn.Module, plan: Plan, device: str) -> Counted:
     shown = shown_of(blocks, runs_of(model, plan))
     ledgers: list[CountingLedger] = []
     handed: dict[str, int] = {}
+    is_whole = True
 
     def ledger(names: Mapping[nn.Module, str], behaviour: Behaviour) -> CountingLedger:
-        every = {*blocks, *shown.values()}
+        nonlocal is_whole
+        is_whole = set(blocks) <= set(names.values())
+        every = blocks if is_whole else shown.values()
         for module, fqn in names.items():
             if fqn in every:
                 _note_handed(module, fqn, handed)
@@ -110,10 +155,9 @@ def count(model: nn.Module, plan: Plan, device: str) -> Counted:
         inputs, targets = mapped((loop.inputs, loop.targets), lambda tensor: tensor.clone())
         work = trace_work(model, plan, inputs, targets, loop.loss_fn, 0, device, ledger)
     found = ledgers[-1]  # Blocks that turn out not to be alike are all run once more.
-    ran = {where.block for where in found.done}
     return Counted(
         done=MappingProxyType(dict(found.done)),
-        shown={block: block for block in blocks} if ran >= set(blocks) else shown,
+        shown={block: block for block in blocks} if is_whole else shown,
         trained=frozenset(work.gradients),
         handed_bytes=max(handed.values(), default=0),
         convolved=found.convolved / max(sum(done.flops for done in found.done.values()), 1.0),
@@ -124,8 +168,8 @@ def count(model: nn.Module, plan: Plan, device: str) -> Counted:
 def _note_handed(module: nn.Module, fqn: str, handed: dict[str, int]) -> None:
     """Note the bytes of what a module takes that has a gradient, each time that it runs."""
 
-    def note(_: nn.Module, args: Any) -> None:
-        given = [tensor for _, tensor in tensors_in(args) if tensor.requires_grad]
+    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+        given = [tensor for _, tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         handed[fqn] = sum(tensor.nbytes for tensor in given)
 
-    module.register_forward_pre_hook(note)
+    module.register_forward_pre_hook(note, with_kwargs=True)

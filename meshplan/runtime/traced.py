@@ -36,6 +36,7 @@ from meshplan.planner.traced import Priced
 from meshplan.planner.trials import with_axes
 from meshplan.runtime.assumed import Loop, loop_of
 from meshplan.runtime.chain import Kept, Traces, chain_of, check_speed
+from meshplan.runtime.foretell import foretell
 from meshplan.runtime.nest import tensors_in
 from meshplan.runtime.priced import priced
 from meshplan.runtime.probe import Ask, Seen, watch
@@ -108,11 +109,13 @@ class TracedModel:
 
     def priced(self, spec: Spec) -> Priced:
         """The same of a plan with nothing left open, as it is stated."""
+        return priced(self._asked(spec), self._told)
+
+    def _asked(self, spec: Spec) -> Question:
         assert self._source is not None
-        question = Question(
+        return Question(
             spec=spec, source=self._source, device=self._device, limit_bytes=self._limit_bytes
         )
-        return priced(question, self._told)
 
     def chain(self) -> Chain:
         """What the blocks cost, and what lies before and after them."""
@@ -127,17 +130,26 @@ class TracedModel:
             if least is most:
                 raise
         self._estimate(plan, least, most_bytes)  # Over, if that is.
-        return self.certify(plan, most_bytes)
+        self._trace_as_is(plan)
+        return self._estimate(plan, self._exact[_key(plan)], most_bytes)
 
     def certify(self, plan: Plan, most_bytes: float = float("inf")) -> MemoryEstimate:
-        """The same from a microbatch traced as the plan has it."""
+        """The same from a microbatch traced as the plan has it; where a process can, as `estimate`.
+
+        Whichever tier that takes, what is planned and what is estimated have the same bytes.
+        """
+        self._trace_as_is(plan)
+        if self._source is not None:
+            return foretell(self._asked(plan.spec), self._told)
+        return self._estimate(plan, self._exact[_key(plan)], most_bytes)
+
+    def _trace_as_is(self, plan: Plan) -> None:
         key = _key(plan)
         if key not in self._exact:
             composed = self._known.get(key)
             self._exact[key] = Prepared(self._traced_already(key) or self._traced(plan, key))
             if composed is not None and _peak(composed[1]) < _peak(self._exact[key]):
                 self._doubted.add(key[0])
-        return self._estimate(plan, self._exact[key], most_bytes)
 
     # Traces
 
@@ -251,13 +263,13 @@ class TracedModel:
         if key in self._exact:
             return (self._exact[key],) * 2
         if key[0] in self._doubted:
-            self.certify(plan)
+            self._trace_as_is(plan)
             return (self._exact[key],) * 2
         if key not in self._known:
             try:
                 low, high = self._composer(key[0]).work(key[1])
             except NotComposableError:
-                self.certify(plan)
+                self._trace_as_is(plan)
                 return (self._exact[key],) * 2
             least = Prepared(low)
             self._known[key] = least, least if high is low else Prepared(high)
