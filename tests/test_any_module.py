@@ -203,7 +203,7 @@ CELLS = [(c, x) for c in CASES for x in LAYOUTS if c != "shared" or x not in WIT
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
-        pytest.param(*cell, marks=[pytest.mark.wide] if number % 2 else [])
+        pytest.param(*cell, marks=[pytest.mark.wide] if number % 4 else [])
         for number, cell in enumerate(CELLS)
     ],
 )

@@ -22,13 +22,15 @@ CELLS = [(name, layout, 4) for name in models.NAMES for layout in parity.LAYOUTS
 APART = ("own_llama", "t5", "odd")
 """Models that have little in common."""
 MAIN = ("full_shard", "tp_full_shard")
+ALIKE = ("hf_llama", "qwen3")
+"""Models of which another has all but the names."""
 
 
 def is_wide(name: str, layout: str, world: int) -> bool:
     """Whether a cell only combines what others show."""
     if world > 4:
-        return name not in ("own_llama", "odd")
-    return name not in APART and layout not in MAIN
+        return name != "odd"
+    return name not in APART and (layout not in MAIN or name in ALIKE)
 
 
 RUNNABLE = [

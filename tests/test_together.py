@@ -65,7 +65,8 @@ def train(name: str, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 WIDE = ("pp, compile", "pp, dp_shard, tp derived, encoder and decoder", "dp_shard, cp, tp derived",
-        "dp_shard, tp derived, compile", "dp_shard, cp, tp, loss_parallel")  # fmt: skip
+        "pp, dp_replicate, dp_shard, tied, recomputed", "dp_shard, tp derived, compile",
+        "dp_shard, cp, tp, loss_parallel")  # fmt: skip
 """Cases that combine what these and the tests of each axis show."""
 
 
