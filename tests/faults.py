@@ -168,6 +168,7 @@ def _rank(case: Case, rank: int, port: int | str, connection: Connection) -> Non
         world_size=case.world,
         timeout=datetime.timedelta(seconds=HANG_S * 4),
     )
+    _wait_for_all(case, rank, store)
     try:
         text = _Program(case, rank, connection).run()
     except BaseException as error:
@@ -177,6 +178,16 @@ def _rank(case: Case, rank: int, port: int | str, connection: Connection) -> Non
         connection.send(("error", said.getvalue(), time.monotonic()))
         raise SystemExit(1) from None
     connection.send(("ended", text, time.monotonic()))
+
+
+def _wait_for_all(case: Case, rank: int, store: dist.Store) -> None:
+    """Let the culprit go on when all others are out of `init_process_group`.
+
+    In there torch waits for the store by itself, and nothing of meshplan runs that could tell.
+    """
+    store.add("begun", 1)
+    while rank == case.culprit and store.add("begun", 0) < case.world:
+        time.sleep(0.01)
 
 
 def hurry() -> None:
