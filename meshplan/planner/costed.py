@@ -234,7 +234,7 @@ def _mode(plan: Plan) -> int:
 
 
 def _not_read(plan: Plan) -> Iterator[Problem]:
-    """What a config does not tell."""
+    """The problems of a plan that its config says too little for."""
     if not plan.graph.config:
         yield _no_figures(plan, f"{plan.graph.name}: no config tells of it")
     if plan.spec.batch.seq_len is None:

@@ -16,7 +16,7 @@ from meshplan.planner.space import Rejected, UnsearchedError
 
 
 def is_priced(question: Question) -> bool:
-    """Whether a plan is of a live model, and states what is not searched and has figures."""
+    """Tell whether a plan of a live model states what has figures and is not searched."""
     traced, spec = question.traced, question.read(())
     return traced is not None and traced.is_priced(spec) and bool(traced.refuses(spec))
 

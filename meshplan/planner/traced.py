@@ -33,10 +33,10 @@ class Traced(Protocol):
         """Why something in a spec has no figures, "" if all has."""
 
     def is_priced(self, spec: Spec) -> bool:
-        """Whether a spec with nothing left open has figures, searched or not."""
+        """Tell whether a spec with nothing left open has figures, searched or not."""
 
     def priced(self, spec: Spec) -> Priced:
-        """What a plan takes that leaves nothing open.
+        """Price a plan that leaves nothing open.
 
         Raises:
             PlanError: The plan does not fit the model, or something in it has no figures.

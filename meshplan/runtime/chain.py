@@ -282,7 +282,7 @@ def _tally(done: Sequence[Done], samples: int) -> Tally:
 
 
 def _tally_of(done: Done, samples: int, weight_bytes: float) -> Tally:
-    """Of a microbatch of so many samples.
+    """The tally of a microbatch of so many samples.
 
     Args:
         weight_bytes: That products read of parameters, and write of their gradients.

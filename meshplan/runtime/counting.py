@@ -116,7 +116,7 @@ class Counted:
 
     @property
     def flops(self) -> float:
-        """Of all blocks, and of what is in none."""
+        """Those of all blocks, and of what is in none."""
         times = Counter(self.shown.values())
         return sum(done.flops * times.get(at.block, 1) for at, done in self.done.items())
 
@@ -182,7 +182,7 @@ class CountingLedger(Ledger):
         return out
 
     def _sent_along_tp(self, func: Any, args: Any, kwargs: Any, out: Any) -> Done | None:
-        """What a collective sends; None where it is none of tp."""
+        """The amounts that a collective of tp sends; None for any other operator."""
         route = sent_by(func, args, kwargs, out, self._mesh) if self._mesh is not None else None
         if route is None or route.axes != ("tp",):
             return None

@@ -43,7 +43,7 @@ _FEW: Final = 2
 
 
 def priced(question: Question, told: Callable[[str], None]) -> Priced:
-    """What a plan takes.
+    """Price a plan as it is stated.
 
     Args:
         told: Is told what is being done.
@@ -72,7 +72,7 @@ def _micro(plan: Plan) -> int:
 
 
 class _Ran(NamedTuple):
-    """What a process found out.
+    """The findings of the process that counted.
 
     Attributes:
         flops: Of one sample, in a process that has all of the model and runs nothing again.
@@ -126,7 +126,7 @@ def _unparted(spec: Spec, tp: int, micro: int) -> Spec:
 
 
 def count(model: nn.Module, plan: Plan, device: str) -> Counted:
-    """What rank 0 does in one microbatch, from the second one on.
+    """Count what rank 0 does in one microbatch, from the second one on.
 
     Args:
         model: As one process has it, on any device; it is copied, and only shapes count.

@@ -103,12 +103,12 @@ class TracedModel:
         return next((why for each in (spec, stated) for why in _without_figures(each)), "")
 
     def is_priced(self, spec: Spec) -> bool:
-        """Whether a spec with nothing left open has figures, searched or not."""
+        """Tell whether a spec with nothing left open has figures, searched or not."""
         are_priced = all(why.endswith(_AS_STATED) for why in _without_figures(spec))
         return self._source is not None and are_priced
 
     def priced(self, spec: Spec) -> Priced:
-        """The same of a plan with nothing left open, as it is stated."""
+        """Price a plan with nothing left open, as it is stated."""
         return priced(self._asked(spec), self._told)
 
     def _asked(self, spec: Spec) -> Question:
