@@ -192,14 +192,7 @@ def test_what_is_left_open_is_named(write, capsys):
 
 def test_one_that_does_not_fit_is_said_not_to_fit(write, capsys):
     path = write(plan_of("tp"))
-    flags = [
-        "-f",
-        path,
-        "--model",
-        MODEL,
-        "--set",
-        "hardware.headroom=0.98",
-    ]
+    flags = ["-f", path, "--model", MODEL, "--set", "hardware.headroom=0.98"]
     assert main(["plan", *flags, "--dry-run", "-q"]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "as it is stated: expected 1." in out

@@ -93,7 +93,7 @@ class Difference:
 
 
 def figures_of(decision: Decision, plan: Plan | None = None) -> dict[str, float]:
-    """What the planner found of what it chose, by the names of `Side`.
+    """Figures that the planner found of what it chose, by the names of `Side`.
 
     Args:
         plan: The one that is asked about: {} where the planner chose another.

@@ -43,14 +43,14 @@ _LOOKS_UP: Final = frozenset({_ops.embedding, _ops.index_select, _ops.gather, _o
 _MAKES_NOTHING: Final = frozenset({_ops.empty, _ops.empty_like, _ops.empty_strided, _ops.new_empty,
                                    _ops.new_empty_strided, _ops.detach, _ops.alias,
                                    _ops._unsafe_view, _ops.lift_fresh})  # fmt: skip
-"""They start no kernel: `_unsafe_view` is a view whose schema does not say so."""
+"""Operators that start no kernel: `_unsafe_view` is a view whose schema does not say so."""
 
 _TOLD: Final[dict[tuple[Any, ...], float]] = {}
 _MOST: Final = 1 << 14
 
 
 class Done(NamedTuple):
-    """What some operators do.
+    """The work of some operators.
 
     Attributes:
         context_bytes: Of the keys and values that attention reads.
@@ -156,6 +156,11 @@ class CountingLedger(Ledger):
         self.done = defaultdict(Done)
         self.convolved = 0.0
         self._last = ""
+
+    @property
+    def convolved_share(self) -> float:
+        """Share of the flops that are a convolution's."""
+        return self.convolved / max(sum(done.flops for done in self.done.values()), 1.0)
 
     def begin(self, phase: str) -> None:
         """Say which phase begins."""

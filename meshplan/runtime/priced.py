@@ -160,7 +160,7 @@ def count(model: nn.Module, plan: Plan, device: str) -> Counted:
         shown={block: block for block in blocks} if is_whole else shown,
         trained=frozenset(work.gradients),
         handed_bytes=max(handed.values(), default=0),
-        convolved=found.convolved / max(sum(done.flops for done in found.done.values()), 1.0),
+        convolved=found.convolved_share,
         unknown=frozenset(found.unknown),
     )
 

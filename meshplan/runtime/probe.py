@@ -233,7 +233,7 @@ class _Watch:
             done=MappingProxyType(dict(ledger.done)),
             shown=MappingProxyType(self._shown()),
             unknown=frozenset(ledger.unknown),
-            convolved=ledger.convolved / max(sum(d.flops for d in ledger.done.values()), 1.0),
+            convolved=ledger.convolved_share,
             is_steady=False,
             has_cast=marking.has_cast,
         )

@@ -108,7 +108,7 @@ def shortened(model: nn.Module, runs: Sequence[Run]) -> Iterator[list[int]]:
 
 
 def shown_of(blocks: Sequence[str], runs: Sequence[Run]) -> dict[str, str]:
-    """By block of the whole model, the one of the short model that runs in its place."""
+    """Map each block of the whole model to the one of the short model that runs in its place."""
     out = {}
     for block in blocks:
         shown = block

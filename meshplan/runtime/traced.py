@@ -49,14 +49,6 @@ _MOST: Final = 3
 """Samples of the largest microbatch that is always run: where one takes another course than two,
 two and three tell the rest."""
 _AS_STATED: Final = "of a live model: priced where the plan states it, and not searched"
-_AXES: Final = {
-    "pp": f"pipelines {_AS_STATED}",
-    "tp": f"tensor parallelism {_AS_STATED}",
-    "cp": f"context parallelism {_AS_STATED}",
-    "ep": "expert parallelism of a live model is not planned yet",
-}
-_SELECTIVE: Final = f"selective recomputation {_AS_STATED}"
-_SEQUENCE: Final = f"sequence_parallel {_AS_STATED}"
 
 
 class TracedModel:
@@ -100,12 +92,12 @@ class TracedModel:
     def refuses(self, spec: Spec) -> str:
         """Why something in a spec has no figures, "" if all has."""
         stated = replace(self._spec, mesh=None)
-        return next((why for each in (spec, stated) for why in _without_figures(each)), "")
+        whys = ((*_unsearched(each), *_without_figures(each)) for each in (spec, stated))
+        return next((why for each in whys for why in each), "")
 
     def is_priced(self, spec: Spec) -> bool:
         """Tell whether a spec with nothing left open has figures, searched or not."""
-        are_priced = all(why.endswith(_AS_STATED) for why in _without_figures(spec))
-        return self._source is not None and are_priced
+        return self._source is not None and not any(_without_figures(spec))
 
     def priced(self, spec: Spec) -> Priced:
         """Price a plan with nothing left open, as it is stated."""
@@ -144,6 +136,7 @@ class TracedModel:
         return self._estimate(plan, self._exact[_key(plan)], most_bytes)
 
     def _trace_as_is(self, plan: Plan) -> None:
+        """Trace a microbatch as a plan has it, for `memory` to go by from now on."""
         key = _key(plan)
         if key not in self._exact:
             composed = self._known.get(key)
@@ -368,19 +361,30 @@ def _peak(work: Prepared) -> int:
     return work.log.peak.live_bytes
 
 
-def _without_figures(spec: Spec) -> Iterator[str]:
-    """What the search has no figures for in a live model."""
-    sizes = spec.mesh if isinstance(spec.mesh, Mapping) else {}
-    yield from (why for axis, why in _AXES.items() if sizes.get(axis, 1) != 1)
+def _unsearched(spec: Spec) -> Iterator[str]:
+    """Reasons why a spec is priced as it stands, and not searched."""
+    axes = {"pp": "pipelines", "tp": "tensor parallelism", "cp": "context parallelism"}
+    yield from (f"{word} {_AS_STATED}" for axis, word in axes.items() if _spreads(spec, axis))
     again = {spec.activation_checkpointing.mode} | {
         rule.activation_checkpointing.mode
         for rule in spec.rules
         if rule.activation_checkpointing is not None
     }
+    if "selective" in again:
+        yield f"selective recomputation {_AS_STATED}"
+    if spec.sequence_parallel:
+        yield f"sequence_parallel {_AS_STATED}"
+
+
+def _spreads(spec: Spec, axis: str) -> bool:
+    return isinstance(spec.mesh, Mapping) and spec.mesh.get(axis, 1) != 1
+
+
+def _without_figures(spec: Spec) -> Iterator[str]:
+    """Reasons why nothing tells how long a live model's step takes, or what it holds."""
     ddp = spec.ddp.get("find_unused_parameters") or spec.ddp.get("static_graph")
     for is_there, why in (
-        ("selective" in again, _SELECTIVE),
-        (spec.sequence_parallel, _SEQUENCE),
+        (_spreads(spec, "ep"), "expert parallelism of a live model is not planned yet"),
         (spec.compile, "what a compiler makes of a live model is not known"),
         (spec.sync_batchnorm, "sync_batchnorm of a live model is not planned yet"),
         (bool(ddp), "ddp's find_unused_parameters and static_graph are not planned yet"),

@@ -82,8 +82,6 @@ def judge(case: Case, ends: Mapping[int, Outcome]) -> str:
     if case.kind == "nan":
         return ""
     for rank, end in others.items():
-        if end.how == "ended" and case.where == "state" and "pp" in case.plan:
-            continue  # The last verb of all: a stage that has sent its part waits for nobody.
         if end.how != "error":
             return f"rank {rank} {end.how}"
         if not any(word in end.text for word in WORDS[case.kind]):
