@@ -199,7 +199,9 @@ def test_one_that_does_not_fit_is_said_not_to_fit(write, capsys):
     assert "over by" in out.lower()
     assert "whatever else is left open" not in out
     assert main(["plan", *flags, "--dry-run", "-q", "--json"]) == 1
-    assert not json.loads(capsys.readouterr().out)["result"]["fits"]
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert not result["fits"]
+    assert result["conflict"] is None
 
 
 def test_two_layouts_of_it_are_compared_with_their_seconds(write, tmp_path, capsys):
