@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any, NoReturn
 
 from meshplan import api, cli_diff, cli_draw, cli_planning, cli_report, cli_trust
@@ -20,10 +20,21 @@ from meshplan.collecting import leave_at_once
 from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.recipes import find_plan
 from meshplan.render.estimate import estimate_to_json, estimate_to_text
-from meshplan.render.text import PlainStream, envelope, wants_colour
+from meshplan.render.text import PlainStream, envelope
 from meshplan.solve import STATES_ONLY
 from meshplan.trust import ALLOW_CODE
-from meshplan.verbs import COULD_NOT, NO, YES, Verb, model_flags, noting, plan_file, print_notes
+from meshplan.verbs import (
+    COULD_NOT,
+    NO,
+    YES,
+    Verb,
+    answer,
+    colours,
+    model_flags,
+    noting,
+    plan_file,
+    print_notes,
+)
 from meshplan.version import __version__
 
 INTERRUPTED = 130
@@ -81,10 +92,12 @@ def _estimate(args: argparse.Namespace) -> int:
     )
     explain = args.explain or args.verbose
     if args.json:
-        print(envelope("estimate/1", estimate_to_json(estimate, explain=explain), estimate.notes))
+        answer(
+            args,
+            envelope("estimate/1", estimate_to_json(estimate, explain=explain), estimate.notes),
+        )
     else:
-        colour = wants_colour(no_color=args.no_color)
-        print(*estimate_to_text(estimate, explain=explain, colour=colour), sep="\n")
+        answer(args, *estimate_to_text(estimate, explain=explain, colour=colours(args)))
         print_notes(args, [note for note in estimate.notes if note != STATES_ONLY])
     return YES if estimate.is_possible else NO
 
@@ -119,11 +132,12 @@ def _estimate_peaks(args: argparse.Namespace) -> int:
         told=noting(args),
     )
     if args.json:
-        print(envelope("memory/1", memory_to_json(estimate), estimate.notes))
+        answer(args, envelope("memory/1", memory_to_json(estimate), estimate.notes))
     else:
-        colour = wants_colour(no_color=args.no_color)
-        print(*memory_to_text(estimate, str(args.file), colour=colour, by_module=args.verbose),
-              sep="\n")  # fmt: skip
+        colour = colours(args)
+        answer(
+            args, *memory_to_text(estimate, str(args.file), colour=colour, by_module=args.verbose)
+        )
         print_notes(args, estimate.notes)
     return NO if estimate.fits is False else YES
 
@@ -137,18 +151,18 @@ def _check(args: argparse.Namespace) -> int:
     except SpecError as error:
         if not args.json:
             raise
-        print(envelope("check/1", findings_to_json(error.problems)))
+        answer(args, envelope("check/1", findings_to_json(error.problems)))
         return COULD_NOT
     if args.json:
         result = findings_to_json(checked.problems, checked.warnings)
-        print(envelope("check/1", result, checked.notes))
+        answer(args, envelope("check/1", result, checked.notes))
     else:
         for noun, findings in (("problem", checked.problems), ("warning", checked.warnings)):
             if findings:
-                print(findings_to_text(noun, findings))
+                answer(args, findings_to_text(noun, findings))
         if checked.is_ok:
             plan = checked.plan
-            print(f"{path}: ok" + (f", {plan.graph.name} on {plan.mesh}" if plan else ""))
+            answer(args, f"{path}: ok" + (f", {plan.graph.name} on {plan.mesh}" if plan else ""))
         print_notes(args, checked.notes)
     return YES if checked.is_ok else NO
 
@@ -177,8 +191,7 @@ def _demo(args: argparse.Namespace) -> int:
     )
     demo.check_demo(plan, args.steps)
     if not args.json:
-        print(*plan_to_text(plan, colour=wants_colour(no_color=args.no_color)), "", sep="\n")
-        sys.stdout.flush()
+        answer(args, *plan_to_text(plan, colour=colours(args)), "")
     world, steps = plan.mesh.world_size, args.steps
     print_notes(args, [f"{world} processes on the CPU of this machine, and gloo between them"])
     with loss_progress(f"{world} ranks", steps, is_quiet=args.quiet) as told:
@@ -189,10 +202,10 @@ def _demo(args: argparse.Namespace) -> int:
     predicted = state_bytes_by_rank(plan.assignment, plan.spec.optimizer)
     if args.json:
         result = demo_to_json(losses, alone, tolerance, live, predicted)
-        print(envelope("demo/1", {"plan": str(path), **result}))
+        answer(args, envelope("demo/1", {"plan": str(path), **result}))
     else:
-        print(*losses_to_text(losses, alone, world, tolerance), "", sep="\n")
-        print(*bytes_to_text(live, predicted), sep="\n")
+        answer(args, *losses_to_text(losses, alone, world, tolerance), "")
+        answer(args, *bytes_to_text(live, predicted))
     return YES if agrees(losses, alone, tolerance) and tuple(live) == predicted else NO
 
 
@@ -214,9 +227,9 @@ def _verify(args: argparse.Namespace) -> int:
         told=noting(args, notes),
     )
     if args.json:
-        print(envelope("verify/1", {"plan": path, **verdict_to_json(verdict)}, notes))
+        answer(args, envelope("verify/1", {"plan": path, **verdict_to_json(verdict)}, notes))
     else:
-        print(*verdict_to_text(verdict, path), sep="\n")
+        answer(args, *verdict_to_text(verdict, path))
     return YES if verdict.is_ok else NO
 
 
@@ -347,9 +360,9 @@ def _main(argv: Sequence[str] | None) -> int:
 def _answer(argv: Sequence[str] | None) -> int:
     try:
         args = _parser().parse_args(argv)
-        with _environment(args):
+        args.answers = sys.stdout
+        with _environment(args), redirect_stdout(sys.stderr):
             code: int = args.run(args)
-        sys.stdout.flush()
     except MeshplanError as error:
         print(error, file=sys.stderr)
         if "--json" in (sys.argv[1:] if argv is None else argv):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from meshplan import api
 from meshplan.errors import MeshplanError, Problem, SpecError
 from meshplan.render.text import envelope
-from meshplan.verbs import NO, YES, Verb, model_flags, print_notes
+from meshplan.verbs import NO, YES, Verb, answer, model_flags, print_notes
 
 if TYPE_CHECKING:
     from meshplan.planner.difference import Difference
@@ -57,9 +57,9 @@ def _print_difference(args: argparse.Namespace, found: Difference, notes: Sequen
     from meshplan.render.difference import difference_to_json, difference_to_text
 
     if args.json:
-        print(envelope("diff/1", difference_to_json(found), notes))
+        answer(args, envelope("diff/1", difference_to_json(found), notes))
     else:
-        print(*difference_to_text(found), sep="\n")
+        answer(args, *difference_to_text(found))
         print_notes(args, notes)
     return YES if found.is_same else NO
 

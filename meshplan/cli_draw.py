@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from meshplan import api
 from meshplan.errors import Origin, PlanError, Problem, SpecError
-from meshplan.render.text import envelope, wants_colour
+from meshplan.render.text import envelope
 from meshplan.sizing import read_limit
-from meshplan.verbs import YES, Verb, model_flags, plan_file, print_notes
+from meshplan.verbs import YES, Verb, answer, colours, model_flags, plan_file, print_notes
 
 if TYPE_CHECKING:
     from meshplan.memory import MemoryEstimate
@@ -33,12 +33,11 @@ def _show(args: argparse.Namespace) -> int:
     warnings = plan.assignment.warnings
     if args.json:
         said = [*notes, *(str(warning) for warning in warnings)]
-        print(envelope("show/1", plan_to_json(plan), said))
+        answer(args, envelope("show/1", plan_to_json(plan), said))
         return YES
-    print(*plan_to_text(plan, colour=wants_colour(no_color=args.no_color)), sep="\n")
+    answer(args, *plan_to_text(plan, colour=colours(args)))
     print_notes(args, notes)
     if warnings and not args.quiet:
-        sys.stdout.flush()
         print(findings_to_text("warning", warnings), file=sys.stderr)
     return YES
 
@@ -83,9 +82,9 @@ def _draw(args: argparse.Namespace) -> int:
             "alt": picture.alt,
             "file": str(saved),
         }
-        print(envelope("draw/1", result, notes))
+        answer(args, envelope("draw/1", result, notes))
     else:
-        print(picture.title)
+        answer(args, picture.title)
         print_notes(args, notes)
         print_notes(args, [f"wrote {saved}"])
     return YES
@@ -115,8 +114,8 @@ def _in_terminal(path: str, args: argparse.Namespace) -> int:
     notes: list[str] = []
     plan = _decided(path, args, notes)
     facts = facts_of(plan, args.what, **_given(path, plan, args))
-    colour = wants_colour(no_color=args.no_color)
-    print_lines(twins[args.what](facts), sys.stdout, colour=colour)
+    colour = colours(args)
+    print_lines(twins[args.what](facts), args.answers, colour=colour)
     print_notes(args, notes)
     return YES
 

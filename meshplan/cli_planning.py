@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from meshplan import api
 from meshplan.errors import Origin, Problem, SpecError
-from meshplan.render.text import envelope, wants_colour
+from meshplan.render.text import envelope
 from meshplan.verbs import (
     COULD_NOT,
     NO,
     YES,
     Verb,
+    answer,
+    colours,
     free_flag,
     noting,
     plan_file,
@@ -118,9 +120,9 @@ def _plan_training(asked: _Asked) -> int:
     lines = training_to_text(found, asked.price)
     if found.answer is None:
         if args.json:
-            print(envelope("plan/1", {"fits": False, **more}))
+            answer(args, envelope("plan/1", {"fits": False, **more}))
         else:
-            print(*lines, sep="\n")
+            answer(args, *lines)
         return NO
     assert found.answer.decision is not None
     code = _print_plan(asked, found.answer.decision, more, ["", *lines])
@@ -176,7 +178,7 @@ def _print_trouble(
         result, is_whole = no_space_to_json(found), True
         lines = no_space_to_text(found, asked.path)
     else:
-        colour = wants_colour(no_color=args.no_color)
+        colour = colours(args)
         result, is_whole = decision_to_json(found), found.is_whole
         lines = decision_to_text(found, asked.path, colour=colour)
     trouble = None
@@ -185,9 +187,9 @@ def _print_trouble(
         trouble = planning.find_trouble(**asked.flags, is_stopped=is_stopped)
     if args.json:
         more = trouble_to_json(trouble) if trouble else {"conflict": None, "fixes": []}
-        print(envelope("plan/1", {**result, "changed": None, **more}))
+        answer(args, envelope("plan/1", {**result, "changed": None, **more}))
         return NO
-    print(*lines, *(["", *trouble_to_text(trouble)] if trouble else []), sep="\n")
+    answer(args, *lines, *(["", *trouble_to_text(trouble)] if trouble else []))
     return NO
 
 
@@ -216,11 +218,11 @@ def _print_plan(
         result = {**decision_to_json(decision), "changed": changes_to_json(changes)}
         result |= {"conflict": None, "fixes": [], "cost": cost_to_json(decision, asked.price)}
         result["as_written"] = written and written_to_json(written)
-        print(envelope("plan/1", {**result, **more}))
+        answer(args, envelope("plan/1", {**result, **more}))
     else:
-        colour = wants_colour(no_color=args.no_color)
+        colour = colours(args)
         costs = cost_to_text(decision, asked.price)
-        print(*decision_to_text(decision, asked.path, costs, colour=colour), *lines, sep="\n")
+        answer(args, *decision_to_text(decision, asked.path, costs, colour=colour), *lines)
     assert decision.chosen is not None
     if written is not None:
         print_notes(args, [written_to_text(written)])
@@ -234,7 +236,6 @@ def _print_plan(
         try:
             target = planning.lock_plan(asked.path, decision, args.output, args.free)
         except SpecError as error:  # The answer stands already, and took its time.
-            sys.stdout.flush()
             print(error, file=sys.stderr)
             return COULD_NOT
         print_notes(args, [f"wrote {target}"])
@@ -284,11 +285,11 @@ def _explain(args: argparse.Namespace) -> int:
     answers = planning.explain(words=args.words, **asked.flags)
     if args.json:
         result = {"answers": [why_not_to_json(each) for each in answers]}
-        print(envelope("explain/1", result, asked.notes))
+        answer(args, envelope("explain/1", result, asked.notes))
     elif len(answers) == 1:
-        print(*why_not_to_text(answers[0]), sep="\n")
+        answer(args, *why_not_to_text(answers[0]))
     else:
-        print(*(why_not_to_text(each)[0] for each in answers), sep="\n")
+        answer(args, *(why_not_to_text(each)[0] for each in answers))
     return YES if any(each.seconds is not None for each in answers) else NO
 
 
@@ -300,11 +301,11 @@ def _explain_module(args: argparse.Namespace) -> int:
     plan = api.decide(
         plan_file(args), args.set, model=args.model, config=args.config, noted=notes.append
     )
-    answer = planning.explain_module(plan, args.words[0], profile=args.profile)
+    found = planning.explain_module(plan, args.words[0], profile=args.profile)
     if args.json:
-        print(envelope("explain/1", {"module": module_to_json(answer)}, notes))
+        answer(args, envelope("explain/1", {"module": module_to_json(found)}, notes))
     else:
-        print(*module_to_text(answer), sep="\n")
+        answer(args, *module_to_text(found))
         print_notes(args, notes)
     return YES
 
@@ -323,9 +324,9 @@ def _explain_memory(args: argparse.Namespace) -> int:
     )
     if args.json:
         result = {"memory": explained_memory_to_json(estimate)}
-        print(envelope("explain/1", result, estimate.notes))
+        answer(args, envelope("explain/1", result, estimate.notes))
     else:
-        print(*explained_memory_to_text(estimate), sep="\n")
+        answer(args, *explained_memory_to_text(estimate))
         print_notes(args, estimate.notes)
     return YES if estimate.fits is not False else NO
 
@@ -345,9 +346,9 @@ def _calibrate(args: argparse.Namespace) -> int:
     if profile is None:
         return YES
     if args.json:
-        print(envelope("calibrate/1", dataclasses.asdict(profile), []))
+        answer(args, envelope("calibrate/1", dataclasses.asdict(profile), []))
     else:
-        print(*profile_to_text(profile), f"written to {args.out}", sep="\n")
+        answer(args, *profile_to_text(profile), f"written to {args.out}")
     return YES
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshplan.errors import Problem, SpecError
 from meshplan.render.text import envelope
-from meshplan.verbs import NO, YES, Verb, plan_file, print_notes
+from meshplan.verbs import NO, YES, Verb, answer, plan_file, print_notes
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -49,9 +49,9 @@ def _report(args: argparse.Namespace) -> int:
             "pictures": list(report.shown),
             "left_out": [{"what": what, "why": why} for what, why in report.left_out],
         }
-        print(envelope("report/1", result, report.notes))
+        answer(args, envelope("report/1", result, report.notes))
     else:
-        print(report.verdict)
+        answer(args, report.verdict)
         print_notes(args, report.notes)
         print_notes(args, [f"left out: {what}: {why}" for what, why in report.left_out])
         print_notes(args, [f"wrote {saved}"])

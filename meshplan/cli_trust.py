@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from meshplan import trust
 from meshplan.errors import Problem, SpecError
 from meshplan.recipes import OWN_MODELS
 from meshplan.render.text import envelope
-from meshplan.verbs import YES, Verb, print_notes
+from meshplan.verbs import YES, Verb, answer, print_notes
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -30,11 +29,11 @@ def _trust(args: argparse.Namespace) -> int:
     whole = spec.origins[""]
     if args.json:
         code = [{"code": each, "line": origin.line, "path": origin.path} for each, origin in named]
-        print(envelope("trust/1", {"plan": str(path), "is_trusted": not args.forget, "code": code}))
+        result = {"plan": str(path), "is_trusted": not args.forget, "code": code}
+        answer(args, envelope("trust/1", result))
     else:
         for each, origin in named:
-            print(f"{origin}: {each}")
-    sys.stdout.flush()  # What a person could not see is not trusted.
+            answer(args, f"{origin}: {each}")  # What a person could not see is not trusted.
     is_known = trust.forget(whole) if args.forget else trust.is_trusted(whole)
     if not args.forget:
         trust.trust(whole)
@@ -44,7 +43,7 @@ def _trust(args: argparse.Namespace) -> int:
         print_notes(args, ["this file names no code that is not meshplan's own"])
     state = "is not trusted any more" if args.forget else "is trusted as it is now, in this folder"
     was = "" if is_known == args.forget else ", as before"
-    print(f"{path} {state}{was}")
+    answer(args, f"{path} {state}{was}")
     return YES
 
 

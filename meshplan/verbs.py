@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from meshplan.errors import Problem, SpecError
+from meshplan.render.text import wants_colour
 
 YES, NO, COULD_NOT = 0, 1, 2
 
@@ -52,6 +53,20 @@ def plan_file(args: argparse.Namespace) -> str:
     return str(args.file)
 
 
+def answer(args: argparse.Namespace, *lines: str) -> None:
+    """Print lines of the answer.
+
+    They go to `args.answers`: stdout as it was before the verb ran. What a model's own code prints
+    while a verb builds it or runs its forward goes to stderr, and an answer in JSON stays JSON.
+    """
+    print(*lines, sep="\n", file=args.answers, flush=True)
+
+
+def colours(args: argparse.Namespace) -> bool:
+    """Return whether the answer is coloured."""
+    return wants_colour(args.answers, no_color=args.no_color)
+
+
 @contextmanager
 def until_interrupted() -> Iterator[Callable[[], bool]]:
     """Gives whether Ctrl-C was pressed: the first asks for an answer, the second one stops all."""
@@ -85,6 +100,5 @@ def noting(args: argparse.Namespace, kept: list[str] | None = None) -> Callable[
 def print_notes(args: argparse.Namespace, notes: Sequence[str]) -> None:
     """What is good to know but not the answer: on stderr, silenced by `-q`."""
     if not args.quiet:
-        sys.stdout.flush()
         for note in notes:
             print(f"note: {note}", file=sys.stderr)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from meshplan.cli import main
+from meshplan.runtime.demo_model import ByteLlama
 
 MODEL = ["--model", "meshplan.runtime.demo_model:ByteLlama"]
 
@@ -65,3 +67,24 @@ def test_its_report_leaves_nothing_out(plan, capsys):
     found = answer(capsys, "report", "-f", str(plan), "-o", str(target))
     assert found["left_out"] == []
     assert {"timeline", "pareto", "ladder"} <= set(found["pictures"])
+
+
+class Talkative(ByteLlama):
+    """One that prints when it is built and in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        print("built")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        print("forward")
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("verb", ["check", "estimate", "plan", "verify"])
+def test_what_it_prints_is_not_in_the_answer(plan, capfd, verb):
+    assert main([verb, "-f", str(plan), "--model", f"{__name__}:Talkative", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["result"]
+    assert "built" in err
+    assert "forward" in err

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -21,7 +20,7 @@ from typing import Any, Final
 import torch
 
 from meshplan.errors import ApplyError, MeshplanError, Problem
-from meshplan.runtime.local_ranks import die_with_parent, ignore_interrupts, prepare
+from meshplan.runtime.local_ranks import begin_child, prepare
 
 MOST: Final = 4
 """Processes at once; each holds torch and a model without memory."""
@@ -97,8 +96,7 @@ def _receive(connection: Connection, process: BaseProcess) -> Any:
 
 def _work(connection: Connection, function: Callable[..., Any], task: tuple[Any, ...]) -> None:
     """The life of a process."""
-    ignore_interrupts()
-    threading.Thread(target=die_with_parent, daemon=True).start()
+    begin_child()
     torch.set_num_threads(1)
     message: tuple[str, Any]
     try:

@@ -173,8 +173,7 @@ def _work(
     args: tuple[Any, ...],
 ) -> None:
     """The life of a rank."""
-    ignore_interrupts()
-    threading.Thread(target=die_with_parent, daemon=True).start()
+    begin_child()
     os.environ.update(environment)
     torch.set_num_threads(1)
     try:
@@ -200,12 +199,17 @@ def _join() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
 
 
-def ignore_interrupts() -> None:
-    """Leave Ctrl-C to the process that started the ranks."""
+def begin_child() -> None:
+    """Make this process one of its parent's: it ends with it, and leaves Ctrl-C and stdout to it.
+
+    What a model prints here goes to stderr: only the parent knows what is an answer.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(2, 1)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
 
 
-def die_with_parent() -> None:
+def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
