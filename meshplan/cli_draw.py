@@ -12,7 +12,17 @@ from meshplan import api
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.render.text import envelope
 from meshplan.sizing import read_limit
-from meshplan.verbs import YES, Verb, answer, colours, model_flags, plan_file, print_notes
+from meshplan.verbs import (
+    YES,
+    Verb,
+    answer,
+    colours,
+    free_flag,
+    model_flags,
+    overrides,
+    plan_file,
+    print_notes,
+)
 
 if TYPE_CHECKING:
     from meshplan.memory import MemoryEstimate
@@ -51,6 +61,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
     parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
     parser.add_argument("--profile", metavar="FILE", help="pareto, ladder: what calibrate wrote")
+    free_flag(parser)
     parser.add_argument("--theme", metavar="NAME", default="light", help="light or dark")
     parser.add_argument("--module", metavar="NAME", help="layout: whose largest parameter")
     parser.add_argument("--rank", metavar="N", help="timeline, treemap, comm: which rank")
@@ -145,9 +156,9 @@ def _decided(path: str, args: argparse.Namespace, notes: list[str]) -> Plan:
 
     plan = None
     if (args.model, args.config) == (None, None):
-        plan = counted_plan(load_spec(path, args.set))
+        plan = counted_plan(load_spec(path, overrides(args)))
     return plan or api.decide(
-        path, args.set, model=args.model, config=args.config, noted=notes.append
+        path, overrides(args), model=args.model, config=args.config, noted=notes.append
     )
 
 
@@ -157,8 +168,8 @@ def _of_search(path: str, args: argparse.Namespace) -> Picture:
     from meshplan.planning import search_plan
 
     decision = search_plan(
-        path, args.set, model=args.model, config=args.config, gpu=args.gpu, memory=args.memory,
-        profile=args.profile, told=lambda text: print_notes(args, [text]),
+        path, overrides(args), model=args.model, config=args.config, gpu=args.gpu,
+        memory=args.memory, profile=args.profile, told=lambda text: print_notes(args, [text]),
     )  # fmt: skip
     for flag in ("module", "rank", "bytes"):
         if getattr(args, flag) is not None:
@@ -199,7 +210,7 @@ def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     if estimate is None:
         try:
             estimate = api.estimate_memory(
-                path, args.set, model=args.model, config=args.config, gpu=args.gpu,
+                path, overrides(args), model=args.model, config=args.config, gpu=args.gpu,
                 memory=args.memory, fixes=False, told=lambda text: print_notes(args, [text]),
             )  # fmt: skip
         except PlanError:

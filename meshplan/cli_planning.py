@@ -20,6 +20,7 @@ from meshplan.verbs import (
     colours,
     free_flag,
     noting,
+    overrides,
     plan_file,
     print_notes,
     until_interrupted,
@@ -79,8 +80,9 @@ def _plan(args: argparse.Namespace) -> int:
             return _print_trouble(asked, error, is_stopped)
         if decision.chosen is None:
             return _print_trouble(asked, decision, is_stopped)
-        ways, is_whole = undominated(decision.ways), False
-        if args.frontier:
+        # Of a space of one plan that is its frontier.
+        ways, is_whole = undominated(decision.ways), decision.num_configs == 1
+        if args.frontier and not is_whole:
             ways, is_whole = planning.find_frontier(**asked.flags, is_stopped=is_stopped)
     more = frontier_to_json(decision, ways, is_whole=is_whole)
     lines: list[str] = []
@@ -133,13 +135,11 @@ class _Asked:
     """The flags of a question about a plan file, as `planning` has them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from meshplan.planning import overrides_of_free
-
         self.args, self.path = args, plan_file(args)
         self.notes: list[str] = []
         self.flags: dict[str, Any] = {
             "plan": self.path,
-            "overrides": [*args.set, *overrides_of_free(args.free)],
+            "overrides": overrides(args),
             "model": args.model,
             "config": args.config,
             "gpu": args.gpu,

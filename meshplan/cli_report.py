@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshplan.errors import Problem, SpecError
 from meshplan.render.text import envelope
-from meshplan.verbs import NO, YES, Verb, answer, plan_file, print_notes
+from meshplan.verbs import NO, YES, Verb, answer, free_flag, overrides, plan_file, print_notes
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +17,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
     parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
     parser.add_argument("--profile", metavar="FILE", help="what calibrate wrote of this machine")
+    free_flag(parser)
     parser.add_argument(
         "--why-not",
         metavar="SETTING",
@@ -37,8 +38,9 @@ def _report(args: argparse.Namespace) -> int:
     check_target(Path(args.output))
     import_matplotlib()
     report = make_report(
-        path, args.set, model=args.model, config=args.config, gpu=args.gpu, memory=args.memory,
-        profile=args.profile, why_not=args.why_not, told=lambda text: print_notes(args, [text]),
+        path, overrides(args), model=args.model, config=args.config, gpu=args.gpu,
+        memory=args.memory, profile=args.profile, why_not=args.why_not,
+        told=lambda text: print_notes(args, [text]),
     )  # fmt: skip
     saved = report.save(args.output)
     if args.json:

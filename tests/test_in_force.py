@@ -141,6 +141,18 @@ def test_what_is_freed_is_in_the_lock_and_holds_in_every_verb(closed, capsys):
     assert "nothing changed since the last lock" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["draw --what pareto -o OUT.svg", "report -o OUT.html"])
+def test_a_page_is_about_what_is_freed(closed, capsys, verb):
+    """With recomputation free there is a point of it in the picture."""
+    words = verb.replace("OUT", str(closed.with_name("out"))).split()
+    path = words[words.index("-o") + 1]
+    drawn = []
+    for free in ([], ["--free", "activation_checkpointing"]):
+        assert main([*words, "-f", str(closed), "-q", *free]) == 0
+        drawn.append(Path(path).read_text())
+    assert ["recompute all" in page for page in drawn] == [False, True]
+
+
 @pytest.mark.parametrize("key", ["loss", "mesh.xp", "model"])
 def test_what_nobody_chooses_cannot_be_freed(closed, capsys, key):
     assert main(["plan", "-f", str(closed), "--free", key]) == 2

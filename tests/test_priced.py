@@ -206,6 +206,17 @@ def test_one_that_does_not_fit_is_said_not_to_fit(write, capsys, is_json):
     assert "whatever else is left open" not in out
 
 
+@pytest.mark.wide
+def test_its_frontier_is_itself_and_is_priced_once(write, capsys):
+    flags = ["-f", write(plan_of("pp")), "--model", MODEL, "--dry-run", "--json", "--frontier"]
+    assert main(["plan", *flags]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)["result"]
+    assert result["frontier_is_whole"]
+    assert [way["step_s"] for way in result["frontier"]] == [result["step_s"]]
+    assert err.count("counting what a rank does") == 1
+
+
 def test_two_layouts_of_it_are_compared_with_their_seconds(write, tmp_path, capsys):
     old = tmp_path / "old.yaml"
     old.write_text(json.dumps(plan_of("pp")))

@@ -7,8 +7,6 @@ another tier answers.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import warnings
 from collections.abc import Sequence
 from typing import Final
@@ -87,11 +85,10 @@ def _compose(
     model, plan = decided(question.spec, question.source)
     warnings.simplefilter("ignore")
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            loop = loop_of(model, plan)
-            first = microbatch((loop.inputs, loop.targets), plan.accumulate)
-            inputs, targets = mapped(first, lambda tensor: tensor.clone())
-            work = trace_work(model, plan, inputs, targets, loop.loss_fn, ranks[0], question.device)
+        loop = loop_of(model, plan)
+        first = microbatch((loop.inputs, loop.targets), plan.accumulate)
+        inputs, targets = mapped(first, lambda tensor: tensor.clone())
+        work = trace_work(model, plan, inputs, targets, loop.loss_fn, ranks[0], question.device)
         prepared = Prepared(work)
         return [composed_log(prepared, plan, rank) for rank in ranks], loop.assumed
     except MeshplanError as error:

@@ -7,7 +7,6 @@ with; and its graph, tensor by tensor, is the one that the blueprint draws of th
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -89,7 +88,7 @@ def _runs_otherwise(config: Any) -> str:
 
 def _is_other(model: nn.Module, graph: ModelGraph, told: ModelGraph) -> str:
     """What the model has that its config does not say."""
-    with contextlib.redirect_stdout(sys.stderr), torch.device("meta"):
+    with torch.device("meta"):
         try:
             again = type(model)(model.config)
         except Exception as error:  # Its class is the user's, and may take anything.

@@ -55,7 +55,7 @@ def model_of_entry(entry: str, origin: Origin, *, on_meta: bool = True) -> nn.Mo
         what = f"'{entry}' does not name a function"
         raise SpecError(Problem(what, origin, "write it as pkg.mod:function"))
     path = contextlib.nullcontext() if entry in OWN_MODELS else _working_directory_last()
-    with contextlib.redirect_stdout(sys.stderr), path:
+    with path:
         with _told(f"importing '{module_name}'", origin, _FOUND):
             found: object = importlib.import_module(module_name)
         _check_place(module_name, origin)

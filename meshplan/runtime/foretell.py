@@ -6,8 +6,6 @@ Decides which tier answers, and nothing else: the plan decides what is run, `ima
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -320,9 +318,8 @@ def _imagine_cut(
 def _imagined(model: nn.Module, plan: Plan, question: Question, rank: int) -> Imagined:
     warnings.simplefilter("ignore")
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            loop = loop_of(model, plan)
-            log = _step(model, plan, loop, rank, question.device)
+        loop = loop_of(model, plan)
+        log = _step(model, plan, loop, rank, question.device)
     except MeshplanError:
         raise
     except Exception as error:  # The model's own code may raise anything.

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,8 +113,7 @@ def question_of_entry(
         return load_spec(source, [*more, *stated])
 
     found = source_of(load(()), model, config)
-    with redirect_stdout(sys.stderr):
-        built = built_without_memory(found).train()
+    built = built_without_memory(found).train()
     return question_of_model(
         built, load, gpu=gpu, memory=memory, profile=profile, source=found, told=told
     )

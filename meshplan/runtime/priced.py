@@ -7,8 +7,6 @@ microbatch is counted, with what tp sends and what recomputation runs again in i
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -90,11 +88,10 @@ def _ran(question: Question, micro: int) -> _Ran:
     model, plan = decided(question.spec, question.source)
     origin = question.source.origin
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            tp = decided_of(model, _unparted(question.spec, plan.mesh.size("tp"), micro), origin)
-            counted = count(model, tp, question.device)
-            alone = decided_of(model, _unparted(question.spec, 1, _FEW), origin)
-            plain = count(model, with_again(alone, frozenset()), question.device)
+        tp = decided_of(model, _unparted(question.spec, plan.mesh.size("tp"), micro), origin)
+        counted = count(model, tp, question.device)
+        alone = decided_of(model, _unparted(question.spec, 1, _FEW), origin)
+        plain = count(model, with_again(alone, frozenset()), question.device)
     except MeshplanError:
         raise
     except Exception as error:  # The model's own code may raise anything.

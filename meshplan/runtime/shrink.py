@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -219,7 +218,7 @@ def model_of_source(source: Source, *, on_meta: bool = False) -> nn.Module:
     else:
         cls = _model_class(source.architecture)
         device = torch.device("meta" if on_meta else "cpu")
-        with contextlib.redirect_stdout(sys.stderr), device, _offline():
+        with device, _offline():
             model = cls(source.config)
     if source.blocks is not None:
         model = copy.deepcopy(model)  # The user may have named a model instead of a function.

@@ -8,8 +8,6 @@ mistake of the model.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,7 +62,7 @@ def try_forward(model: nn.Module, plan: Plan, origin: Origin | None) -> tuple[Pr
     except SpecError as error:
         problem = error.problems[0]
         return None, f"{problem.what}; {problem.fix}"
-    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr), torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         return _try(model, plan, inputs, origin)
 

@@ -1,8 +1,8 @@
-"""The suite under several versions of torch: one table.
+"""The suite under several versions of torch and Python: one table.
 
     python -m tests.bench.torch_versions PYTHON [PYTHON ...] [--json FILE] [--write] [-- PYTEST...]
 
-Each PYTHON is the interpreter of an environment with another version of torch. It runs the tests
+Each PYTHON is the interpreter of an environment with other versions of the two. It runs the tests
 of this checkout, all or those that the pytest arguments name; nothing is installed here. Such an
 environment is made so (PyPI's torch brings CUDA's libraries, which a CPU needs to import it):
 
@@ -41,7 +41,11 @@ CAUSES: Final = "\n## Causes\n"
 """What stands below this in the page was written by hand, and stays."""
 WIDEST: Final = 200
 """Letters of a reason."""
-_ASK: Final = "import torch, meshplan; print(torch.__version__); print(meshplan.__file__)"
+_ASK: Final = (
+    "import sys, torch, meshplan; "
+    "print(f'{torch.__version__}, Python {sys.version_info[0]}.{sys.version_info[1]}'); "
+    "print(meshplan.__file__)"
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Result:
 
 
 def run(python: str, args: Sequence[str]) -> tuple[str, Result]:
-    """(version of torch, result) of the tests under this interpreter."""
+    """(versions of torch and Python, result) of the tests under this interpreter."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     asked = subprocess.run(
         [python, "-c", _ASK], env=environment, cwd=ROOT, capture_output=True, text=True
@@ -130,7 +134,7 @@ def reason(message: str, text: str) -> str:
 def page(results: Mapping[str, Result]) -> str:
     """The table, and below it what failed."""
     lines = [
-        "# The suite under several versions of torch\n",
+        "# The suite under several versions of torch and Python\n",
         "Written by `python -m tests.bench.torch_versions PYTHON ... --write`: the tests that "
         "every change\nruns, on CPU and gloo, with the packages of `constraints.txt` but for "
         "torch.\n",
