@@ -89,6 +89,19 @@ def test_noise_is_refused_by_name(name):
         profile_from(replace(MADE, **{name: noisy}))
 
 
+def test_rounds_that_differ_are_refused_and_sizes_that_do_are_told():
+    """What fits a cache is faster at any time; what else runs on the machine is not."""
+    cached = [
+        replace(s, seconds=s.seconds * (0.7 if n < 2 else 1)) for n, s in enumerate(MADE.moves)
+    ]
+    told = profile_from(replace(MADE, moves=cached))
+    assert "products (off by 0%)" in told.sources[0]
+    assert "elementwise operations (off by 12%)" in told.sources[0]
+    busy = [replace(s, spread=0.2) for s in MADE.moves]
+    with pytest.raises(PlanError, match="elementwise operations differ by 20% between rounds"):
+        profile_from(replace(MADE, moves=busy))
+
+
 def test_times_that_fall_with_size_have_no_constants():
     samples = tuple(Sample(amount, 1.0 / amount) for amount in GIGAS)
     with pytest.raises(PlanError, match=r"products are .* off"):
@@ -117,7 +130,7 @@ def test_this_machine_is_timed(monkeypatch):
     told = calibrate.measure(large=False)
     for samples in (told.products, told.attention, told.moves):
         assert len(samples) > 2
-        assert all(sample.seconds > 0 for sample in samples)
+        assert all(sample.seconds > 0 and sample.spread == 0 for sample in samples)
         assert sorted(s.amount for s in samples)[-1] > sorted(s.amount for s in samples)[0]
     assert told.launch_s > 0
     assert told.collectives == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ def measure(*, large: bool | None = None) -> Measured:
         everything = [work for group in works.values() for work in group]
         least = _least(device, everything)
     samples = {
-        name: tuple(Sample(work.amount, least[id(work)], work.hops) for work in group)
+        name: tuple(_sample(work, least[id(work)]) for work in group)
         for name, group in works.items()
     }
     (launch,) = samples.pop("launch")
@@ -86,9 +87,14 @@ def together() -> Iterator[bool]:
         dist.destroy_process_group()
 
 
-def _least(device: torch.device, works: list[_Work]) -> dict[int, float]:
-    """Seconds by `id`."""
-    least: dict[int, float] = {}
+def _sample(work: _Work, halves: list[float]) -> Sample:
+    least = min(halves)
+    return Sample(work.amount, least, work.hops, max(h for h in halves if h < math.inf) / least - 1)
+
+
+def _least(device: torch.device, works: list[_Work]) -> dict[int, list[float]]:
+    """By `id`, the least seconds of odd rounds and of even ones."""
+    least = {id(work): [math.inf, math.inf] for work in works}
     for number in range(ROUNDS + 1):
         for work in works:
             _settle(device)
@@ -97,7 +103,8 @@ def _least(device: torch.device, works: list[_Work]) -> dict[int, float]:
             _settle(device)
             if number:  # The first round loads libraries and makes plans.
                 seconds = time.perf_counter() - begin
-                least[id(work)] = min(seconds, least.get(id(work), seconds))
+                halves = least[id(work)]
+                halves[number % 2] = min(seconds, halves[number % 2])
     return least
 
 

@@ -92,7 +92,7 @@ sys.addaudithook(see)
 START = "import sys; from meshplan.cli import main; sys.exit(main(sys.argv[1:]))"
 QUICK = "import meshplan.runtime.calibrate as it; it.ROUNDS = 1; "
 """Times of one round are too noisy to be a profile, unless a profile may be noisy."""
-NOISY = "import meshplan.cost.calibration as it; it.WORST_RESIDUAL = 1e9; "
+NOISY = "import meshplan.cost.calibration as it; it._WORST_SPREAD = it._WORST_LAW = 1e9; "
 SMALL = "--set batch.global=2 --set batch.seq_len=16"
 WORDS = {
     "estimate": "-f {plan}", "check": "-f {plan}", "plan": "-f {plan} --profile {profile}",
