@@ -19,7 +19,6 @@ from meshplan.verbs import (
     colours,
     free_flag,
     model_flags,
-    overrides,
     plan_file,
     print_notes,
 )
@@ -72,8 +71,10 @@ def _draw(args: argparse.Namespace) -> int:
     from meshplan.pictures.main import check_what
     from meshplan.pictures.palette import theme_of
     from meshplan.pictures.types import check_target, import_matplotlib
+    from meshplan.planning import overrides_of_free
 
     path = plan_file(args)
+    args.set = [*args.set, *overrides_of_free(args.free)]
     if args.what is None:
         raise SpecError(Problem("nothing says what to draw", None, "add --what mesh, say"))
     check_what(args.what)
@@ -156,9 +157,9 @@ def _decided(path: str, args: argparse.Namespace, notes: list[str]) -> Plan:
 
     plan = None
     if (args.model, args.config) == (None, None):
-        plan = counted_plan(load_spec(path, overrides(args)))
+        plan = counted_plan(load_spec(path, args.set))
     return plan or api.decide(
-        path, overrides(args), model=args.model, config=args.config, noted=notes.append
+        path, args.set, model=args.model, config=args.config, noted=notes.append
     )
 
 
@@ -168,7 +169,7 @@ def _of_search(path: str, args: argparse.Namespace) -> Picture:
     from meshplan.planning import search_plan
 
     decision = search_plan(
-        path, overrides(args), model=args.model, config=args.config, gpu=args.gpu,
+        path, args.set, model=args.model, config=args.config, gpu=args.gpu,
         memory=args.memory, profile=args.profile, told=lambda text: print_notes(args, [text]),
     )  # fmt: skip
     for flag in ("module", "rank", "bytes"):
@@ -210,7 +211,7 @@ def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     if estimate is None:
         try:
             estimate = api.estimate_memory(
-                path, overrides(args), model=args.model, config=args.config, gpu=args.gpu,
+                path, args.set, model=args.model, config=args.config, gpu=args.gpu,
                 memory=args.memory, fixes=False, told=lambda text: print_notes(args, [text]),
             )  # fmt: skip
         except PlanError:

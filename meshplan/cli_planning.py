@@ -20,7 +20,6 @@ from meshplan.verbs import (
     colours,
     free_flag,
     noting,
-    overrides,
     plan_file,
     print_notes,
     until_interrupted,
@@ -135,11 +134,13 @@ class _Asked:
     """The flags of a question about a plan file, as `planning` has them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        from meshplan.planning import overrides_of_free
+
         self.args, self.path = args, plan_file(args)
         self.notes: list[str] = []
         self.flags: dict[str, Any] = {
             "plan": self.path,
-            "overrides": overrides(args),
+            "overrides": [*args.set, *overrides_of_free(args.free)],
             "model": args.model,
             "config": args.config,
             "gpu": args.gpu,

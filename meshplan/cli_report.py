@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshplan.errors import Problem, SpecError
 from meshplan.render.text import envelope
-from meshplan.verbs import NO, YES, Verb, answer, free_flag, overrides, plan_file, print_notes
+from meshplan.verbs import NO, YES, Verb, answer, free_flag, plan_file, print_notes
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -29,16 +29,18 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 def _report(args: argparse.Namespace) -> int:
     from meshplan.pictures.types import import_matplotlib
+    from meshplan.planning import overrides_of_free
     from meshplan.report.main import check_target
     from meshplan.reporting import make_report
 
     path = plan_file(args)
+    args.set = [*args.set, *overrides_of_free(args.free)]
     if args.output is None:
         raise SpecError(Problem("nothing says where the report goes", None, "add -o report.html"))
     check_target(Path(args.output))
     import_matplotlib()
     report = make_report(
-        path, overrides(args), model=args.model, config=args.config, gpu=args.gpu,
+        path, args.set, model=args.model, config=args.config, gpu=args.gpu,
         memory=args.memory, profile=args.profile, why_not=args.why_not,
         told=lambda text: print_notes(args, [text]),
     )  # fmt: skip

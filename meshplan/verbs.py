@@ -47,13 +47,6 @@ def free_flag(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def overrides(args: argparse.Namespace) -> list[str]:
-    """Return what `--set` and `--free` change in the plan file."""
-    from meshplan.planning import overrides_of_free
-
-    return [*args.set, *overrides_of_free(args.free)]
-
-
 def plan_file(args: argparse.Namespace) -> str:
     if args.file is None:
         raise SpecError(Problem("no plan file is given", None, "add -f plan.yaml"))
