@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshplan.errors import Problem, SpecError
 from meshplan.render.text import envelope
-from meshplan.verbs import NO, YES, Verb, answer, free_flag, plan_file, print_notes
+from meshplan.verbs import NO, YES, Verb, answer, plan_file, print_notes
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +17,6 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
     parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
     parser.add_argument("--profile", metavar="FILE", help="what calibrate wrote of this machine")
-    free_flag(parser)
     parser.add_argument(
         "--why-not",
         metavar="SETTING",
@@ -29,12 +28,10 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 def _report(args: argparse.Namespace) -> int:
     from meshplan.pictures.types import import_matplotlib
-    from meshplan.planning import overrides_of_free
     from meshplan.report.main import check_target
     from meshplan.reporting import make_report
 
     path = plan_file(args)
-    args.set = [*args.set, *overrides_of_free(args.free)]
     if args.output is None:
         raise SpecError(Problem("nothing says where the report goes", None, "add -o report.html"))
     check_target(Path(args.output))

@@ -91,7 +91,6 @@ LATE_BETWEEN = {
     ("cli_draw", "reader"),
     ("cli_draw", "render"),
     ("cli_trust", "reader"),
-    ("cli_report", "planning"),
     ("cli_report", "pictures"),
     ("cli_report", "report"),
     ("cli_report", "reporting"),

@@ -141,16 +141,16 @@ def test_what_is_freed_is_in_the_lock_and_holds_in_every_verb(closed, capsys):
     assert "nothing changed since the last lock" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["draw --what pareto -o OUT.svg", "report -o OUT.html"])
-def test_a_page_is_about_what_is_freed(closed, capsys, verb):
-    """With recomputation free there is a point of it in the picture."""
-    words = verb.replace("OUT", str(closed.with_name("out"))).split()
-    path = words[words.index("-o") + 1]
-    drawn = []
-    for free in ([], ["--free", "activation_checkpointing"]):
-        assert main([*words, "-f", str(closed), "-q", *free]) == 0
-        drawn.append(Path(path).read_text())
-    assert ["recompute all" in page for page in drawn] == [False, True]
+def test_a_picture_of_the_search_is_of_what_is_freed(closed, capsys):
+    """With the strategy free there are more configurations in it."""
+    words = ["draw", "--what", "pareto", "-o", str(closed.with_name("out.svg")), "-f", str(closed)]
+    counts = []
+    for free in ([], ["--free", "strategy"]):
+        capsys.readouterr()
+        assert main([*words, "--json", *free]) == 0
+        title = json.loads(capsys.readouterr().out)["result"]["title"]
+        counts.append(int(title.split()[1]))
+    assert counts[0] < counts[1]
 
 
 @pytest.mark.parametrize("key", ["loss", "mesh.xp", "model"])
