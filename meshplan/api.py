@@ -323,8 +323,9 @@ def estimate_memory(
         from meshplan.memory.told import told_estimate
         from meshplan.plan import make_plan
 
+        graph = rehearse = planned = None
         try:
-            graph, more, _ = find_model(spec, None, config)
+            graph, more, rehearse = find_model(spec, None, config)
             assert graph is not None
             planned = make_plan(spec, graph)
             estimate = told_estimate(
@@ -334,6 +335,8 @@ def estimate_memory(
         except UnstatedError:
             raise
         except (PlanError, OtherModelError) as error:
+            if graph is not None and planned is None and rehearse is None:
+                raise  # As `check` says it: a trace has the same modules, and refuses the plan too.
             told(f"the config alone does not tell it: {error.problems[0].what}")
         else:
             if not fixes:

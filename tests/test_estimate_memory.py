@@ -16,6 +16,7 @@ import pytest
 
 from meshplan import api
 from meshplan.cli import main
+from meshplan.errors import PlanError
 from meshplan.render.memory import memory_to_json, memory_to_text
 from tests import estimated, picked
 
@@ -295,3 +296,16 @@ def test_a_config_answers_without_torch_as_the_trace_does(tmp_path):
     assert (tier, traced.tier) == ("1", "3")
     for one, other in zip(told[:3], traced.worst.peak[:3], strict=True):
         assert one == pytest.approx(other, rel=0.01)
+
+
+def test_what_check_refuses_is_not_traced(tmp_path):
+    """Where its config tells all modules of a model, a trace could but refuse the plan again."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    path = tmp_path / "plan.yaml"
+    rules = [{"match": "model.lay", "place": "replicate"}]
+    path.write_text(json.dumps({**PLAN, "model": {"config": "config.json"}, "rules": rules}))
+    told: list[str] = []
+    with pytest.raises(PlanError) as refused:
+        api.estimate_memory(path, told=told.append)
+    assert [*refused.value.problems] == [*api.check_plan(path).problems]
+    assert told == []
