@@ -126,8 +126,7 @@ def _in_terminal(path: str, args: argparse.Namespace) -> int:
     notes: list[str] = []
     plan = _decided(path, args, notes)
     facts = facts_of(plan, args.what, **_given(path, plan, args))
-    colour = colours(args)
-    print_lines(twins[args.what](facts), args.answers, colour=colour)
+    print_lines(twins[args.what](facts), args.answers, colour=colours(args))
     print_notes(args, notes)
     return YES
 
@@ -169,8 +168,8 @@ def _of_search(path: str, args: argparse.Namespace) -> Picture:
     from meshplan.planning import search_plan
 
     decision = search_plan(
-        path, args.set, model=args.model, config=args.config, gpu=args.gpu,
-        memory=args.memory, profile=args.profile, told=lambda text: print_notes(args, [text]),
+        path, args.set, model=args.model, config=args.config, gpu=args.gpu, memory=args.memory,
+        profile=args.profile, told=lambda text: print_notes(args, [text]),
     )  # fmt: skip
     for flag in ("module", "rank", "bytes"):
         if getattr(args, flag) is not None:

@@ -93,7 +93,7 @@ def _sample(work: _Work, halves: list[float]) -> Sample:
 
 
 def _least(device: torch.device, works: list[_Work]) -> dict[int, list[float]]:
-    """By `id`, the least seconds of odd rounds and of even ones."""
+    """Return the least seconds of even rounds and of odd ones, by the `id` of the work."""
     least = {id(work): [math.inf, math.inf] for work in works}
     for number in range(ROUNDS + 1):
         for work in works:

@@ -205,7 +205,8 @@ def begin_child() -> None:
     What a model prints here goes to stderr: only the parent knows what is an answer.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)
+    with contextlib.suppress(OSError):  # Without a stderr there is nowhere to print.
+        os.dup2(2, 1)
     threading.Thread(target=_die_with_parent, daemon=True).start()
 
 
