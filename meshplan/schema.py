@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from meshplan.agreement import disagreements
+from meshplan.dtypes import DTYPE_BYTES
 from meshplan.errors import Origin, SpecError
-from meshplan.graph import DTYPE_BYTES
 from meshplan.hardware import find_device
 from meshplan.mesh import AXES
 from meshplan.optimizers import SHAPED_STATES

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "meshplan"
 LEVELS = [
     line.split()
     for line in """
-        version errors units collecting cores
+        version errors units dtypes collecting cores
         files mesh hardware recipes schedules optimizers
         trust
         layout flow spec styles heads

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from meshplan.dtypes import DTYPE_BYTES
 from meshplan.errors import Origin, SpecError
-from meshplan.graph import DTYPE_BYTES
 from meshplan.hardware import Cluster, Device, Link, devices, find_device
 
 

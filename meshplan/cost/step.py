@@ -37,7 +37,7 @@ from meshplan.cost.host import Crossing, crossing, host_rate, is_there
 from meshplan.cost.profile import Profile
 from meshplan.cost.shares import expert_share, share, trained
 from meshplan.cost.types import Kind, Sent, Tally
-from meshplan.graph import DTYPE_BYTES
+from meshplan.dtypes import DTYPE_BYTES
 from meshplan.memory.gathered import takes_masks
 from meshplan.spec import Precision
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from meshplan.graph import DTYPE_BYTES
+from meshplan.dtypes import DTYPE_BYTES
 from meshplan.memory.attention import attend
 from meshplan.memory.row import Grad
 from meshplan.memory.rows import Writer

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Final
 
 from meshplan.assign import Assignment
-from meshplan.graph import DTYPE_BYTES
+from meshplan.dtypes import DTYPE_BYTES
 from meshplan.layout import Layout
 from meshplan.memory.groups import equal_ranks
 from meshplan.mesh import UNIT_AXES, Mesh

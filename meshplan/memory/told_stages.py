@@ -9,8 +9,9 @@ from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Final
 
+from meshplan.dtypes import DTYPE_BYTES
 from meshplan.errors import PlanError, Problem
-from meshplan.graph import DTYPE_BYTES, is_inside
+from meshplan.graph import is_inside
 from meshplan.memory.alike import outline_of
 from meshplan.memory.rank_work import work_of_rank
 from meshplan.memory.replay import Prepared

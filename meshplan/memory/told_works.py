@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from meshplan.assign.types import Stages
+from meshplan.dtypes import DTYPE_BYTES
 from meshplan.errors import PlanError, Problem
-from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.analytic import Run, tape_of
 from meshplan.memory.experts import Spread, most_arriving
 from meshplan.memory.fused import is_fused

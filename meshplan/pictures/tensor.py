@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshplan.assign import Placed
+from meshplan.dtypes import DTYPE_BYTES
 from meshplan.errors import Origin, Problem, SpecError
-from meshplan.graph import DTYPE_BYTES, is_inside
+from meshplan.graph import is_inside
 from meshplan.layout import Layout
 from meshplan.match import nearest
 from meshplan.mesh import SHARD_AXES, Mesh

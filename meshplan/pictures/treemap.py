@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from meshplan.assign import Placed
-from meshplan.graph import DTYPE_BYTES, pattern_of
+from meshplan.dtypes import DTYPE_BYTES
+from meshplan.graph import pattern_of
 from meshplan.match import fold
 from meshplan.pictures.palette import PLACEMENTS, WHOLE, Ink, Theme, ink_on
 from meshplan.pictures.sheet import (

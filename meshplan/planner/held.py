@@ -22,7 +22,7 @@ from meshplan.cost.grid import (
 from meshplan.cost.host import is_there
 from meshplan.cost.shares import share
 from meshplan.cost.types import Kind
-from meshplan.graph import DTYPE_BYTES
+from meshplan.dtypes import DTYPE_BYTES
 from meshplan.plan import Plan
 from meshplan.planner.flights import has_gradients
 from meshplan.planner.knapsack import Floats

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshplan.dtypes import DTYPE_BYTES
 from meshplan.errors import PlanError, Problem
-from meshplan.graph import DTYPE_BYTES
 from meshplan.layout import Layout
 from meshplan.mesh import Mesh
 from meshplan.plan import Plan

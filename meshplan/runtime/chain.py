@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 from torch import nn
 
 from meshplan.cost.types import Chain, Kind, Sent, Tally
+from meshplan.dtypes import DTYPE_BYTES
 from meshplan.errors import Origin, PlanError, Problem
-from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.work import Moment, Work
 from meshplan.mesh import UNIT_AXES
 from meshplan.plan import Plan

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshplan.graph import DTYPE_BYTES
+from meshplan.dtypes import DTYPE_BYTES
 from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.traffic.forward import Forward

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from meshplan.graph import DTYPE_BYTES, is_inside
+from meshplan.dtypes import DTYPE_BYTES
+from meshplan.graph import is_inside
 from meshplan.plan import Plan
 from meshplan.traffic.forward import Attention, Forward, Seen
 from meshplan.traffic.tensor_parallel import is_repeated

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from meshplan.assign import Placed, Unit
-from meshplan.graph import DTYPE_BYTES
+from meshplan.dtypes import DTYPE_BYTES
 from meshplan.mesh import GRADIENT_AXES
 from meshplan.plan import Plan
 from meshplan.traffic.types import Route, Traffic, along, one, trainable

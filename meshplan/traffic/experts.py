@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from meshplan.graph import DTYPE_BYTES
+from meshplan.dtypes import DTYPE_BYTES
 from meshplan.plan import Plan
 from meshplan.traffic.forward import Forward, Seen, Visit
 from meshplan.traffic.tensor_parallel import is_repeated

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshplan.assign.types import Stages
+from meshplan.dtypes import DTYPE_BYTES
 from meshplan.flow import Call, Flow
-from meshplan.graph import DTYPE_BYTES
 from meshplan.plan import Plan
 from meshplan.relay import Cut, stages_of, unit_calls
 from meshplan.schedules import SCHEDULES, Action, actions

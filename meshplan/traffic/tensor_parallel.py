@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshplan.assign import Crossing, Placed, StyleUse
-from meshplan.graph import DTYPE_BYTES, is_inside
+from meshplan.dtypes import DTYPE_BYTES
+from meshplan.graph import is_inside
 from meshplan.plan import Plan
 from meshplan.styles import GATHERED, dims_of
 from meshplan.traffic.forward import Forward, Seen, Visit

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from meshplan.graph import DTYPE_BYTES
+from meshplan.dtypes import DTYPE_BYTES
 from meshplan.memory.log import Term
 from meshplan.memory.replay.optimizer import Updated
 from meshplan.memory.replay.writer import Writer

@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Final
 
 from meshplan.assign import Assignment
+from meshplan.dtypes import DTYPE_BYTES
 from meshplan.errors import PlanError, Problem
-from meshplan.graph import DTYPE_BYTES
 from meshplan.memory.log import Term
 from meshplan.memory.replay.loops import LOOPS, Stepped, play_loop
 from meshplan.memory.replay.shards import offloads_params

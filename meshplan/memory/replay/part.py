@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshplan.assign import Assignment
-from meshplan.graph import DTYPE_BYTES
+from meshplan.dtypes import DTYPE_BYTES
 from meshplan.memory.log import Term
 from meshplan.memory.replay.alone import Alone
 from meshplan.memory.replay.buckets import Buckets, Options

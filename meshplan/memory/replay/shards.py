@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshplan.assign import Assignment, Placed, Unit
-from meshplan.graph import DTYPE_BYTES, ModelGraph
+from meshplan.dtypes import DTYPE_BYTES
+from meshplan.graph import ModelGraph
 from meshplan.layout import Layout
 from meshplan.mesh import UNIT_AXES, Mesh
 
