@@ -19,8 +19,8 @@ from meshplan.api import estimate_memory
 from meshplan.memory import assemble, torch_version
 from meshplan.runtime import private_values
 from meshplan.runtime.data import mixed_precision
-from meshplan.runtime.mesh import _packed
-from meshplan.runtime.private_ops import _Laid, as_dtensor, replicated
+from meshplan.runtime.mesh import _packed, replicated
+from meshplan.runtime.private_ops import _Laid, as_dtensor
 from meshplan.spec import Precision
 from tests.bench import torch_versions
 

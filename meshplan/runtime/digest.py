@@ -14,6 +14,8 @@ _SAMPLED: Final = 1024
 """Elements of a tensor that are looked at in every step."""
 _PIECE: Final = 1 << 22
 """Bytes of a tensor on a device that are added up at once."""
+_SUMMED: Final = 1 << 18
+"""Elements that a checksum looks at together: 2 MiB of int64, beside whatever a forward holds."""
 _MARK: Final = "meshplan_whole"
 """The attribute of a rank's part that says which global batch it was cut from, 0 if unknown."""
 
@@ -75,3 +77,19 @@ def marks(batch: Any) -> int:
     """A number for the global batches that the tensors of this one were cut from."""
     told = [getattr(tensor, _MARK, 0) for _, tensor in tensors_in(batch)]
     return zlib.crc32(repr(told).encode())
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A sum of the bits, weighted by position so that a permutation shows.
+
+    In pieces: the whole of a large embedding in int64 would not fit beside it.
+    """
+    bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if bits.numel() % 4 == 0:
+        bits = bits.view(torch.int32)
+    total = 0
+    for piece in bits.split(_SUMMED):
+        weight = torch.arange(1, piece.numel() + 1, device=piece.device)
+        # Overflow wraps, alike on every rank.
+        total = (total * 1_000_003 + int((piece * weight).sum())) % 2**62
+    return total

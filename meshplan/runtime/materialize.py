@@ -17,11 +17,9 @@ from torch import nn
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan import Plan
 from meshplan.runtime.data import params_on_host
+from meshplan.runtime.digest import checksum
 from meshplan.runtime.initialise import initialise
 from meshplan.runtime.mesh import device, local_of
-
-_PIECE = 1 << 18
-"""Elements that a checksum looks at together: 2 MiB of int64, beside whatever a forward holds."""
 
 
 @dataclass(slots=True)
@@ -126,22 +124,6 @@ def _take_from_rank_0(tensors: dict[str, torch.Tensor]) -> None:
             dist.broadcast(sent, src=0)
             # New memory, not a copy into the old: what raises later can put the old back.
             tensor.data = sent.to(tensor.device)
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """A sum of the bits, weighted by position so that a permutation shows.
-
-    In pieces: the whole of a large embedding in int64 would not fit beside it.
-    """
-    bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if bits.numel() % 4 == 0:
-        bits = bits.view(torch.int32)
-    total = 0
-    for piece in bits.split(_PIECE):
-        weight = torch.arange(1, piece.numel() + 1, device=piece.device)
-        # Overflow wraps, alike on every rank.
-        total = (total * 1_000_003 + int((piece * weight).sum())) % 2**62
-    return total
 
 
 def _receive(tensors: dict[str, torch.Tensor], plan: Plan, source: int) -> Values:

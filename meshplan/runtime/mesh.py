@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from meshplan.layout import Layout
 from meshplan.mesh import Mesh
-from meshplan.runtime.private_ops import replicated
 
 JOIN_TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for each other in a group that meshplan makes: far above any step, far
@@ -288,3 +287,28 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
             placements[i] = Replicate()
             tensor = replicated(tensor, i)
     return tensor.to_local()
+
+
+def replicated(tensor: DTensor, axis: int) -> DTensor:
+    """The tensor whole along one dim of its mesh.
+
+    torch 2.11 raises where each piece of a packed dim is cut by itself: it takes such a placement
+    for the later of two cuts of one dim. No public name tells how one is cut.
+    """
+    placements = list(tensor.placements)
+    cut: Any = placements[axis]
+    placements[axis] = Replicate()
+    try:
+        return tensor.redistribute(placements=placements)
+    except ValueError:
+        pieces, ranks = getattr(cut, "split_factor", 0), tensor.device_mesh.size(axis)
+        if not pieces or tensor.shape[cut.dim] % (pieces * ranks):
+            raise
+    mesh, local = tensor.device_mesh, tensor.to_local().contiguous()
+    parts = [torch.empty_like(local) for _ in range(ranks)]
+    dist.all_gather(parts, local, group=mesh.get_group(axis))
+    cuts = zip(*(part.chunk(pieces, cut.dim) for part in parts), strict=True)
+    whole = torch.cat([part for piece in cuts for part in piece], cut.dim)
+    return DTensor.from_local(
+        whole, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )

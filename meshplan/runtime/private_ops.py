@@ -11,9 +11,8 @@ from inspect import signature
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement
 
 
 def below_autograd() -> AbstractContextManager[Any]:
@@ -89,31 +88,6 @@ def as_dtensor(
         return DTensor.from_local(local, mesh, [lies], run_check=False, grad_placements=[gradient])
     laid: DTensor = _Laid.apply(local, mesh, lies, gradient)
     return laid
-
-
-def replicated(tensor: DTensor, axis: int) -> DTensor:
-    """The tensor whole along one dim of its mesh.
-
-    torch 2.11 raises where each piece of a packed dim is cut by itself: it takes such a placement
-    for the later of two cuts of one dim. No public name tells how one is cut.
-    """
-    placements = list(tensor.placements)
-    cut: Any = placements[axis]
-    placements[axis] = Replicate()
-    try:
-        return tensor.redistribute(placements=placements)
-    except ValueError:
-        pieces, ranks = getattr(cut, "split_factor", 0), tensor.device_mesh.size(axis)
-        if not pieces or tensor.shape[cut.dim] % (pieces * ranks):
-            raise
-    mesh, local = tensor.device_mesh, tensor.to_local().contiguous()
-    parts = [torch.empty_like(local) for _ in range(ranks)]
-    dist.all_gather(parts, local, group=mesh.get_group(axis))
-    cuts = zip(*(part.chunk(pieces, cut.dim) for part in parts), strict=True)
-    whole = torch.cat([part for piece in cuts for part in piece], cut.dim)
-    return DTensor.from_local(
-        whole, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
 
 
 class _Laid(torch.autograd.Function):

@@ -49,7 +49,7 @@ from meshplan.runtime.checks.places import (
 )  # fmt: skip
 from meshplan.runtime.checks.reach import Reach
 from meshplan.runtime.compiled import compiles
-from meshplan.runtime.materialize import checksum
+from meshplan.runtime.digest import checksum
 from meshplan.runtime.mesh import local_of, submesh
 from meshplan.runtime.private import running_node, set_version, store_gathered
 from meshplan.runtime.remembered import plain_attributes, tensor_attributes

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshplan.plan import Plan
-from meshplan.runtime.materialize import checksum
+from meshplan.runtime.digest import checksum
 from meshplan.runtime.mesh import local_of
 
 _ROUNDING: Final = 1e-4
